@@ -1,0 +1,237 @@
+"""Every constant of egg, edited like a config.h.
+
+Edit the assignments below, or leave them and override: an environment variable EGG_<NAME>=value, or -D NAME=VALUE after a
+subcommand (the later wins: this file, preset, environment, -D). `load()` applies the overrides, checks everything and returns the
+constants as one immutable-by-custom object; nothing else in egg reads this module's globals. SPEC: the numeric contract with d-eggs.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import types
+
+# --- model ---------------------------------------------------------------------------------------------------------------
+HIDDEN_DIM = 256              # width of the model: 64 to 1024, a multiple of 32 and of HEAD_DIM
+HEAD_DIM = 64                 # width of one attention head: 32, 64 or 128
+N_LAYERS = 4                  # transformer layers
+SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, a multiple of 8
+VOCAB_SIZE = 8192             # 256 means raw bytes: input.bin holds uint8 and no decoding.bin is needed; else uint32 tokens
+
+# --- population ----------------------------------------------------------------------------------------------------------
+CHUNK_SIZE = 40960            # members evaluated in one job (even: antithetic pairs stay together)
+POPULATION_SIZE = 0           # members a step, a multiple of CHUNK_SIZE; 0 means 8 chunks
+
+# --- fixed-point arithmetic ----------------------------------------------------------------------------------------------
+FIXED_POINT = 4               # fractional bits of weights and activations
+SIGMA_SHIFT = 3               # matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT: larger means quieter
+SIGMA_SHIFT_VECTOR = 4        # right shift of the noise of biases and norm weights
+SHIFT_ATTN = 8                # right shifts after the products
+SHIFT_OUT = 9
+SHIFT_LOGIT = 8
+SHIFT_MLP_UP = 8
+SHIFT_MLP_DOWN = 10
+SHIFT_QKV = 6                 # exists in d-eggs, unused there and here
+SOFTMAX_SCALE_BIT = 18        # fractional bits of the integer exponential
+SOFTMAX_LUT_SIZE = 256        # entries of its table
+SOFTMAX_EXP_SCALE = 6.0       # logit units a nat
+ROPE_SCALE_BIT = 20           # fractional bits of the rotary tables
+
+# --- noise ---------------------------------------------------------------------------------------------------------------
+HOST_GAUSSIAN = 0             # 1: initial weights are the sum of three uniform draws
+DEVICE_GAUSSIAN = 0           # 1: so is the noise
+HOST_MASK = 15                # magnitude mask of a draw, 0 to 127 (0 to 42 with the Gaussian form)
+DEVICE_MASK = 15
+ADAPTIVE_NOISE_MODE = 1       # noise-scale overlay: 0 off, 1 scale, 2 heavy-tailed
+ADAPTIVE_NOISE_INIT = 64      # its start,
+ADAPTIVE_NOISE_INC = 5        # what a changed row or column gains,
+ADAPTIVE_NOISE_DEC = 1        # what an unchanged one loses
+
+# --- fitness -------------------------------------------------------------------------------------------------------------
+LOSS = "deggs"                # "deggs": the coarse logarithm of SPEC 7.5; "exact": true cross-entropy in fixed point
+USE_SAME_DATA = 0             # 1: every pair reads the same window
+CHUNK_MEAN_FILTER = 1         # 1: add the mean difference of the chunk, raised to this power, to every difference
+CHUNK_MEAN_EXPONENT = 1.2
+USE_ADAPTIVE_THRESHOLD = 1    # 1: differences below this share of their mean size count as 0
+ADAPTIVE_THRESHOLD_ALPHA = 0.1
+
+# --- optimizer -----------------------------------------------------------------------------------------------------------
+OPTIMIZER = "adamw"           # "adamw", or "sgd": the accumulator collects lr * vote / sqrt(pairs)
+LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
+ADAM_BETA1 = 0.9
+ADAM_BETA2 = 0.95
+ADAM_EPS = 1e-8
+ADAM_WEIGHT_DECAY = 0.01
+USE_MUON = 0                  # experimental in d-eggs; not available here yet
+MUON_MOMENTUM = 0.85
+MUON_LR_SCALE = 1.0
+NTT_MODE = 0                  # experimental in d-eggs; not available here yet
+
+# --- sampling, validation ------------------------------------------------------------------------------------------------
+SAMPLING_TEMP = 0.6           # 0 is greedy
+SAMPLING_MIN_P = 0.08         # tokens less likely than this share of the likeliest are cut; 0 cuts none
+SAMPLING_PRESENCE_PENALTY = 0.2   # nats, once for every token seen
+SAMPLE_EVERY = 5              # steps between samples during training; 0: none
+SAMPLE_PROMPT = 32            # tokens of the data a sample starts from
+SAMPLE_TOKENS = 64            # tokens it adds
+VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none
+VALIDATE_TOKENS = 65536       # tokens a validation reads at most, in windows spread evenly over the file; 0: all
+
+# --- this machine (not compared between coordinator and worker) ------------------------------------------------------------
+INPUT_FILE = "input.bin"
+VAL_FILE = "val.bin"
+DECODING_FILE = "decoding.bin"
+DETOKENIZE = 0                # 1, with VOCAB_SIZE 256: the files hold tokens of decoding.bin, read as the bytes they stand for
+PORT = 12345
+STRAGGLER_TIMEOUT = 90.0      # seconds after which a silent worker's chunk is handed out again
+DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU where there is one
+SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
+
+PRESETS = {
+    "laptop": dict(),
+}
+
+LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "DEVICE", "SIMD"}
+
+_DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k not in ("PRESETS", "LOCAL") and not k.startswith("_")}
+
+# name: allowed values (a tuple of strings), or (lowest, highest)
+_RULES = {
+    "HIDDEN_DIM": (64, 1024), "HEAD_DIM": (32, 128), "N_LAYERS": (1, 64), "SEQ_LEN": (8, 1024), "VOCAB_SIZE": (256, 262144),
+    "CHUNK_SIZE": (2, 1 << 24), "POPULATION_SIZE": (0, 1 << 28),
+    "FIXED_POINT": (0, 15), "SIGMA_SHIFT": (0, 15), "SIGMA_SHIFT_VECTOR": (0, 15), "SHIFT_ATTN": (0, 24), "SHIFT_OUT": (0, 24),
+    "SHIFT_LOGIT": (0, 24), "SHIFT_MLP_UP": (0, 24), "SHIFT_MLP_DOWN": (0, 24), "SHIFT_QKV": (0, 24),
+    "SOFTMAX_SCALE_BIT": (8, 18), "SOFTMAX_LUT_SIZE": (2, 256), "SOFTMAX_EXP_SCALE": (0.5, 64.0), "ROPE_SCALE_BIT": (1, 30),
+    "HOST_GAUSSIAN": (0, 1), "DEVICE_GAUSSIAN": (0, 1), "HOST_MASK": (0, 127), "DEVICE_MASK": (0, 127),
+    "ADAPTIVE_NOISE_MODE": (0, 2), "ADAPTIVE_NOISE_INIT": (-127, 127), "ADAPTIVE_NOISE_INC": (0, 127), "ADAPTIVE_NOISE_DEC": (0, 127),
+    "LOSS": ("deggs", "exact"), "USE_SAME_DATA": (0, 1), "CHUNK_MEAN_FILTER": (0, 1), "CHUNK_MEAN_EXPONENT": (0.0, 4.0),
+    "USE_ADAPTIVE_THRESHOLD": (0, 1), "ADAPTIVE_THRESHOLD_ALPHA": (0.0, 100.0),
+    "OPTIMIZER": ("adamw", "sgd"), "ADAM_BETA1": (0.0, 1.0), "ADAM_BETA2": (0.0, 1.0), "ADAM_EPS": (0.0, 1.0),
+    "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 0), "MUON_MOMENTUM": (0.0, 1.0), "MUON_LR_SCALE": (0.0, 1000.0), "NTT_MODE": (0, 0),
+    "SAMPLING_TEMP": (0.0, 100.0), "SAMPLING_MIN_P": (0.0, 1.0), "SAMPLING_PRESENCE_PENALTY": (0.0, 100.0),
+    "SAMPLE_EVERY": (0, 1 << 30), "SAMPLE_PROMPT": (1, 1024), "SAMPLE_TOKENS": (1, 65536),
+    "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "DETOKENIZE": (0, 1),
+    "PORT": (0, 65535), "STRAGGLER_TIMEOUT": (0.1, 1e6), "DEVICE": ("auto", "cpu", "cuda"),
+    "SIMD": ("auto", "vnni512", "vnni256", "madd", "portable"),
+}
+
+
+class ConfigError(Exception):
+    """One line: which constant, what was wrong, what is allowed."""
+
+
+class Config(types.SimpleNamespace):
+    """All constants by name, plus the derived values of `_derive`. Treat it as read-only; it pickles."""
+
+    def constants(self):
+        return {k: getattr(self, k) for k in _DEFAULTS}
+
+    def shared(self):
+        """The constants that coordinator and workers must agree on."""
+        return {k: v for k, v in self.constants().items() if k not in LOCAL}
+
+    def fingerprint(self):
+        """SHA-256 (hex) over the shared constants."""
+        return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
+
+    def learning_rate(self, step):
+        """Learning rate (float) of the update of `step`."""
+        return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
+
+
+def load(preset=None, defines=(), environ=os.environ):
+    """Constants with overrides applied and checked: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
+
+    Raises ConfigError with one line naming the constant and the rule."""
+    values = dict(_DEFAULTS)
+    preset = preset or environ.get("EGG_PRESET")
+    if preset:
+        if preset not in PRESETS:
+            raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
+        values.update(PRESETS[preset])
+    for key, text in environ.items():
+        if key.startswith("EGG_") and key not in ("EGG_PRESET",):
+            values.update(_parse(key[4:], text, key))
+    for define in defines:
+        name, equals, text = define.partition("=")
+        if not equals:
+            raise ConfigError(f"-D {define}: write -D NAME=VALUE")
+        values.update(_parse(name.strip(), text.strip(), f"-D {name.strip()}"))
+    return make(**values)
+
+
+def make(**values):
+    """A checked Config from keyword constants; those not given keep this file's values."""
+    unknown = [k for k in values if k not in _DEFAULTS]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: {_no_such(unknown[0])}")
+    cfg = Config(**{**_DEFAULTS, **values})
+    if not cfg.POPULATION_SIZE:
+        cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
+    validate(cfg)
+    _derive(cfg)
+    return cfg
+
+
+def validate(cfg):
+    """Raises ConfigError at the first constant, or combination of constants, that cannot work."""
+    def need(ok, name, rule):
+        if not ok:
+            raise ConfigError(f"{name} = {getattr(cfg, name)}: {rule}")
+
+    for name, rule in _RULES.items():
+        value = getattr(cfg, name)
+        if isinstance(rule[0], str):
+            need(value in rule, name, f"must be one of {', '.join(rule)}")
+        else:
+            kind = type(_DEFAULTS[name])
+            need(type(value) is kind or kind is float and type(value) is int, name, f"must be {_kind(name)}")
+            need(rule[0] <= value <= rule[1], name,
+                 f"only {rule[0]} is supported so far" if rule[0] == rule[1] else f"must be from {rule[0]} to {rule[1]}")
+    need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
+    need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
+    need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
+    need(cfg.SEQ_LEN % 8 == 0, "SEQ_LEN", "must be a multiple of 8")
+    need(cfg.CHUNK_SIZE % 2 == 0, "CHUNK_SIZE", "must be even: a job is made of antithetic pairs")
+    need(cfg.POPULATION_SIZE % cfg.CHUNK_SIZE == 0, "POPULATION_SIZE", f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
+    for side in "HOST", "DEVICE":
+        if getattr(cfg, side + "_GAUSSIAN"):
+            need(getattr(cfg, side + "_MASK") <= 42, side + "_MASK", f"must be at most 42 with {side}_GAUSSIAN: three draws must fit int8")
+    need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
+    steps = [s for s, _ in cfg.LR_SCHEDULE]
+    need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
+    need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")
+
+
+def _derive(cfg):
+    cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
+    cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
+    cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
+    cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT
+    cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
+
+
+def _kind(name):
+    return {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}[type(_DEFAULTS[name])]
+
+
+def _no_such(name):
+    near = difflib.get_close_matches(name, _DEFAULTS, 1)
+    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _parse(name, text, source):
+    if name not in _DEFAULTS:
+        raise ConfigError(f"{source}: {_no_such(name)}")
+    kind = type(_DEFAULTS[name])
+    try:
+        if kind is int:
+            value = {"true": 1, "false": 0}.get(text.lower())
+            value = int(text, 0) if value is None else value
+        elif kind is tuple:
+            value = tuple((int(s), float(r)) for s, r in (item.split(":") for item in text.split(",")))
+        else:
+            value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{source}: {text!r} is not {_kind(name)}") from None
+    return {name: value}

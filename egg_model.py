@@ -1,0 +1,288 @@
+"""The model as one table: from TABLE come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests.
+
+Nothing here knows of devices or sockets; arrays are NumPy. SPEC sections 2, 3, 6.
+"""
+
+import functools
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Param(NamedTuple):
+    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V")."""
+    name: str
+    shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
+    a: int                  # noise offset of the output side; first offset of a vector
+    b: object               # noise offset of the input side ("H": HIDDEN_DIM); second offset of a vector
+    start: object = None    # initial value of a vector; None: random draws
+    per_layer: bool = False
+    lr_scale: float = 1.0   # factor on the learning rate
+
+
+H, H4, V = "H", "4H", "V"
+
+TABLE = (
+    Param("embedding", (H, V), 0, H),
+    Param("emb_bias", (H,), 50, 51, 0, lr_scale=0.1),
+    Param("ln_init", (H,), 500, 501, 16),
+    Param("ln_init_bias", (H,), 502, 503, 0),
+    Param("w_emb_mlp_up", (H, H4), 510, 511),
+    Param("mlp_emb_bias_up", (H4,), 514, 515, 0),
+    Param("w_emb_mlp_down", (H4, H), 512, 513),
+    Param("mlp_emb_bias_down", (H,), 516, 517, 0),
+    Param("ln_1", (H,), 100, 101, 16, True),
+    Param("ln_1_bias", (H,), 110, 111, 0, True),
+    Param("w_q", (H, H), 200, 201, None, True),
+    Param("w_k", (H, H), 202, 203, None, True),
+    Param("w_v", (H, H), 204, 205, None, True),
+    Param("w_o", (H, H), 206, 207, None, True),
+    Param("ln_2", (H,), 300, 301, 16, True),
+    Param("ln_2_bias", (H,), 310, 311, 0, True),
+    Param("w_up", (H, H4), 400, 401, None, True),
+    Param("mlp_bias_up", (H4,), 410, 411, 0, True),
+    Param("w_down", (H4, H), 402, 403, None, True),
+    Param("mlp_bias_down", (H,), 412, 413, 0, True),
+    Param("ln_f", (H,), 900, 901, 16),
+    Param("ln_f_bias", (H,), 910, 911, 0),
+)
+INDEX = {p.name: i for i, p in enumerate(TABLE)}
+LAYER_SEED = 1000           # seed distance of two layers
+
+
+class Tensor(NamedTuple):
+    """One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`."""
+    param: int              # index into TABLE
+    name: str
+    layer: int
+    rows: int               # inputs; 1 for a vector
+    cols: int               # outputs; the width of a vector
+    matrix: bool
+    weights: int            # first element in State.weights and in the optimizer arrays
+    seed_a: int             # added to a member's seed: stream of the output side (vector: first stream)
+    seed_b: int             # stream of the input side (vector: second stream)
+    overlay_a: int          # first entry in State.overlay that scales stream a
+    overlay_b: int          # ... that scales stream b (vector: the same as overlay_a)
+    lr_scale: float
+
+    @property
+    def size(self):
+        return self.rows * self.cols
+
+
+def width(symbol, cfg):
+    return {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE}[symbol]
+
+
+def tensors(cfg):
+    """Every stored array in canonical order: a list of Tensor."""
+    out, weights, overlay = [], 0, 0
+    for i, p in enumerate(TABLE):
+        layers = cfg.N_LAYERS if p.per_layer else 1
+        dims = [width(s, cfg) for s in p.shape]
+        matrix = len(dims) == 2
+        rows, cols = dims if matrix else (1, dims[0])
+        # overlay field order is row, then col; the embedding's "row" is the token, which is its output side
+        first, second = (cols, rows) if i == 0 else (rows, cols)
+        for layer in range(layers):
+            base = overlay + layer * first
+            after = overlay + layers * first + layer * second
+            side_a, side_b = (base, after) if i == 0 else (after, base)
+            if not matrix:
+                side_a = side_b = overlay + layer * cols
+            b = cfg.HIDDEN_DIM if p.b == H else p.b
+            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer, b + LAYER_SEED * layer,
+                              side_a, side_b, p.lr_scale))
+            weights += rows * cols
+        overlay += layers * (first + second if matrix else cols)
+    return out
+
+
+def n_weights(cfg):
+    last = tensors(cfg)[-1]
+    return last.weights + last.size
+
+
+def n_overlay(cfg):
+    last = tensors(cfg)[-1]
+    return last.overlay_a + last.cols
+
+
+def products_per_token(cfg):
+    """Multiply-adds of the weight matrices for one token (attention itself left out, as in the reference figures)."""
+    return sum(t.size for t in tensors(cfg) if t.matrix)
+
+
+class State:
+    """What training changes, as flat arrays in canonical order: weights int8 [n], moments float32 [n, 3] (m, v, acc),
+    overlay int8 [k]. `step` updates have been applied; `seed` is the seed of the next step's evaluation."""
+
+    def __init__(self, cfg, weights, moments, overlay, step=0, seed=None):
+        self.weights, self.moments, self.overlay = weights, moments, overlay
+        self.step = step
+        self.seed = INITIAL_SEED if seed is None else seed
+
+    def digests(self):
+        """SHA-256 (hex) of weights, moments and overlay: what golden data record."""
+        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in (self.weights, self.moments, self.overlay))
+
+
+def initial_state(cfg):
+    """State before the first update (SPEC 3)."""
+    weights = np.zeros(n_weights(cfg), np.int8)
+    arrays = tensors(cfg)
+    for t in arrays:
+        if TABLE[t.param].start is not None:
+            weights[t.weights:t.weights + t.size] = TABLE[t.param].start
+    # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
+    drawn = sorted((t for t in arrays if TABLE[t.param].start is None), key=lambda t: (TABLE[t.param].per_layer, t.layer, t.param))
+    draws = np.asarray(_xorshift(42, sum(t.size for t in drawn)))
+    values = uniform_noise(draws, cfg.HOST_MASK, cfg.HOST_GAUSSIAN)
+    at = 0
+    for t in drawn:
+        matrix = values[at:at + t.size].reshape(t.rows, t.cols)
+        weights[t.weights:t.weights + t.size] = to_canonical(matrix)
+        at += t.size
+    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8))
+
+
+def to_canonical(matrix):
+    """[rows, cols] -> flat [rows / 4, cols, 4]."""
+    rows, cols = matrix.shape
+    return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols).transpose(0, 2, 1)).ravel()
+
+
+def from_canonical(flat, rows, cols):
+    """Flat [rows / 4, cols, 4] -> [rows, cols]."""
+    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4).transpose(0, 2, 1)).reshape(rows, cols)
+
+
+# --- random numbers (SPEC 2) ---------------------------------------------------------------------------------------------
+
+INITIAL_SEED = 42
+
+
+def hash32(seed, index):
+    """The counter hash of SPEC 2: uint32 from two integers."""
+    x = (seed + index * 0x9E3779B9) & 0xFFFFFFFF
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & 0xFFFFFFFF
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def next_seed(seed, step):
+    """Seed of step + 1 from the seed of `step`."""
+    return hash32(seed, step + 1)
+
+
+def uniform_noise(draws, mask, gaussian):
+    """int8 noise from uint32 draws: bit 0 is the sign, the bits above it the magnitude; the Gaussian form sums three."""
+    def term(sign_bit, shift):
+        magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
+        return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
+    return term(0, 1) + term(5, 6) + term(10, 11) if gaussian else term(0, 1)
+
+
+def _xorshift(state, count):
+    """uint32 [count]: successive states of xorshift32 after `state`. The step is linear over bits, so a known run of n states
+    gives the next n by one linear map, applied bytewise from tables; the run doubles."""
+    def step(x):
+        x = x ^ x << np.uint32(13)
+        x = x ^ x >> np.uint32(17)
+        return x ^ x << np.uint32(5)
+
+    out = np.empty(count, np.uint32)
+    if count:
+        out[:1] = step(np.array([state], np.uint32))
+    columns = step(np.uint32(1) << np.arange(32, dtype=np.uint32))          # the image of every single bit under one step
+    done = 1
+    while done < count:
+        tables = _byte_tables(columns)
+        more = min(done, count - done)
+        out[done:done + more] = _apply(tables, out[:more])
+        columns = _apply(tables, columns)                                    # the map of 2 n steps is that of n steps, twice
+        done += more
+    return out
+
+
+def _byte_tables(columns):
+    """uint32 [4, 256]: the image of every value of each byte under the linear map whose columns are given."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
+    return np.stack([np.bitwise_xor.reduce(np.where(bits, columns[8 * k:8 * k + 8], np.uint32(0)), axis=1) for k in range(4)])
+
+
+def _apply(tables, x):
+    return functools.reduce(np.bitwise_xor, (tables[k][x >> np.uint32(8 * k) & np.uint32(255)] for k in range(4)))
+
+
+# --- tables (SPEC 6) -----------------------------------------------------------------------------------------------------
+
+def _round(x):
+    """Halves away from zero, in double."""
+    return np.trunc(x + np.copysign(0.5, x))
+
+
+def exp_table(cfg):
+    """int32 [SOFTMAX_LUT_SIZE]: EXP of SPEC 6."""
+    y = np.exp(-np.arange(cfg.SOFTMAX_LUT_SIZE) / cfg.SOFTMAX_EXP_SCALE) * 2.0 ** cfg.SOFTMAX_SCALE_BIT
+    return np.where(y >= 1, _round(y), 0).astype(np.int32)
+
+
+def gelu_table():
+    """int8 [256], indexed by the byte of an int8: GELU of SPEC 6."""
+    import math
+    x = np.arange(256, dtype=np.uint8).view(np.int8) / 16.0
+    y = 0.5 * x * (1 + np.array([math.erf(v / 1.41421356) for v in x]))
+    return np.clip(_round(16 * y), -127, 127).astype(np.int8)
+
+
+def rope_table(cfg, positions):
+    """int32 [positions, HEAD_DIM / 2, 2]: cosine and sine of SPEC 6."""
+    half = np.arange(cfg.HEAD_DIM // 2)
+    angle = np.arange(positions)[:, None] * np.power(10000.0, -2.0 * half / cfg.HEAD_DIM)
+    return np.stack([_round(np.cos(angle) * 2.0 ** cfg.ROPE_SCALE_BIT), _round(np.sin(angle) * 2.0 ** cfg.ROPE_SCALE_BIT)],
+                    axis=-1).astype(np.int32)
+
+
+# --- fitness (SPEC 8) ----------------------------------------------------------------------------------------------------
+
+def chunk_fitness(losses, cfg):
+    """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk.
+
+    With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its power."""
+    d = (losses[1::2].astype(np.int64) - losses[0::2]).astype(np.int64)
+    if cfg.CHUNK_MEAN_FILTER:
+        m = float(np.mean(d, dtype=np.float64)) / cfg.LOSS_SCALE
+        if m != 0:
+            m = (1.0 if m > 0 else -1.0) * abs(m) ** cfg.CHUNK_MEAN_EXPONENT
+        d = d + int(m * cfg.LOSS_SCALE)
+    if not cfg.USE_ADAPTIVE_THRESHOLD:
+        return np.sign(d).astype(np.int8)
+    threshold = float(np.mean(np.abs(d), dtype=np.float64)) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
+    return np.where(np.abs(d) < threshold, 0, np.where(d > 0, 1, -1)).astype(np.int8)
+
+
+def pack_ternary(fitness):
+    """bytes: five values of {-1, 0, 1} a byte, least significant digit first (-1 is digit 2)."""
+    digits = np.zeros(-(-fitness.size // 5) * 5, np.uint8)
+    digits[:fitness.size] = np.where(fitness < 0, 2, fitness)
+    return (digits.reshape(-1, 5) @ np.array([1, 3, 9, 27, 81], np.uint8)).astype(np.uint8).tobytes()
+
+
+def unpack_ternary(data, count):
+    """int8 [count] from packed bytes. Raises ValueError for a wrong size, a byte above 242 or a digit beyond `count`."""
+    packed = np.frombuffer(data, np.uint8)
+    if packed.size != -(-count // 5):
+        raise ValueError(f"{packed.size} bytes of fitness where {count} values need {-(-count // 5)}")
+    if packed.size and packed.max() > 242:
+        raise ValueError(f"byte {int(packed.max())} is not five ternary digits")
+    digits = _DIGITS[packed].reshape(-1)
+    if digits[count:].any():
+        raise ValueError("digits after the last value")
+    return digits[:count]
+
+
+_DIGITS = np.array([[(0, 1, -1)[b // 3 ** k % 3] for k in range(5)] for b in range(243)], np.int8)
