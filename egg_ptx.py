@@ -1,0 +1,236 @@
+"""Inline PTX for the CUDA kernels: the instructions numba-cuda has no function for, one intrinsic each.
+
+Conventions. A "shared address" is an int32 in the shared window (`shared_address`). One int32 word of an operand holds four
+consecutive k as bytes. In a warp, g = lane // 4 and q = lane % 4. Operands lie in memory as *core matrices*: 8 rows of 16 bytes,
+128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16] (`core_offset` in egg_kernels).
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.cuda.extending import intrinsic
+
+I32, I64, F32, VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
+
+
+def _asm(text, out, operands, constraints, side_effect=False):
+    return ir.InlineAsm(ir.FunctionType(out, operands), text, constraints, side_effect=side_effect)
+
+
+def _statement(text):
+    """An intrinsic without operands that orders memory or threads."""
+    @intrinsic
+    def emit(ctx):
+        def codegen(context, builder, sig, args):
+            builder.call(_asm(text, VOID, [], "~{memory}", side_effect=True), [])
+            return context.get_dummy_value()
+        return types.void(), codegen
+    return emit
+
+
+def _operation(text, result, operands, doc, side_effect=False):
+    """An intrinsic on 32- or 64-bit scalars: numba types in, one numba type out. Integer operands are cast by numba."""
+    ll = {types.int32: I32, types.uint32: I32, types.int64: I64, types.float32: F32, types.void: VOID}
+    letter = {types.int32: "r", types.uint32: "r", types.int64: "l", types.float32: "f"}
+    constraints = ([] if result is types.void else ["=" + letter[result]]) + [letter[t] for t in operands]
+    if side_effect:
+        constraints.append("~{memory}")
+
+    def codegen(context, builder, sig, args):
+        r = builder.call(_asm(text, ll[result], [ll[t] for t in operands], ",".join(constraints), side_effect), args)
+        return context.get_dummy_value() if result is types.void else r
+
+    sig = result(*operands)
+    makers = {
+        0: lambda ctx: (sig, codegen), 1: lambda ctx, a: (sig, codegen), 2: lambda ctx, a, b: (sig, codegen),
+        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen),
+    }
+    f = intrinsic(makers[len(operands)])
+    f.__doc__ = doc
+    return f
+
+
+def _pointer(context, builder, array_type, array, index):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+# --- scalars, every supported card -------------------------------------------------------------------------------------------
+
+trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,), "int32 of a float32, toward zero, saturating.")
+add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
+rcp_approx = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,), "about 1 / x: 1 unit in the last place.")
+dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
+byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
+                          "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
+warp_or = _operation("redux.sync.or.b32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Bitwise or over the warp, cc >= 8.0.",
+                     side_effect=True)
+
+
+# --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
+
+def _mma(kind):
+    @intrinsic
+    def emit(ctx, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        sig = types.UniTuple(types.int32, 4)(*[types.int32] * 10)
+
+        def codegen(context, builder, sig, args):
+            f = _asm(f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};",
+                     ir.LiteralStructType([I32] * 4), [I32] * 10, ",".join(["=r"] * 4 + ["r"] * 10))
+            r = builder.call(f, args)
+            return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
+        return sig, codegen
+    return emit
+
+
+# D[16 x 8] = A[16 x 32] B[32 x 8] + C: mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32, cc >= 8.0.
+# a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 + 4q..]; b0 = B[4q.., g], b1 = B[16 + 4q.., g];
+# c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. Returns the four c.
+mma_s8 = _mma("s8.s8")
+mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
+
+
+@intrinsic
+def load_matrix4(ctx, address):
+    """ldmatrix.sync.aligned.m8n8.x4.shared.b16, cc >= 7.5: four core matrices; lane i gives the shared address of row i % 8 of
+    matrix i // 8. Returns four int32: word q of row g of each matrix."""
+    sig = types.UniTuple(types.int32, 4)(types.int32)
+
+    def codegen(context, builder, sig, args):
+        f = _asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32],
+                 "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+        r = builder.call(f, args)
+        return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
+    return sig, codegen
+
+
+# --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------------------
+
+@intrinsic
+def shared_address(ctx, array, index):
+    """Shared address (int32) of array[index], `array` a shared array."""
+    sig = types.int32(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args)
+        if p.type.addrspace == 3:
+            return builder.ptrtoint(p, I32)
+        f = _asm("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", I32, [I64], "=r,l")
+        return builder.call(f, [builder.ptrtoint(p, I64)])
+    return sig, codegen
+
+
+@intrinsic
+def copy_async16(ctx, address, source, index):
+    """cp.async.cg.shared.global, 16 bytes from source[index...] (global memory, aligned) to a shared address, cc >= 8.0."""
+    sig = types.void(types.int32, source, types.int64)
+
+    def codegen(context, builder, sig, args):
+        p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
+        builder.call(_asm("cp.async.cg.shared.global [$0], [$1], 16;", VOID, [I32, I64], "r,l,~{memory}", side_effect=True), [args[0], p])
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+copy_commit = _statement("cp.async.commit_group;")
+copy_wait_all = _statement("cp.async.wait_group 0;")          # every committed group of this thread has landed
+copy_wait_but_one = _statement("cp.async.wait_group 1;")      # all but the newest
+
+
+def shared_limit(device):
+    """Bytes of dynamic shared memory a block of this device can have."""
+    from cuda.bindings import driver
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(driver.cuDeviceGetAttribute(attribute, device.id)[1])
+
+
+def allow_shared(kernel, signature, nbytes):
+    """Compile `kernel` for `signature` and let it use `nbytes` of dynamic shared memory (more than 48 KiB needs this)."""
+    from numba import cuda
+    from numba.cuda.cudadrv.driver import binding, driver
+    kernel.compile(signature)
+    function = kernel.overloads[signature]._codelibrary.get_cufunc()
+    driver.cuKernelSetAttribute(binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes, function.handle,
+                                cuda.get_current_device().id)
+
+
+# --- cc 9.0 only: bulk copies, barriers in shared memory, warpgroup products ---------------------------------------------------------
+
+proxy_fence = _statement("fence.proxy.async.shared::cta;")    # between ordinary stores and wgmma (or a bulk copy) reading them
+barrier_fence = _statement("fence.mbarrier_init.release.cluster;")
+barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
+                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
+barrier_arrive = _operation("mbarrier.arrive.shared::cta.b64 _, [$0];", types.void, (types.int32,), "One arrival.", side_effect=True)
+barrier_expect = _operation("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.void, (types.int32,) * 2,
+                            "One arrival that also awaits this many bytes of bulk copies.", side_effect=True)
+barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra W; D: }", types.void,
+                          (types.int32,) * 2, "Wait until the phase of this parity is complete.", side_effect=True)
+named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2, "Barrier `id` (1 to 15) of `count` threads.", side_effect=True)
+
+
+@intrinsic
+def copy_bulk(ctx, address, source, index, nbytes, barrier):
+    """cp.async.bulk.shared::cluster.global: nbytes (a multiple of 16) from source[index...] to a shared address; completes on the
+    barrier at shared address `barrier`. One thread issues it. cc >= 9.0."""
+    sig = types.void(types.int32, source, types.int64, types.int32, types.int32)
+
+    def codegen(context, builder, sig, args):
+        p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
+        f = _asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", VOID, [I32, I64, I32, I32],
+                 "r,l,r,r,~{memory}", side_effect=True)
+        builder.call(f, [args[0], p, args[3], args[4]])
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+def wgmma_descriptor_strides(k_bytes):
+    """Upper part of a wgmma descriptor of core matrices whose rows have k_bytes; add (shared address & 0x3FFFF) >> 4."""
+    return (128 >> 4) << 16 | (8 * k_bytes >> 4) << 32
+
+
+def wgmma_s8(columns, first):
+    """Intrinsic f(acc, a_desc, b_desc): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one warpgroup, both operands
+    K-major in shared memory. acc: a local int32 array of columns / 2; `first` overwrites it. With w = warp of the group, acc[4j],
+    acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
+    count = columns // 2
+
+    @intrinsic
+    def emit(ctx, acc, a_desc, b_desc):
+        sig = types.void(acc, types.int64, types.int64)
+
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
+            inputs = [] if first else [builder.load(c) for c in cells]
+            n = count + len(inputs)
+            text = ("wgmma.fence.sync.aligned;\n" if first else "") + (
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {{%s}}, $%d, $%d, %d;"
+                % (",".join(f"${i}" for i in range(count)), n, n + 1, not first))
+            constraints = ["=r"] * count + [str(i) for i in range(len(inputs))] + ["l", "l"]
+            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * len(inputs) + [I64] * 2, ",".join(constraints), side_effect=True)
+            r = builder.call(f, inputs + list(args[1:]))
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
+
+
+def wgmma_done(columns):
+    """Intrinsic f(acc): commit the products issued and wait for them; acc may be read afterwards."""
+    count = columns // 2
+
+    @intrinsic
+    def emit(ctx, acc):
+        sig = types.void(acc)
+
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
+            f = _asm("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", ir.LiteralStructType([I32] * count), [I32] * count,
+                     ",".join(["=r"] * count + [str(i) for i in range(count)] + ["~{memory}"]), side_effect=True)
+            r = builder.call(f, [builder.load(c) for c in cells])
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
