@@ -286,3 +286,84 @@ def unpack_ternary(data, count):
 
 
 _DIGITS = np.array([[(0, 1, -1)[b // 3 ** k % 3] for k in range(5)] for b in range(243)], np.int8)
+
+
+# --- loss, windows, sampling: what both engines are told -----------------------------------------------------------------
+
+def log_unit(cfg):
+    """Loss units (1/256 logit) in one octave of Q, with 16 fractional bits: the factor of log2 in LOSS = "exact"."""
+    return round(cfg.SOFTMAX_EXP_SCALE * np.log(2.0) * 256 * 65536)
+
+
+def window_starts(cfg, n_tokens, step, first_pair, pairs):
+    """int64 [pairs]: first token of each pair's window (SPEC 7)."""
+    stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_PAIRS
+    return (step * cfg.SEQ_LEN + np.arange(first_pair, first_pair + pairs, dtype=np.int64) * stride) % (n_tokens - cfg.SEQ_LEN)
+
+
+def windows(cfg, tokens, step, first_pair, pairs):
+    """int32 [pairs, SEQ_LEN + 1]: inputs and targets of each pair's window."""
+    starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
+    return np.asarray(tokens[starts[:, None] + np.arange(cfg.SEQ_LEN + 1)], np.int32)
+
+
+class Sampling(NamedTuple):
+    temp: np.float32        # 0 is greedy
+    floor: int              # smallest trunc((z - top) / temp) that is kept
+    penalty: np.float32     # logit units taken once from every token seen
+
+
+def sampling(cfg, temp=None, min_p=None, penalty=None):
+    """Sampling settings in the kernels' units; None: the configuration's. Penalty in nats."""
+    temp, min_p, penalty = (default if given is None else given for given, default in
+                            ((temp, cfg.SAMPLING_TEMP), (min_p, cfg.SAMPLING_MIN_P), (penalty, cfg.SAMPLING_PRESENCE_PENALTY)))
+    unit = np.float32(cfg.SOFTMAX_EXP_SCALE)
+    floor = int(np.float32(np.log(np.float32(min_p))) * unit) if min_p > 0 else -(1 << 31)
+    return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))
+
+
+def sampling_random(seed, position):
+    """The uint32 that draws the token after `position` of a sequence sampled under `seed` (SPEC 10)."""
+    return np.uint32(hash32(seed + 999 + 555 * position, 0))
+
+
+# --- the architecture for people -------------------------------------------------------------------------------------------
+
+def describe(cfg):
+    """str: a table of the parameters, then what model, optimizer and a step take."""
+    rows, arrays = [("component", "dimensions", "parameters", "layers", "total", "size")], tensors(cfg)
+    for i, p in enumerate(TABLE):
+        mine = [t for t in arrays if t.param == i]
+        total = sum(t.size for t in mine)
+        rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}", str(len(mine)) if p.per_layer else "",
+                     f"{total:,}", _bytes(total)))
+    n, T, members = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE
+    rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+
+    attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)            # scores and weighted values over (T + 1) / 2 positions on average
+    token = products_per_token(cfg) + attention
+    packed = -(-cfg.CHUNK_SIZE // 10), -(-cfg.N_PAIRS // 5)        # five pairs a byte
+    facts = (
+        ("model", f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
+                  f"{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}; head and embedding are one matrix"),
+        ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
+        ("a token", f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"),
+        ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
+        ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
+        ("on the wire", f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every worker"),
+    )
+    return "\n".join(lines + [""] + [f"{name:12}{fact}" for name, fact in facts])
+
+
+def _bytes(n):
+    for unit in "B", "KiB", "MiB":
+        if n < 1024:
+            break
+        n /= 1024
+    else:
+        unit = "GiB"
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"

@@ -1,0 +1,997 @@
+"""The CPU engine: evaluation, update, validation and generation in numba, bit for bit as in the SPEC.
+
+One compiled set of kernels serves every configuration (shapes and switches are run-time values), so it is compiled once a machine.
+Work is parallel over antithetic pairs; a pair's activations stay in a core's caches, and all matrix products go through
+`egg_simd.tile` on weights repacked into panels after every update.
+"""
+
+import hashlib
+import os
+import pathlib
+import time
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+import egg_model
+import egg_simd
+from egg_simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+
+
+def _cache_directory():
+    """numba's own key sees neither the other modules nor the product kind: a directory a source state and kind does."""
+    here = pathlib.Path(__file__).parent
+    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py"))
+    key = hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return str(base / "egg" / f"cpu-{key}")
+
+
+CACHE = _cache_directory()
+numba.config.CACHE_DIR = CACHE
+njit = numba.njit(cache=True, nogil=True, error_model="numpy")
+njit_parallel = numba.njit(cache=True, nogil=True, parallel=True, error_model="numpy")
+prange = numba.prange
+i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
+
+# columns of Weights.table: one row a parameter and layer
+FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
+AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
+(EMBEDDING, EMB_BIAS, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
+ LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
+
+GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
+
+
+class Constants(NamedTuple):
+    """The configuration as the kernels see it: all int64 but temp."""
+    H: int
+    D: int
+    heads: int
+    L: int
+    V: int
+    mask: int
+    gaussian: int
+    mode: int
+    matrix_shift: int
+    vector_shift: int
+    attn: int
+    out: int
+    logit: int
+    up: int
+    down: int
+    scale_bit: int
+    rope_bit: int
+    short_exp: int
+    exact: int
+    log_unit: int
+
+
+class Weights(NamedTuple):
+    """weights int8 canonical; packed int8 panels [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations
+    go into products as x + 128; overlay int8; table int64 [parameters, layers, FIELDS]."""
+    weights: np.ndarray
+    packed: np.ndarray
+    correction: np.ndarray
+    overlay: np.ndarray
+    table: np.ndarray
+
+
+class Tables(NamedTuple):
+    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2]."""
+    exp: np.ndarray
+    gelu: np.ndarray
+    rope: np.ndarray
+
+
+# --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------------
+
+@njit
+def hash_(seed, index):
+    x = u32(u32(seed) + u32(u32(index) * u32(0x9E3779B9)))
+    x = u32(x ^ u32(x >> u32(16)))
+    x = u32(x * u32(0x85EBCA6B))
+    x = u32(x ^ u32(x >> u32(13)))
+    x = u32(x * u32(0xC2B2AE35))
+    return u32(x ^ u32(x >> u32(16)))
+
+
+@njit
+def draw(r, mask, gaussian):
+    """int32 noise of SPEC 2 from one hash."""
+    m = u32(mask)
+    n = i32(u32(r >> u32(1)) & m)
+    n = n if r & u32(1) else i32(-n)
+    if gaussian:
+        a, b = i32(u32(r >> u32(6)) & m), i32(u32(r >> u32(11)) & m)
+        n = i32(n + (a if u32(r >> u32(5)) & u32(1) else i32(-a)))
+        n = i32(n + (b if u32(r >> u32(10)) & u32(1) else i32(-b)))
+    return n
+
+
+@njit
+def to_int(f):
+    """trunc of a float32, saturating at int32."""
+    if f >= f32(2147483648.0):
+        return i32(2147483647)
+    if f <= f32(-2147483648.0):
+        return i32(-2147483648)
+    return i32(f)
+
+
+@njit
+def sixty_fourths(p):
+    """trunc(p / 64) of an int32."""
+    return i32(i32(p + i32(i32(p >> i32(31)) & i32(63))) >> i32(6))
+
+
+@njit
+def weight_64(c, overlay):
+    """The noise-scale factor of modes 0 and 1 in 64ths, int32."""
+    if c.mode == 0:
+        return i32(64)
+    return i32(max(i32(0), min(i32(64), i32(overlay))))
+
+
+@njit
+def factor(c, overlay, seed, index):
+    """The noise-scale factor of SPEC 4, float32."""
+    if c.mode < 2:
+        return f32(f32(weight_64(c, overlay)) / f32(64))
+    tail = f32(f32(f32(hash_(u32(seed) + u32(100000), index)) + f32(1)) / f32(4294967296.0))
+    return f32(f32(f32(i32(overlay) + 127) / f32(255)) / f32(np.sqrt(tail)))
+
+
+@njit
+def fill_noise(c, seed, n, out):
+    for i in range(n):
+        out[i] = draw(hash_(seed, i), c.mask, c.gaussian)
+
+
+@njit
+def output_side(c, w, param, layer, S, out):
+    """out int32 [cols]: trunc(noise(A, c) * f_col(c))."""
+    t = w.table[param, layer]
+    seed, at = u32(S + t[SEED_A]), t[OVER_A]
+    fill_noise(c, seed, t[N_COLS], out)
+    if c.mode == 1:
+        for i in range(t[N_COLS]):
+            out[i] = sixty_fourths(i32(out[i] * weight_64(c, w.overlay[at + i])))
+    elif c.mode == 2:
+        for i in range(t[N_COLS]):
+            out[i] = to_int(f32(out[i]) * factor(c, w.overlay[at + i], seed, i))
+
+
+@njit
+def input_side(c, w, param, layer, S, noise, scale):
+    """noise int32 [rows], scale float32 [rows] of the input side; modes 0 and 1: noise in 64ths, scale unused."""
+    t = w.table[param, layer]
+    seed, at = u32(S + t[SEED_B]), t[OVER_B]
+    fill_noise(c, seed, t[N_ROWS], noise)
+    if c.mode < 2:
+        for i in range(t[N_ROWS]):
+            noise[i] = i32(noise[i] * weight_64(c, w.overlay[at + i]))
+    else:
+        for i in range(t[N_ROWS]):
+            scale[i] = factor(c, w.overlay[at + i], seed, i)
+
+
+@njit
+def project(c, x, n, noise, scale):
+    """sb = sum_r trunc(x[r] * noise(B, r) * f_row(r)), wrapping int32; x uint8, activation + 128."""
+    s = i32(0)
+    if c.mode < 2:
+        for i in range(n):
+            s = i32(s + sixty_fourths(i32(i32(i32(x[i]) - i32(128)) * noise[i])))
+    else:
+        for i in range(n):
+            s = i32(s + to_int(f32(f32(i32(i32(x[i]) - i32(128)) * noise[i]) * scale[i])))
+    return s
+
+
+@njit
+def project_down(c, x, H, noise, scale):
+    """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
+    s = i32(0)
+    if c.mode < 2:
+        for i in range(H):
+            p = i32(0)
+            for sub in range(4):
+                j = i + sub * H
+                p = sixty_fourths(i32(i32(p * i32(64)) + i32(i32(i32(x[j]) - i32(128)) * noise[j])))
+            s = i32(s + p)
+    else:
+        for i in range(H):
+            p = i32(0)
+            for sub in range(4):
+                j = i + sub * H
+                p = to_int(fma(f32(i32(i32(x[j]) - i32(128)) * noise[j]), scale[j], f32(p)))
+            s = i32(s + p)
+    return s
+
+
+@njit
+def perturbed(c, w, param, layer, S, noisy, out):
+    """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it."""
+    t = w.table[param, layer]
+    at, over, n = t[AT_W], t[OVER_A], t[N_COLS]
+    if not noisy:
+        for i in range(n):
+            out[0, i] = out[1, i] = w.weights[at + i]
+        return
+    seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
+    shift = i32(c.vector_shift)
+    for i in range(n):
+        p = i32(draw(hash_(seed_a, i), c.mask, c.gaussian) * draw(hash_(seed_b, i), c.mask, c.gaussian))
+        if c.mode == 1:
+            p = sixty_fourths(i32(p * weight_64(c, w.overlay[over + i])))
+        elif c.mode == 2:
+            p = to_int(f32(f32(p) * factor(c, w.overlay[over + i], seed_a, i)))
+        v = i32(w.weights[at + i])
+        out[0, i] = i32(v + i32(p >> shift))
+        out[1, i] = i32(v + i32(i32(-p) >> shift))
+
+
+# --- building blocks of the forward pass (SPEC 5, 7) -----------------------------------------------------------------------
+
+@njit
+def clip(x):
+    return max(i32(-127), min(i32(127), x))
+
+
+@njit
+def layer_norm(h, weight, bias, n, x):
+    """x uint8 = ln(h) + 128."""
+    total = i32(0)
+    for i in range(n):
+        total = i32(total + abs(i32(h[i])))
+    reciprocal = 1.0 / max(1, total // n)
+    for i in range(n):
+        p = i32(i32(h[i]) * weight[i])
+        # half a unit off the integers, the product by the reciprocal truncates exactly like the division
+        q = i32((abs(f64(p)) + 0.5) * reciprocal)
+        x[i] = np.uint8(clip(i32((q if p >= 0 else i32(-q)) + bias[i])) + i32(128))
+
+
+@njit
+def amax(v, n, out):
+    """out int8 [n] = amax of int32 v (SPEC 5)."""
+    top = i32(0)
+    for i in range(n):
+        top = max(top, abs(v[i]))
+    scale = f32(f32(127) / f32(f32(top) + f32(1e-9)))
+    for i in range(n):
+        y = f32(f32(v[i]) * scale)
+        whole = i32(y)
+        rest = f32(y - f32(whole))
+        out[i] = clip(i32(whole + i32(rest >= f32(0.5)) - i32(rest <= f32(-0.5))))
+
+
+@njit
+def product(c, w, param, layer, x, rows, out):
+    """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W; x uint8 [>= padded rows, K]."""
+    t = w.table[param, layer]
+    k4, panels = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL
+    stride = out.shape[1]
+    for p in range(panels):
+        for r in range(0, rows, ROWS):
+            tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_P] + p * k4 * 4 * PANEL, w.correction, t[AT_C] + p * PANEL, 0,
+                 out, r * stride + p * PANEL, stride, k4)
+
+
+@njit
+def add_noise(y, s, noise, shift, n):
+    """y[c] += (sb * noise(A, c) * sign) >> shift; s is sb, already negated for an odd member (a product wraps either way alike)."""
+    for i in range(n):
+        y[i] = i32(y[i] + i32(i32(s * noise[i]) >> shift))
+
+
+@njit
+def add_residual(h, y, shift, bias, n):
+    for i in range(n):
+        y[i] = i32(i32(i32(h[i]) + i32(y[i] >> shift)) + bias[i])
+
+
+@njit
+def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
+    """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
+    H = c.H
+    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    b_up, b_down = np.empty((2, 4 * H), i32), np.empty((2, H), i32)
+    perturbed(c, w, ln, layer, S, noisy, norm_w)
+    perturbed(c, w, ln_bias, layer, S, noisy, norm_b)
+    perturbed(c, w, bias_up, layer, S, noisy, b_up)
+    perturbed(c, w, bias_down, layer, S, noisy, b_down)
+    up_a, up_b, up_s = np.empty(4 * H, i32), np.empty(H, i32), np.empty(H, f32)
+    down_a, down_b, down_s = np.empty(H, i32), np.empty(4 * H, i32), np.empty(4 * H, f32)
+    if noisy:
+        output_side(c, w, up, layer, S, up_a)
+        input_side(c, w, up, layer, S, up_b, up_s)
+        output_side(c, w, down, layer, S, down_a)
+        input_side(c, w, down, layer, S, down_b, down_s)
+    shift, shift_up, shift_down = i32(c.matrix_shift), i32(c.up), i32(c.down)
+    x, u = np.empty((GROUP, H), np.uint8), np.empty((GROUP, 4 * H), np.uint8)
+    wide, y = np.empty((GROUP, 4 * H), i32), np.empty((GROUP, H), i32)
+    for first in range(0, rows, GROUP):
+        count = min(GROUP, rows - first)
+        for r in range(count):
+            m = ((first + r) // per_member) & 1
+            layer_norm(h[first + r], norm_w[m], norm_b[m], H, x[r])
+        product(c, w, up, layer, x, count, wide)
+        for r in range(count):
+            m = ((first + r) // per_member) & 1
+            row, bias, to = wide[r], b_up[m], u[r]
+            if noisy:
+                s = project(c, x[r], H, up_b, up_s)
+                add_noise(row, i32(-s) if m else s, up_a, shift, 4 * H)
+            for i in range(4 * H):
+                to[i] = np.uint8(clip(i32(i32(row[i] >> shift_up) + bias[i])))
+            look_up_bytes(tb.gelu, u, r * 4 * H, u, r * 4 * H, 4 * H)
+        product(c, w, down, layer, u, count, y)
+        for r in range(count):
+            m = ((first + r) // per_member) & 1
+            if noisy:
+                s = project_down(c, u[r], H, down_b, down_s)
+                add_noise(y[r], i32(-s) if m else s, down_a, shift, H)
+            add_residual(h[first + r], y[r], shift_down, b_down[m], H)
+            amax(y[r], H, h[first + r])
+
+
+@njit
+def rotate(y, angles, heads, D, bit):
+    """Rotary embedding of one row, in place: int32 [heads * D], angles int64 [D / 2, 2]."""
+    half = np.int64(1) << (bit - 1)
+    for head in range(heads):
+        for i in range(D // 2):
+            j = head * D + 2 * i
+            e, o = np.int64(y[j]), np.int64(y[j + 1])
+            cos, sin = angles[i, 0], angles[i, 1]
+            y[j] = i32((e * cos - o * sin + half) >> bit)
+            y[j + 1] = i32((e * sin + o * cos + half) >> bit)
+
+
+@njit
+def attend(c, tb, q, keys, values, first_row, start, n, a):
+    """Causal attention of one member: queries q uint8 [rows, H] (+ 128) from first_row on stand at positions start..start + n - 1;
+    keys, values int8 [positions, H]; a uint8 [rows, H] (+ 128) is filled.
+
+    Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of byte limbs."""
+    H, D = c.H, c.D
+    context = start + n
+    columns = (context + PANEL - 1) // PANEL * PANEL
+    packed_k, packed_v = np.zeros(columns * D, np.int8), np.zeros(columns * D, np.int8)
+    correction = np.zeros(columns, i32)
+    nothing = np.zeros(PANEL, i32)
+    scores = np.empty((ROWS, columns), i32)
+    limbs = np.zeros((3, ROWS, columns), np.uint8)
+    sums = np.empty((3, ROWS, D), i32)
+    weights = np.empty(columns, i32)
+    query = np.zeros((ROWS, D), np.uint8)
+    totals = np.empty(ROWS, np.int64)
+    shift = i32(c.attn)
+    for head in range(c.heads):
+        base = head * D
+        for p in range(context):
+            s = i32(0)
+            at = (p // PANEL) * (D * PANEL) + (p % PANEL) * 4
+            for d in range(D):
+                k = keys[p, base + d]
+                s = i32(s + i32(k))
+                packed_k[at + (d >> 2) * (4 * PANEL) + (d & 3)] = k
+            correction[p] = i32(-128 * s)
+            at = (p >> 2) * (4 * PANEL) + (p & 3)
+            for d in range(D):
+                packed_v[(d // PANEL) * (columns * PANEL) + at + (d % PANEL) * 4] = values[p, base + d]
+        for block in range(0, n, ROWS):
+            count = min(ROWS, n - block)
+            reach = start + block + count                      # positions the last row of the block sees
+            for r in range(count):
+                for d in range(D):
+                    query[r, d] = q[first_row + block + r, base + d]
+            for p in range((reach + PANEL - 1) // PANEL):
+                tile(query, 0, D, packed_k, p * D * PANEL, correction, p * PANEL, 0, scores, p * PANEL, columns, D // 4)
+            wide = (reach + 3) // 4 * 4
+            for r in range(count):
+                seen = start + block + r + 1
+                row = scores[r]
+                top = row[0]
+                for p in range(1, seen):
+                    top = max(top, row[p])
+                top = i32(top >> shift)
+                total = np.int64(0)
+                for p in range(seen):
+                    e = tb.exp[min(i32(255), i32(top - i32(row[p] >> shift)))]
+                    weights[p] = e
+                    total += e
+                for p in range(seen, wide):
+                    weights[p] = 0
+                totals[r] = total
+                for p in range(wide):
+                    limbs[0, r, p] = np.uint8(weights[p] & i32(255))
+                    limbs[1, r, p] = np.uint8(i32(weights[p] >> i32(8)) & i32(255))
+                    limbs[2, r, p] = np.uint8(weights[p] >> i32(16))
+            for limb in range(3):
+                for p in range(D // PANEL):
+                    tile(limbs, limb * ROWS * columns, columns, packed_v, p * columns * PANEL, nothing, 0, 0,
+                         sums, limb * ROWS * D + p * PANEL, D, wide // 4)
+            for r in range(count):
+                reciprocal_of = f64(totals[r])
+                for d in range(D):
+                    num = f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0      # exact: below 2^45
+                    a[first_row + block + r, base + d] = np.uint8(clip(i32(num / reciprocal_of)) + i32(128))
+
+
+@njit
+def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
+    """h = amax(h + attention block(h)) in place; appends this call's keys and values (int8 [members, positions, H]) at `start`."""
+    H, rows = c.H, members * n
+    padded = (rows + ROWS - 1) // ROWS * ROWS
+    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    perturbed(c, w, LN_1, layer, S, noisy, norm_w)
+    perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
+    x, q8, a = np.zeros((padded, H), np.uint8), np.empty((rows, H), np.uint8), np.zeros((padded, H), np.uint8)
+    y, small = np.empty((padded, H), i32), np.empty(H, np.int8)
+    side_a, side_b, side_s = np.empty(H, i32), np.empty(H, i32), np.empty(H, f32)
+    shift = i32(c.matrix_shift)
+    for r in range(rows):
+        m = (r // n) & 1
+        layer_norm(h[r], norm_w[m], norm_b[m], H, x[r])
+    for which in range(3):
+        param = W_Q + which
+        product(c, w, param, layer, x, rows, y)
+        if noisy:
+            output_side(c, w, param, layer, S, side_a)
+            input_side(c, w, param, layer, S, side_b, side_s)
+        for r in range(rows):
+            m, t = r // n, r % n
+            if noisy:
+                s = project(c, x[r], H, side_b, side_s)
+                add_noise(y[r], i32(-s) if m & 1 else s, side_a, shift, H)
+            if which < 2:
+                rotate(y[r], tb.rope[start + t], c.heads, c.D, c.rope_bit)
+            if which == 0:
+                amax(y[r], H, small)
+                for i in range(H):
+                    q8[r, i] = np.uint8(i32(small[i]) + i32(128))
+            elif which == 1:
+                amax(y[r], H, keys[m, start + t])
+            else:
+                amax(y[r], H, values[m, start + t])
+    for m in range(members):
+        attend(c, tb, q8, keys[m], values[m], m * n, start, n, a)
+    product(c, w, W_O, layer, a, rows, y)
+    if noisy:
+        output_side(c, w, W_O, layer, S, side_a)
+        input_side(c, w, W_O, layer, S, side_b, side_s)
+    zero, shift_out = np.zeros(H, i32), i32(c.out)
+    for r in range(rows):
+        if noisy:
+            s = project(c, a[r], H, side_b, side_s)
+            add_noise(y[r], i32(-s) if (r // n) & 1 else s, side_a, shift, H)
+        add_residual(h[r], y[r], shift_out, zero, H)
+        amax(y[r], H, h[r])
+
+
+@njit
+def embed(c, w, S, noisy, tokens, n, rows, h):
+    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= n]; row r is position r % n of sequence min(r // n, last)."""
+    H, V, last = c.H, c.V, tokens.shape[0] - 1
+    t = w.table[EMBEDDING, 0]
+    bias = np.empty((2, H), i32)
+    perturbed(c, w, EMB_BIAS, 0, S, noisy, bias)
+    seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
+    noise, scale = np.empty(H, i32), np.empty(H, f32)
+    fill_noise(c, seed_b, H, noise)
+    for i in range(H):
+        scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+    shift = i32(c.matrix_shift)
+    for r in range(rows):
+        m = (r // n) & 1
+        k = tokens[min(r // n, last), r % n]
+        own = draw(hash_(seed_a, k), c.mask, c.gaussian)
+        own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
+        for i in range(H):
+            e = i32(w.weights[t[AT_W] + ((i >> 2) * V + k) * 4 + (i & 3)])
+            if noisy:
+                p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                e = i32(e + i32((i32(-p) if m else p) >> shift))
+            h[r, i] = clip(i32(e + bias[m, i]))
+
+
+@njit
+def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
+    """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
+
+    keys, values int8 [1 or L, members, >= start + n, H]: the caches; one layer's worth is enough where nothing follows."""
+    rows, H = members * n, c.H
+    h = np.empty((rows, H), np.int8)
+    embed(c, w, S, noisy, tokens, n, rows, h)
+    mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, 0, S, noisy, rows, n, h)
+    for layer in range(c.L):
+        slot = layer % keys.shape[0]
+        attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
+        mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
+    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    perturbed(c, w, LN_F, 0, S, noisy, norm_w)
+    perturbed(c, w, LN_F_BIAS, 0, S, noisy, norm_b)
+    for r in range(rows):
+        m = (r // n) & 1
+        layer_norm(h[r], norm_w[m], norm_b[m], H, x[r])
+
+
+@njit
+def logits(c, w, S, noisy, side_a, side_b, side_s, odd, x, count, z):
+    """z int32 [>= count, V padded]: logits of `count` rows (item 4 of SPEC 7); odd uint8 [count]: 1 for rows of an odd member."""
+    product(c, w, EMBEDDING, 0, x, count, z)
+    shift, shift_logit = i32(c.matrix_shift), i32(c.logit)
+    for r in range(count):
+        row = z[r]
+        if noisy:
+            s = project(c, x[r], c.H, side_b, side_s)
+            s = i32(-s) if odd[r] else s
+            for v in range(c.V):
+                row[v] = i32(i32(row[v] + i32(i32(s * side_a[v]) >> shift)) >> shift_logit)
+        else:
+            for v in range(c.V):
+                row[v] = i32(row[v] >> shift_logit)
+
+
+@njit
+def clean_logits(c, w, x, count, z):
+    """The same without noise."""
+    unused = np.empty(0, i32)
+    logits(c, w, u32(0), 0, unused, unused, np.empty(0, f32), np.empty(0, np.uint8), x, count, z)
+
+
+@njit
+def log2_floor(q):
+    e = np.int64(0)
+    while q > 1:
+        q >>= 1
+        e += 1
+    return e
+
+
+@njit
+def log2_fixed(q):
+    """log2 of a positive int64 with 16 fractional bits, by squaring a 32-bit mantissa; integers only, so the same everywhere."""
+    e = log2_floor(q)
+    m = np.uint64(q) << np.uint64(31 - e) if e <= 31 else np.uint64(q) >> np.uint64(e - 31)
+    fraction = np.int64(0)
+    for _ in range(16):
+        m = (m * m) >> np.uint64(31)
+        bit = m >> np.uint64(32)
+        m >>= bit
+        fraction = 2 * fraction + np.int64(bit)
+    return (e << 16) + fraction
+
+
+@njit
+def position_loss(c, q, top, target):
+    """Loss of one position (SPEC 7.5, or true cross-entropy in 1/256 logit units) from Q, the largest logit and the target's."""
+    if c.exact:
+        return (((log2_fixed(q) - (c.scale_bit << 16)) * c.log_unit) >> 32) + (np.int64(top) - np.int64(target)) * 256
+    return (((log2_floor(q) - c.scale_bit) * 16) >> 1) + np.int64(top) - np.int64(target)
+
+
+@njit
+def largest(row, n):
+    top = row[0]
+    for v in range(n):
+        top = max(top, row[v])
+    return top
+
+
+@njit
+def evaluate_pair(c, w, tb, tokens, S, losses):
+    """losses int64 [2] of the two members with seed S on one window, tokens int32 [1, T + 1]."""
+    T, H, V = tokens.shape[1] - 1, c.H, c.V
+    columns = (V + PANEL - 1) // PANEL * PANEL
+    keys, values = np.empty((1, 2, T, H), np.int8), np.empty((1, 2, T, H), np.int8)
+    x = np.empty((2 * T, H), np.uint8)
+    hidden(c, w, tb, S, 1, tokens, 2, T, 0, keys, values, x)
+    side_a, side_b, side_s = np.empty(V, i32), np.empty(H, i32), np.empty(H, f32)
+    output_side(c, w, EMBEDDING, 0, S, side_a)
+    input_side(c, w, EMBEDDING, 0, S, side_b, side_s)
+    z, odd = np.empty((GROUP, columns), i32), np.empty(GROUP, np.uint8)
+    losses[0] = losses[1] = 0
+    for first in range(0, 2 * T, GROUP):
+        count = min(GROUP, 2 * T - first)
+        for r in range(count):
+            odd[r] = (first + r) // T
+        logits(c, w, S, 1, side_a, side_b, side_s, odd, x[first:first + count], count, z)
+        for r in range(count):
+            top = largest(z[r], V)
+            q = exp_sum(tb.exp, c.short_exp, top, z, r * columns, V)
+            losses[odd[r]] += position_loss(c, q, top, z[r, tokens[0, (first + r) % T + 1]])
+
+
+# A prange body is one call: numba's parallel transformation is then quick and has nothing to misplace.
+
+@njit_parallel
+def evaluate_pairs(c, w, tb, windows, seed, first_pair, losses):
+    """losses int64 [pairs, 2] of the members of pairs first_pair.. on windows int32 [pairs, T + 1]."""
+    for pair in prange(windows.shape[0]):
+        evaluate_pair(c, w, tb, windows[pair:pair + 1], u32(u32(seed) + u32(first_pair + pair)), losses[pair])
+
+
+@njit
+def window_nats(c, w, tb, tokens, exp64, unit):
+    """Cross-entropy of softmax(logits * unit) in nats, summed over one window int32 [1, T + 1], without noise."""
+    T, H, V = tokens.shape[1] - 1, c.H, c.V
+    columns = (V + PANEL - 1) // PANEL * PANEL
+    keys, values = np.empty((1, 1, T, H), np.int8), np.empty((1, 1, T, H), np.int8)
+    x = np.empty((T, H), np.uint8)
+    hidden(c, w, tb, u32(0), 0, tokens, 1, T, 0, keys, values, x)
+    z = np.empty((GROUP, columns), i32)
+    total = 0.0
+    for first in range(0, T, GROUP):
+        count = min(GROUP, T - first)
+        clean_logits(c, w, x[first:first + count], count, z)
+        for r in range(count):
+            row, q = z[r], 0.0
+            top = largest(row, V)
+            for v in range(V):
+                q += exp64[min(exp64.size - 1, top - row[v])]
+            total += np.log(q) + (top - row[tokens[0, first + r + 1]]) * unit
+    return total
+
+
+@njit_parallel
+def clean_nats(c, w, tb, windows, exp64, unit, nats):
+    """nats float64 [windows] of int32 windows [windows, T + 1]."""
+    for i in prange(windows.shape[0]):
+        nats[i] = window_nats(c, w, tb, windows[i:i + 1], exp64, unit)
+
+
+@njit
+def next_logits(c, w, tb, tokens, n, start, keys, values, z):
+    """z int32 [ROWS, V padded]; row 0: logits after the last of n tokens (int32 [1, n]) that stand at positions start.. of a sequence
+    whose earlier keys and values are in the caches."""
+    x = np.empty((n, c.H), np.uint8)
+    hidden(c, w, tb, u32(0), 0, tokens, 1, n, start, keys, values, x)
+    last = np.zeros((ROWS, c.H), np.uint8)
+    last[0] = x[n - 1]
+    clean_logits(c, w, last, 1, z)
+
+
+@njit
+def choose_token(c, tb, z, seen, penalty, temp, floor, random):
+    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen uint8 [V];
+    penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+    V = c.V
+    scores = np.empty(V, f32)
+    best = 0
+    for v in range(V):
+        scores[v] = f32(f32(z[v]) - penalty) if seen[v] else f32(z[v])
+        if scores[v] > scores[best]:
+            best = v
+    if temp == f32(0):
+        return best
+    top = scores[best]
+    total = np.int64(0)
+    weights = np.empty(V, i32)
+    for v in range(V):
+        d = np.int64(to_int(f32(f32(scores[v] - top) / temp)))
+        weights[v] = tb.exp[min(255, -d)] if d >= floor else 0
+        total += weights[v]
+    threshold = np.int64(random) % total
+    running = np.int64(0)
+    for lane in range(c.H):
+        for v in range(lane, V, c.H):
+            running += weights[v]
+            if running > threshold:
+                return v
+    return best
+
+
+# --- update (SPEC 9) -------------------------------------------------------------------------------------------------------
+
+@numba.extending.intrinsic
+def fma(ctx, a, b, c):
+    """a * b + c of float32, rounded once."""
+    from llvmlite import ir
+    t = numba.types.float32
+
+    def codegen(context, builder, sig, args):
+        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()], ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
+        return builder.call(f, args)
+    return t(t, t, t), codegen
+
+
+@njit
+def pack_panel(w, t, p):
+    """Copy PANEL columns of one matrix (t int64 [FIELDS]) into panel p, and each column's correction."""
+    k4, cols = t[N_ROWS] // 4, t[N_COLS]
+    count = min(PANEL, cols - p * PANEL)
+    sums = np.zeros(PANEL, i32)
+    for k in range(k4):
+        source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
+        for j in range(4 * count):
+            value = w.weights[source + j]
+            w.packed[target + j] = value
+            sums[j >> 2] += i32(value)
+    for j in range(PANEL):
+        w.correction[t[AT_C] + p * PANEL + j] = i32(-128 * sums[j])
+
+
+@njit_parallel
+def pack(w, matrices):
+    """Repack every matrix (rows of w.table, int64 [matrices, FIELDS])."""
+    for i in range(matrices.shape[0]):
+        for p in prange((matrices[i, N_COLS] + PANEL - 1) // PANEL):
+            pack_panel(w, matrices[i], p)
+
+
+BLOCK = 512                 # pairs whose noise is made at once for a product over the population
+
+
+@njit
+def input_block(c, t, seeds, signs, r, x):
+    """x uint8 [multiple of 4 >= pairs]: sign * noise(B, r) + 128 of a block of pairs."""
+    n = seeds.size
+    for q in range(n):
+        x[q] = np.uint8(i32(draw(hash_(u32(seeds[q] + u32(t[SEED_B])), r), c.mask, c.gaussian) * signs[q]) + i32(128))
+    for q in range(n, x.size):
+        x[q] = 128
+
+
+@njit
+def panel_votes(c, t, seeds, x, rows, p, votes):
+    """Adds a block of pairs to PANEL columns of votes: noise(A, col) is made here, x uint8 [rows padded, pairs padded] is shared."""
+    n, k4, padded = seeds.size, x.shape[1] // 4, votes.shape[1]
+    panel, correction = np.zeros(4 * k4 * PANEL, np.int8), np.zeros(PANEL, i32)
+    noise = np.empty(n, i32)
+    for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
+        s = i32(0)
+        for q in range(n):
+            noise[q] = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j), c.mask, c.gaussian)
+            s = i32(s + noise[q])
+        for q in range(n):
+            panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
+        correction[j] = i32(-128 * s)
+    for r in range(0, rows, ROWS):
+        at = r * padded + p * PANEL
+        for k in range(ROWS):
+            for j in range(PANEL):
+                votes[r + k, p * PANEL + j] = i32(votes[r + k, p * PANEL + j] + correction[j])
+        tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
+
+
+@njit_parallel
+def matrix_votes(c, t, seeds, signs, votes):
+    """Adds to votes int32 [rows padded to ROWS, cols padded to PANEL] the sum over pairs of sign * noise(A, col) * noise(B, row), as
+    products over blocks of pairs. seeds uint32 [pairs], signs int32 [pairs] (pairs of fitness 0 left out); t int64 [FIELDS]."""
+    rows, columns = votes.shape
+    for first in range(0, seeds.size, BLOCK):
+        some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
+        x = np.empty((rows, (some.size + 3) // 4 * 4), np.uint8)
+        for r in prange(rows):
+            input_block(c, t, some, their, r, x[r])
+        for p in prange(columns // PANEL):
+            panel_votes(c, t, some, x, rows, p, votes)
+
+
+@njit
+def vector_vote(c, t, seeds, signs, i):
+    """Sum over pairs of sign * noise(first stream, i) * noise(second stream, i)."""
+    s = i32(0)
+    for q in range(seeds.size):
+        a = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), i), c.mask, c.gaussian)
+        b = draw(hash_(u32(seeds[q] + u32(t[SEED_B])), i), c.mask, c.gaussian)
+        s = i32(s + i32(i32(a * b) * signs[q]))
+    return s
+
+
+@njit_parallel
+def vector_votes(c, t, seeds, signs, votes):
+    """votes int32 [width]."""
+    for i in prange(votes.size):
+        votes[i] = vector_vote(c, t, seeds, signs, i)
+
+
+class Optimizer(NamedTuple):
+    """float32 constants of the update; sgd: 1 where OPTIMIZER is "sgd", with lr then the factor of a vote."""
+    sgd: int
+    lr: float
+    beta1: float
+    one_less_beta1: float
+    beta2: float
+    one_less_beta2: float
+    eps: float
+    decay: float
+
+
+@njit
+def move(o, vote, weight, moments):
+    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place."""
+    if o.sgd:
+        acc = fma(f32(vote), o.lr, moments[2])
+    else:
+        g = f32(-f32(vote))
+        moments[0] = fma(moments[0], o.beta1, f32(g * o.one_less_beta1))
+        moments[1] = fma(f32(g * g), o.one_less_beta2, f32(moments[1] * o.beta2))
+        u = fma(f32(weight), o.decay, f32(moments[0] / f32(f32(np.sqrt(moments[1])) + o.eps)))
+        acc = fma(f32(-o.lr), u, moments[2])
+    if acc >= f32(1):
+        if weight < 127:
+            weight, acc = i32(weight + 1), f32(acc - f32(1))
+        else:
+            acc = f32(1)
+    elif acc <= f32(-1):
+        if weight > -127:
+            weight, acc = i32(weight - 1), f32(acc + f32(1))
+        else:
+            acc = f32(-1)
+    moments[2] = acc
+    return weight
+
+
+@njit
+def move_block(o, w, t, block, group, votes, moments, changed_rows, changed_cols):
+    """Moves the weights of `group` rows (4 of a matrix, stored together, or a vector's one); number changed."""
+    cols, changed = t[N_COLS], 0
+    for col in range(cols):
+        for k in range(group):
+            at = t[AT_W] + (block * cols + col) * group + k
+            before = i32(w.weights[at])
+            after = move(o, votes[block * group + k, col], before, moments[at])
+            if after != before:
+                w.weights[at] = after
+                changed_rows[block * group + k] = 1
+                changed_cols[col] = 1                       # threads only ever write the same 1
+                changed += 1
+    return changed
+
+
+@njit_parallel
+def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols):
+    """Moves the weights of one stored array by its votes (int32 [rows, cols]) and marks rows and columns; number changed."""
+    changed = 0
+    for block in prange(t[N_ROWS] // group):
+        changed += move_block(o, w, t, block, group, votes, moments, changed_rows, changed_cols)
+    return changed
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------------
+
+class CpuEngine:
+    """The verbs of an engine on a State in this process's memory.
+
+    tokens: the training data, uint8 or uint32 [n] (may be memory-mapped), or None where nothing is evaluated. threads: cores to use,
+    default all. Raises ValueError (one line) for a product kind this process cannot use."""
+
+    def __init__(self, cfg, tokens=None, threads=None):
+        if cfg.SIMD not in ("auto", egg_simd.KIND):
+            egg_simd.choose(cfg.SIMD)
+            raise ValueError(f"SIMD = {cfg.SIMD}: set EGG_SIMD={cfg.SIMD} before the CPU engine is loaded; it uses {egg_simd.KIND}")
+        limit = numba.config.NUMBA_NUM_THREADS
+        if threads is not None and not 1 <= threads <= limit:
+            raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
+        self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
+        numba.set_num_threads(self.threads)
+        self.name = f"cpu {egg_simd.KIND} x{self.threads}"
+        exp = egg_model.exp_table(cfg)
+        exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
+        self._constants = Constants(
+            cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN,
+            cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_LOGIT,
+            cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
+            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg))
+        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64))
+        self._layout()
+        self.load(egg_model.initial_state(cfg))
+
+    def _layout(self):
+        """Where each stored array lies in the flat buffers, as the kernels' table."""
+        table = np.zeros((len(egg_model.TABLE), self.cfg.N_LAYERS, len(FIELDS)), np.int64)
+        packed = corrections = 0
+        self._tensors = egg_model.tensors(self.cfg)
+        for t in self._tensors:
+            padded = -(-t.cols // PANEL) * PANEL if t.matrix else 0
+            table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b, t.rows, t.cols)
+            packed += t.rows * padded
+            corrections += padded
+        self._matrices = np.array([table[t.param, t.layer] for t in self._tensors if t.matrix])
+        self._table, self._sizes = table, (packed, corrections)
+
+    def load(self, state):
+        """Takes over a State (copied)."""
+        packed, corrections = self._sizes
+        self._w = Weights(state.weights.copy(), np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
+        self._moments = state.moments.copy()
+        self.step, self.seed = state.step, state.seed
+        pack(self._w, self._matrices)
+
+    def state(self):
+        """A copy of the State."""
+        return egg_model.State(self.cfg, self._w.weights.copy(), self._moments.copy(), self._w.overlay.copy(), self.step, self.seed)
+
+    def evaluate(self, first, count):
+        """int64 [count]: losses of members first.. (both even) of this step."""
+        windows = egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+        losses = np.empty((count // 2, 2), np.int64)
+        evaluate_pairs(self._constants, self._w, self._tables, windows, u32(self.seed), first // 2, losses)
+        return losses.ravel()
+
+    def update(self, fitness):
+        """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        cfg, w = self.cfg, self._w
+        voting = np.flatnonzero(fitness)
+        seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
+        signs = fitness[voting].astype(np.int32)
+        lr, changed = cfg.learning_rate(self.step), 0
+        for t in self._tensors:
+            row = self._table[t.param, t.layer]
+            if t.matrix:
+                votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
+                matrix_votes(self._constants, row, seeds, signs, votes)
+            else:
+                votes = np.empty((1, t.cols), np.int32)
+                vector_votes(self._constants, row, seeds, signs, votes[0])
+            changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
+            changed += apply_votes(optimizer(cfg, lr, t.lr_scale), w, row, 4 if t.matrix else 1, votes, self._moments,
+                                   changed_rows, changed_cols)
+            if cfg.ADAPTIVE_NOISE_MODE:
+                self._rescale(t.overlay_a, changed_cols)
+                if t.matrix:
+                    self._rescale(t.overlay_b, changed_rows)
+        pack(w, self._matrices)
+        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.step += 1
+        return int(changed)
+
+    def _rescale(self, at, changed):
+        """The overlay rule of SPEC 9 for one row or column array."""
+        part = self._w.overlay[at:at + changed.size]
+        part[:] = np.clip(np.where(changed, part + np.int32(self.cfg.ADAPTIVE_NOISE_INC), part - np.int32(self.cfg.ADAPTIVE_NOISE_DEC)), -127, 127)
+
+    def validate(self, windows):
+        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
+        windows = np.ascontiguousarray(windows, np.int32)
+        nats, unit = np.empty(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
+        clean_nats(self._constants, self._w, self._tables, windows, np.exp(-np.arange(8192) * unit), unit, nats)
+        return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
+
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
+        s = egg_model.sampling(self.cfg, temp, min_p, penalty)
+        cfg, c = self.cfg, self._constants
+        total = len(prompt) + count
+        tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
+        keys, values = (np.zeros((cfg.N_LAYERS, 1, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
+        new, start = np.array(prompt, np.int32).reshape(1, -1), 0
+        for _ in range(count):
+            seen[new[0]] = 1
+            next_logits(c, self._w, tables, new, new.shape[1], start, keys, values, z)
+            start += new.shape[1]
+            token = choose_token(c, tables, z[0], seen, s.penalty, s.temp, s.floor, egg_model.sampling_random(seed, start - 1))
+            yield int(token)
+            new = np.array([[token]], np.int32)
+
+
+def optimizer(cfg, lr, lr_scale):
+    """The Optimizer constants of one array for learning rate `lr`."""
+    lr = f32(f32(lr) * f32(lr_scale)) if lr_scale != 1.0 else f32(lr)
+    sgd = cfg.OPTIMIZER == "sgd"
+    b1, b2 = f32(cfg.ADAM_BETA1), f32(cfg.ADAM_BETA2)
+    return Optimizer(int(sgd), f32(float(lr) / cfg.N_PAIRS ** 0.5) if sgd else lr, b1, f32(f32(1) - b1), b2, f32(f32(1) - b2),
+                     f32(cfg.ADAM_EPS), f32(cfg.ADAM_WEIGHT_DECAY))
+
+
+def warm_up(cfg, say=print):
+    """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
+    import egg_config
+    started = time.monotonic()
+    compiled = any(pathlib.Path(CACHE).rglob("*.nbi"))
+    say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
+    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD)
+    engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
+    engine.evaluate(0, 2)
+    engine.update(np.ones(1, np.int8))
+    engine.validate(np.zeros((1, 9), np.int32))
+    list(engine.generate([1], 1, 0))
+    return time.monotonic() - started
