@@ -57,6 +57,14 @@ def devices(cfg):
     return ["cpu"]
 
 
+def one_device(cfg, gpu=None):
+    """The device of one worker: that of GPU number `gpu`, else the first of `devices`. Raises EngineError where it cannot be used."""
+    there = devices(cfg)
+    if gpu is not None and f"cuda:{gpu}" not in there:
+        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(there)}")
+    return there[0] if gpu is None else f"cuda:{gpu}"
+
+
 def make(cfg, tokens, device="cpu", threads=None):
     """The engine for `device`. tokens: 1-D array or None (egg_cpu, egg_cuda have the verbs). threads: CPU cores, default all.
 

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Workers for a coordinator: one on every GPU of this machine, or one on the CPU. Restarts one that dies; Ctrl-C stops all.
+set -u
+
+usage() {
+    cat <<'TEXT'
+usage: ./run-workers.sh [HOST] [WORKER OPTIONS]
+
+Starts a worker on every GPU of this machine, or one on the CPU where there is none, for the coordinator on HOST
+(default: localhost). A worker that dies is started again, after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
+
+  ./run-workers.sh 10.0.0.1
+  ./run-workers.sh 10.0.0.1 --port 12345 -D N_LAYERS=8
+  CUDA_VISIBLE_DEVICES=0,2 ./run-workers.sh 10.0.0.1
+
+`python egg.py worker --help` has the options.
+TEXT
+}
+
+case "${1-}" in
+    -h | --help) usage; exit 0 ;;
+    "" | -*) host=localhost ;;
+    *) host=$1; shift ;;
+esac
+
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+python=python3
+[ -x .venv/bin/python ] && python=.venv/bin/python
+
+# a wrong option or setting ends here, with the worker's own line about it
+devices=$("$python" egg.py worker "$host" "$@" --list-devices) || exit
+
+# The keeper of one worker: start it, and start it again with a growing pause. A wrong use (status 2) is no better the second time.
+keep() {
+    local name=$1 pause=1 child started status
+    shift
+    trap 'trap "" TERM; [ -n "${child-}" ] && kill -TERM "$child" 2>/dev/null && wait "$child"; exit 0' TERM
+    while :; do
+        started=$SECONDS
+        "$python" egg.py worker "$@" &
+        child=$!
+        wait "$child"
+        status=$?
+        child=
+        if [ "$status" = 0 ] || [ "$status" = 2 ]; then
+            return "$status"
+        fi
+        [ $((SECONDS - started)) -gt 60 ] && pause=1
+        echo "run-workers: the worker on $name ended with status $status, starting it again in $pause s" >&2
+        sleep "$pause" &
+        child=$!
+        wait "$child"
+        child=
+        pause=$((pause < 30 ? pause * 2 : 60))
+    done
+}
+
+keepers=()
+stop() {
+    trap "" INT TERM
+    kill -TERM "${keepers[@]}" 2>/dev/null
+    wait
+    exit "$1"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM HUP
+
+for device in $devices; do
+    case $device in
+        cuda:*) keep "GPU ${device#cuda:}" "$host" "$@" --gpu "${device#cuda:}" & ;;
+        *) keep "the CPU" "$host" "$@" & ;;
+    esac
+    keepers+=($!)
+done
+
+worst=0
+for keeper in "${keepers[@]}"; do
+    wait "$keeper" || worst=$?
+done
+exit "$worst"
