@@ -1,0 +1,317 @@
+"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit.
+
+FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of all that;
+then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported, seed), u32 CRC-32 of these
+fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on the disk
+before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
+"""
+
+import fcntl
+import json
+import os
+import re
+import struct
+import tempfile
+import zlib
+
+import pyzstd
+
+import egg_model
+
+FILE = "history.egg"
+MAGIC = b"EGGHIST1"
+RECORD = struct.Struct("<IQqQI")
+HEAD = RECORD.size + 4                   # a record up to its body
+RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
+NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
+
+CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
+CPP_MAGIC = 0x45474743
+CPP_NAME = re.compile(r"checkpoint_(\d{8,})\.bin")
+
+
+class EggError(Exception):
+    """Ends a command with exit status 1: one line, what was wrong and what to do."""
+
+
+class HistoryError(EggError):
+    """About a save directory or the files in it."""
+
+
+class Run:
+    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `directory`: where it
+    lies, None for a temporary file; `said`: lines about what was mended. Get one from `open_run`."""
+
+    def __init__(self, cfg, file, directory=None, writable=True, lock=None):
+        self.cfg, self.directory, self.said = cfg, directory, []
+        self.step, self.seed = 0, egg_model.INITIAL_SEED
+        self._file, self._lock = file, lock
+        self._offsets, self._recent = [], {}
+        self._durable = directory is not None
+        self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
+        size = os.fstat(file.fileno()).st_size
+        if size == 0 and writable:
+            self._end = 0
+            self._write(_header(cfg))
+        else:
+            self._read_all(size, writable)
+
+    def fitness(self, step):
+        """bytes: the packed fitness of all pairs in a completed step."""
+        if step in self._recent:
+            return self._recent[step]
+        at = self._offsets[step]
+        size = RECORD.unpack(self._pread(RECORD.size, at))[0]
+        body = self._pread(size + 4, at + HEAD)
+        if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore the file from a copy")
+        return self._remember(step, pyzstd.decompress(body[:size]))
+
+    def record(self, step):
+        """(sum of losses, updates reported) of a completed step."""
+        return RECORD.unpack(self._pread(RECORD.size, self._offsets[step]))[2:4]
+
+    def append(self, packed, sum_loss, updates):
+        """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the file and
+        this object are as they were."""
+        body = pyzstd.compress(packed, 1)
+        fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
+        at = self._end
+        self._write(fields + _crc(fields) + body + _crc(body))
+        self._remember(self.step, bytes(packed))
+        self._advance(at)
+
+    def copy(self, steps, read):
+        """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here already;
+        these must be the same."""
+        if any(self.fitness(k) != read(k)[0] for k in range(min(self.step, steps))):
+            raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
+        self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
+        for k in range(self.step, steps):
+            self.append(*read(k))
+        self._durable = True
+        os.fsync(self._file.fileno())
+
+    def close(self):
+        self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _advance(self, at):
+        self._offsets.append(at)
+        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.step += 1
+
+    def _remember(self, step, packed):
+        self._recent[step] = packed
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return packed
+
+    def _pread(self, size, at):
+        return os.pread(self._file.fileno(), size, at)
+
+    def _write(self, data):
+        handle, done = self._file.fileno(), 0
+        try:
+            while done < len(data):
+                done += os.pwrite(handle, data[done:], self._end + done)
+            if self._durable:
+                os.fsync(handle)
+        except OSError as error:
+            os.ftruncate(handle, self._end)
+            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend this and start "
+                               "the same command again") from None
+        self._end += len(data)
+
+    def _read_all(self, size, writable):
+        """Checks every record and notes where it begins; a last record that is not whole is left out, and cut off where we may write."""
+        self._end = _check_header(self.cfg, self._pread, size, self._name)
+        longest = HEAD + 4 + _most_zstd(_packed_size(self.cfg))
+        while self._end < size:
+            head = self._pread(HEAD, self._end)
+            length = self._whole_head(head, self.step, self.seed)
+            body = self._pread(length + 4, self._end + HEAD) if length else b""
+            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != int.from_bytes(body[length:], "little"):
+                self._torn(size, longest, writable)
+                return
+            self._advance(self._end)
+            self._end += HEAD + length + 4
+
+    def _whole_head(self, head, step, seed):
+        """Length of the body of this step's record, 0 where `head` is not the beginning of one."""
+        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
+            return 0
+        length, found, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
+        return length if (found, its_seed) == (step, seed) else 0
+
+    def _torn(self, size, longest, writable):
+        """A write that was interrupted can only be the last record; anything else is damage, and cutting it would lose steps."""
+        at, rest = self._end, self._pread(longest + 1, self._end)
+        later = any(zlib.crc32(rest[k:k + RECORD.size]) == int.from_bytes(rest[k + RECORD.size:k + HEAD], "little")
+                    and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
+        if later or size - at > longest:
+            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: restore the file from a copy; "
+                               f"to go on from step {self.step} instead, cut it with `truncate -s {at}`")
+        if writable:
+            os.ftruncate(self._file.fileno(), at)
+            os.fsync(self._file.fileno())
+            self.said.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut off")
+
+
+def open_run(cfg, save_dir=None, load_dir=None):
+    """The Run that a coordinator continues or begins; exclusively ours until it is closed.
+
+    save_dir: continue the run that lies there, or begin one. load_dir (a save directory, or C++ checkpoints): begin as a copy of that
+    run and go on in save_dir, without save_dir in load_dir itself. Neither: a temporary file, gone at the end.
+    Raises HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable."""
+    if load_dir is None:
+        return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
+    if not os.path.isdir(load_dir):
+        raise HistoryError(f"--load-dir {load_dir}: no such directory")
+    own = os.path.isfile(os.path.join(load_dir, FILE))
+    if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
+        return _open(cfg, load_dir)
+    if own:
+        source = _open_to_read(cfg, load_dir)
+        steps, read = source.step, lambda k: (source.fitness(k), *source.record(k))
+    else:
+        fitness = read_cpp_checkpoints(cfg, load_dir)
+        steps, read = len(fitness), lambda k: (fitness[k], 0, 0)
+    run = _open(cfg, save_dir if save_dir is not None else load_dir)
+    try:
+        run.copy(steps, read)
+    except HistoryError:
+        run.close()
+        raise
+    return run
+
+
+def replay(run, engine):
+    """Brings an engine that stands at or before the run's step to it."""
+    for step in range(engine.step, run.step):
+        engine.update(egg_model.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+
+
+def read_cpp_checkpoints(cfg, directory):
+    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system (SPEC 10). Raises HistoryError."""
+    found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
+    if not found:
+        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...")
+    missing = sorted(set(range(1, max(found) + 1)) - set(found))
+    if missing or min(found) < 1:
+        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model cannot be rebuilt")
+    out, seed, size = [], egg_model.INITIAL_SEED, _packed_size(cfg)
+    for step in range(1, len(found) + 1):
+        path = os.path.join(directory, found[step])
+        seed = egg_model.next_seed(seed, step - 1)
+        with open(path, "rb") as file:
+            data = file.read(CPP_CHECKPOINT.size + size + 1)
+        if len(data) < CPP_CHECKPOINT.size:
+            raise HistoryError(f"{path} is cut short: {len(data)} bytes")
+        magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
+        packed = data[CPP_CHECKPOINT.size:]
+        if (magic, version) != (CPP_MAGIC, 1):
+            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+        if its_step != step:
+            raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
+        if its_size != size or len(packed) != size:
+            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes where POPULATION_SIZE = "
+                               f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
+        if its_seed != seed:
+            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: it is of another kind of run")
+        try:
+            egg_model.unpack_ternary(packed, cfg.N_PAIRS)
+        except ValueError as error:
+            raise HistoryError(f"{path}: {error}") from None
+        out.append(packed)
+    return out
+
+
+def _open(cfg, directory):
+    """The Run in `directory`, created where there is none; locked against a second coordinator."""
+    path, lock = os.path.join(directory, FILE), None
+    try:
+        os.makedirs(directory, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.exists(path):
+            _create(cfg, directory, path)
+            os.fsync(lock)
+        return Run(cfg, open(path, "r+b", buffering=0), directory, True, lock)
+    except BlockingIOError:
+        os.close(lock)
+        raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another --save-dir") from None
+    except OSError as error:
+        if lock is not None:
+            os.close(lock)
+        raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
+    except HistoryError:
+        os.close(lock)
+        raise
+
+
+def _create(cfg, directory, path):
+    # under its name only when whole, so that a file without a header is never ours
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
+        file.write(_header(cfg))
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _open_to_read(cfg, directory):
+    path = os.path.join(directory, FILE)
+    try:
+        return Run(cfg, open(path, "rb", buffering=0), directory, writable=False)
+    except OSError as error:
+        raise HistoryError(f"{path}: {error.strerror}") from None
+
+
+def _crc(data):
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
+def _packed_size(cfg):
+    return -(-cfg.N_PAIRS // 5)
+
+
+def _most_zstd(size):
+    """Bytes that zstd needs at most for `size` bytes (its documented bound)."""
+    return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+
+
+def _kept(cfg):
+    """The constants that make the model what it is, as JSON gives them back."""
+    constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
+    return json.loads(json.dumps(constants))
+
+
+def _header(cfg):
+    text = json.dumps({"version": 1, "config": _kept(cfg)}, sort_keys=True).encode()
+    data = MAGIC + len(text).to_bytes(4, "little") + text
+    return data + _crc(data)
+
+
+def _check_header(cfg, pread, size, name):
+    """Bytes of the header. Raises HistoryError where it is not one of ours, or of another configuration."""
+    start = pread(12, 0)
+    if start[:8] != MAGIC[:len(start[:8])] or not start:
+        raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
+    length = int.from_bytes(start[8:], "little")
+    if len(start) < 12 or 12 + length + 4 > size:
+        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove it to begin anew")
+    data = pread(12 + length + 4, 0)
+    if _crc(data[:-4]) != data[-4:]:
+        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
+    header = json.loads(data[12:-4])
+    if header["version"] != 1:
+        raise HistoryError(f"{name} has format {header['version']}, this program reads 1: use the version of egg that wrote it")
+    here, there = _kept(cfg), header["config"]
+    differ = [f"{k} = {there.get(k, 'unknown')} there, {here.get(k, 'unknown')} here" for k in sorted(here.keys() | there.keys())
+              if here.get(k) != there.get(k)]
+    if differ:
+        raise HistoryError(f"{name} holds a run of another configuration: {'; '.join(differ)}; set these as there, or give another --save-dir")
+    return len(data)
