@@ -300,7 +300,7 @@ def _read_text(path):
 
 def _blocks(parts):
     """The texts in pieces of about ENCODE_BYTES, as Latin-1 strings: one character a byte, valid UTF-8 or not. Pieces end at
-    line ends where there are any: their last word is a word of its own."""
+    line ends where there are any, because a word goes no further than its piece."""
     for part in parts:
         at = 0
         while at < len(part):

@@ -43,16 +43,16 @@ def devices(cfg):
     major, capabilities = driver()
     usable = [f"cuda:{i}" for i, capability in enumerate(capabilities) if capability >= OLDEST]
     if not capabilities:
-        wrong = "no NVIDIA GPU is visible here: set DEVICE=cpu, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        wrong = "no NVIDIA GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)"
     elif not usable:
-        wrong = f"the GPU has compute capability {'.'.join(map(str, max(capabilities)))}, 8.0 is the least: set DEVICE=cpu"
+        wrong = f"the GPU has compute capability {'.'.join(map(str, max(capabilities)))}, 8.0 is the least"
     elif importlib.util.find_spec("numba_cuda") is None:
-        wrong = f"a GPU is here but numba-cuda is not installed: pip install -r requirements-cuda{13 if major > 12 else 12}.txt"
+        wrong = f"the GPU needs numba-cuda: pip install -r requirements-cuda{13 if major > 12 else 12}.txt"
     else:
         return usable
     if cfg.DEVICE == "cuda":
-        raise EngineError(f"DEVICE = cuda: {wrong}")
-    if usable:
+        raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
+    if capabilities:
         print(f"egg: {wrong}; using the CPU", file=sys.stderr, flush=True)
     return ["cpu"]
 
