@@ -5,6 +5,8 @@ Work is parallel over antithetic pairs; a pair's activations stay in a core's ca
 `egg_simd.tile` on weights repacked into panels after every update.
 """
 
+import concurrent.futures
+import functools
 import hashlib
 import os
 import pathlib
@@ -31,8 +33,6 @@ def _cache_directory():
 CACHE = _cache_directory()
 numba.config.CACHE_DIR = CACHE
 njit = numba.njit(cache=True, nogil=True, error_model="numpy")
-njit_parallel = numba.njit(cache=True, nogil=True, parallel=True, error_model="numpy")
-prange = numba.prange
 i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 # columns of Weights.table: one row a parameter and layer
@@ -521,27 +521,21 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
 
 
 @njit
-def logits(c, w, S, noisy, side_a, side_b, side_s, odd, x, count, z):
-    """z int32 [>= count, V padded]: logits of `count` rows (item 4 of SPEC 7); odd uint8 [count]: 1 for rows of an odd member."""
+def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
+    """z int32 [>= count, V padded]: logits (item 4 of SPEC 7) of `count` rows of x, the first of which is row `first` of a pair of T
+    positions a member."""
     product(c, w, EMBEDDING, 0, x, count, z)
     shift, shift_logit = i32(c.matrix_shift), i32(c.logit)
     for r in range(count):
         row = z[r]
         if noisy:
             s = project(c, x[r], c.H, side_b, side_s)
-            s = i32(-s) if odd[r] else s
+            s = i32(-s) if (first + r) // T else s
             for v in range(c.V):
                 row[v] = i32(i32(row[v] + i32(i32(s * side_a[v]) >> shift)) >> shift_logit)
         else:
             for v in range(c.V):
                 row[v] = i32(row[v] >> shift_logit)
-
-
-@njit
-def clean_logits(c, w, x, count, z):
-    """The same without noise."""
-    unused = np.empty(0, i32)
-    logits(c, w, u32(0), 0, unused, unused, np.empty(0, f32), np.empty(0, np.uint8), x, count, z)
 
 
 @njit
@@ -584,76 +578,38 @@ def largest(row, n):
 
 
 @njit
-def evaluate_pair(c, w, tb, tokens, S, losses):
-    """losses int64 [2] of the two members with seed S on one window, tokens int32 [1, T + 1]."""
-    T, H, V = tokens.shape[1] - 1, c.H, c.V
+def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
+    """Evaluates windows int32 [n, T + 1] one after the other. noisy: window i is read by the two members of pair seed S + i, whose losses
+    go into losses int64 [n, 2]; else by the unperturbed model, and nats float64 [n] gets the summed cross-entropy of
+    softmax(logits * unit), with exp64[d] = exp(-d * unit)."""
+    T, H, V = windows.shape[1] - 1, c.H, c.V
+    members = 2 if noisy else 1
     columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, 2, T, H), np.int8), np.empty((1, 2, T, H), np.int8)
-    x = np.empty((2 * T, H), np.uint8)
-    hidden(c, w, tb, S, 1, tokens, 2, T, 0, keys, values, x)
+    keys, values = np.empty((1, members, T, H), np.int8), np.empty((1, members, T, H), np.int8)
+    x = np.empty((members * T, H), np.uint8)
     side_a, side_b, side_s = np.empty(V, i32), np.empty(H, i32), np.empty(H, f32)
-    output_side(c, w, EMBEDDING, 0, S, side_a)
-    input_side(c, w, EMBEDDING, 0, S, side_b, side_s)
-    z, odd = np.empty((GROUP, columns), i32), np.empty(GROUP, np.uint8)
-    losses[0] = losses[1] = 0
-    for first in range(0, 2 * T, GROUP):
-        count = min(GROUP, 2 * T - first)
-        for r in range(count):
-            odd[r] = (first + r) // T
-        logits(c, w, S, 1, side_a, side_b, side_s, odd, x[first:first + count], count, z)
-        for r in range(count):
-            top = largest(z[r], V)
-            q = exp_sum(tb.exp, c.short_exp, top, z, r * columns, V)
-            losses[odd[r]] += position_loss(c, q, top, z[r, tokens[0, (first + r) % T + 1]])
-
-
-# A prange body is one call: numba's parallel transformation is then quick and has nothing to misplace.
-
-@njit_parallel
-def evaluate_pairs(c, w, tb, windows, seed, first_pair, losses):
-    """losses int64 [pairs, 2] of the members of pairs first_pair.. on windows int32 [pairs, T + 1]."""
-    for pair in prange(windows.shape[0]):
-        evaluate_pair(c, w, tb, windows[pair:pair + 1], u32(u32(seed) + u32(first_pair + pair)), losses[pair])
-
-
-@njit
-def window_nats(c, w, tb, tokens, exp64, unit):
-    """Cross-entropy of softmax(logits * unit) in nats, summed over one window int32 [1, T + 1], without noise."""
-    T, H, V = tokens.shape[1] - 1, c.H, c.V
-    columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, 1, T, H), np.int8), np.empty((1, 1, T, H), np.int8)
-    x = np.empty((T, H), np.uint8)
-    hidden(c, w, tb, u32(0), 0, tokens, 1, T, 0, keys, values, x)
     z = np.empty((GROUP, columns), i32)
-    total = 0.0
-    for first in range(0, T, GROUP):
-        count = min(GROUP, T - first)
-        clean_logits(c, w, x[first:first + count], count, z)
-        for r in range(count):
-            row, q = z[r], 0.0
-            top = largest(row, V)
-            for v in range(V):
-                q += exp64[min(exp64.size - 1, top - row[v])]
-            total += np.log(q) + (top - row[tokens[0, first + r + 1]]) * unit
-    return total
-
-
-@njit_parallel
-def clean_nats(c, w, tb, windows, exp64, unit, nats):
-    """nats float64 [windows] of int32 windows [windows, T + 1]."""
-    for i in prange(windows.shape[0]):
-        nats[i] = window_nats(c, w, tb, windows[i:i + 1], exp64, unit)
-
-
-@njit
-def next_logits(c, w, tb, tokens, n, start, keys, values, z):
-    """z int32 [ROWS, V padded]; row 0: logits after the last of n tokens (int32 [1, n]) that stand at positions start.. of a sequence
-    whose earlier keys and values are in the caches."""
-    x = np.empty((n, c.H), np.uint8)
-    hidden(c, w, tb, u32(0), 0, tokens, 1, n, start, keys, values, x)
-    last = np.zeros((ROWS, c.H), np.uint8)
-    last[0] = x[n - 1]
-    clean_logits(c, w, last, 1, z)
+    for i in range(windows.shape[0]):
+        tokens, seed = windows[i:i + 1], u32(S + i)
+        hidden(c, w, tb, seed, noisy, tokens, members, T, 0, keys, values, x)
+        if noisy:
+            output_side(c, w, EMBEDDING, 0, seed, side_a)
+            input_side(c, w, EMBEDDING, 0, seed, side_b, side_s)
+        for first in range(0, members * T, GROUP):
+            count = min(GROUP, members * T - first)
+            logits(c, w, noisy, side_a, side_b, side_s, T, first, x[first:first + count], count, z)
+            for r in range(count):
+                row, member, target = z[r], (first + r) // T, tokens[0, (first + r) % T + 1]
+                top = row[0]
+                for v in range(V):
+                    top = max(top, row[v])
+                if noisy:
+                    losses[i, member] += position_loss(c, exp_sum(tb.exp, c.short_exp, top, z, r * columns, V), top, row[target])
+                else:
+                    q = 0.0
+                    for v in range(V):
+                        q += exp64[min(exp64.size - 1, top - row[v])]
+                    nats[i] += np.log(q) + (top - row[target]) * unit
 
 
 @njit
@@ -701,94 +657,69 @@ def fma(ctx, a, b, c):
 
 
 @njit
-def pack_panel(w, t, p):
-    """Copy PANEL columns of one matrix (t int64 [FIELDS]) into panel p, and each column's correction."""
+def pack(w, t, first, end):
+    """Copy panels first..end - 1 of one matrix (t int64 [FIELDS]) from the canonical weights, with each column's correction."""
     k4, cols = t[N_ROWS] // 4, t[N_COLS]
-    count = min(PANEL, cols - p * PANEL)
-    sums = np.zeros(PANEL, i32)
-    for k in range(k4):
-        source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
-        for j in range(4 * count):
-            value = w.weights[source + j]
-            w.packed[target + j] = value
-            sums[j >> 2] += i32(value)
-    for j in range(PANEL):
-        w.correction[t[AT_C] + p * PANEL + j] = i32(-128 * sums[j])
+    for p in range(first, end):
+        count = min(PANEL, cols - p * PANEL)
+        sums = np.zeros(PANEL, i32)
+        for k in range(k4):
+            source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
+            for j in range(4 * count):
+                value = w.weights[source + j]
+                w.packed[target + j] = value
+                sums[j >> 2] += i32(value)
+        for j in range(PANEL):
+            w.correction[t[AT_C] + p * PANEL + j] = i32(-128 * sums[j])
 
 
-@njit_parallel
-def pack(w, matrices):
-    """Repack every matrix (rows of w.table, int64 [matrices, FIELDS])."""
-    for i in range(matrices.shape[0]):
-        for p in prange((matrices[i, N_COLS] + PANEL - 1) // PANEL):
-            pack_panel(w, matrices[i], p)
-
-
-BLOCK = 512                 # pairs whose noise is made at once for a product over the population
+BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
 
 @njit
-def input_block(c, t, seeds, signs, r, x):
-    """x uint8 [multiple of 4 >= pairs]: sign * noise(B, r) + 128 of a block of pairs."""
+def input_block(c, t, seeds, signs, x, first, end):
+    """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
     n = seeds.size
-    for q in range(n):
-        x[q] = np.uint8(i32(draw(hash_(u32(seeds[q] + u32(t[SEED_B])), r), c.mask, c.gaussian) * signs[q]) + i32(128))
-    for q in range(n, x.size):
-        x[q] = 128
+    for r in range(first, end):
+        for q in range(n):
+            x[r, q] = np.uint8(i32(draw(hash_(u32(seeds[q] + u32(t[SEED_B])), r), c.mask, c.gaussian) * signs[q]) + i32(128))
+        for q in range(n, x.shape[1]):
+            x[r, q] = 128
 
 
 @njit
-def panel_votes(c, t, seeds, x, rows, p, votes):
-    """Adds a block of pairs to PANEL columns of votes: noise(A, col) is made here, x uint8 [rows padded, pairs padded] is shared."""
+def panel_votes(c, t, seeds, x, votes, first, end):
+    """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x times noise(A, col),
+    made here."""
     n, k4, padded = seeds.size, x.shape[1] // 4, votes.shape[1]
-    panel, correction = np.zeros(4 * k4 * PANEL, np.int8), np.zeros(PANEL, i32)
-    noise = np.empty(n, i32)
-    for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
-        s = i32(0)
-        for q in range(n):
-            noise[q] = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j), c.mask, c.gaussian)
-            s = i32(s + noise[q])
-        for q in range(n):
-            panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
-        correction[j] = i32(-128 * s)
-    for r in range(0, rows, ROWS):
-        at = r * padded + p * PANEL
-        for k in range(ROWS):
-            for j in range(PANEL):
-                votes[r + k, p * PANEL + j] = i32(votes[r + k, p * PANEL + j] + correction[j])
-        tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
-
-
-@njit_parallel
-def matrix_votes(c, t, seeds, signs, votes):
-    """Adds to votes int32 [rows padded to ROWS, cols padded to PANEL] the sum over pairs of sign * noise(A, col) * noise(B, row), as
-    products over blocks of pairs. seeds uint32 [pairs], signs int32 [pairs] (pairs of fitness 0 left out); t int64 [FIELDS]."""
-    rows, columns = votes.shape
-    for first in range(0, seeds.size, BLOCK):
-        some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
-        x = np.empty((rows, (some.size + 3) // 4 * 4), np.uint8)
-        for r in prange(rows):
-            input_block(c, t, some, their, r, x[r])
-        for p in prange(columns // PANEL):
-            panel_votes(c, t, some, x, rows, p, votes)
+    panel, correction, noise = np.zeros(4 * k4 * PANEL, np.int8), np.zeros(PANEL, i32), np.empty(n, i32)
+    for p in range(first, end):
+        for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
+            s = i32(0)
+            for q in range(n):
+                noise[q] = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j), c.mask, c.gaussian)
+                s = i32(s + noise[q])
+            for q in range(n):
+                panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
+            correction[j] = i32(-128 * s)
+        for r in range(0, votes.shape[0], ROWS):
+            at = r * padded + p * PANEL
+            for k in range(ROWS):
+                for j in range(PANEL):
+                    votes[r + k, p * PANEL + j] = i32(votes[r + k, p * PANEL + j] + correction[j])
+            tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
 
 
 @njit
-def vector_vote(c, t, seeds, signs, i):
-    """Sum over pairs of sign * noise(first stream, i) * noise(second stream, i)."""
-    s = i32(0)
-    for q in range(seeds.size):
-        a = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), i), c.mask, c.gaussian)
-        b = draw(hash_(u32(seeds[q] + u32(t[SEED_B])), i), c.mask, c.gaussian)
-        s = i32(s + i32(i32(a * b) * signs[q]))
-    return s
-
-
-@njit_parallel
-def vector_votes(c, t, seeds, signs, votes):
-    """votes int32 [width]."""
-    for i in prange(votes.size):
-        votes[i] = vector_vote(c, t, seeds, signs, i)
+def vector_votes(c, t, seeds, signs, votes, first, end):
+    """votes int32 [width] from first to end - 1: sum over pairs of sign * noise(first stream, i) * noise(second stream, i)."""
+    for i in range(first, end):
+        s = i32(0)
+        for q in range(seeds.size):
+            a = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), i), c.mask, c.gaussian)
+            b = draw(hash_(u32(seeds[q] + u32(t[SEED_B])), i), c.mask, c.gaussian)
+            s = i32(s + i32(i32(a * b) * signs[q]))
+        votes[i] = s
 
 
 class Optimizer(NamedTuple):
@@ -829,28 +760,21 @@ def move(o, vote, weight, moments):
 
 
 @njit
-def move_block(o, w, t, block, group, votes, moments, changed_rows, changed_cols):
-    """Moves the weights of `group` rows (4 of a matrix, stored together, or a vector's one); number changed."""
+def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols] and marks the rows
+    and columns of those that changed; their number. group: 4 rows of a matrix are stored together, a vector is one row."""
     cols, changed = t[N_COLS], 0
-    for col in range(cols):
-        for k in range(group):
-            at = t[AT_W] + (block * cols + col) * group + k
-            before = i32(w.weights[at])
-            after = move(o, votes[block * group + k, col], before, moments[at])
-            if after != before:
-                w.weights[at] = after
-                changed_rows[block * group + k] = 1
-                changed_cols[col] = 1                       # threads only ever write the same 1
-                changed += 1
-    return changed
-
-
-@njit_parallel
-def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols):
-    """Moves the weights of one stored array by its votes (int32 [rows, cols]) and marks rows and columns; number changed."""
-    changed = 0
-    for block in prange(t[N_ROWS] // group):
-        changed += move_block(o, w, t, block, group, votes, moments, changed_rows, changed_cols)
+    for block in range(first, end):
+        for col in range(cols):
+            for k in range(group):
+                at = t[AT_W] + (block * cols + col) * group + k
+                before = i32(w.weights[at])
+                after = move(o, votes[block * group + k, col], before, moments[at])
+                if after != before:
+                    w.weights[at] = after
+                    changed_rows[block * group + k] = 1
+                    changed_cols[col] = 1                   # threads only ever write the same 1
+                    changed += 1
     return changed
 
 
@@ -866,11 +790,11 @@ class CpuEngine:
         if cfg.SIMD not in ("auto", egg_simd.KIND):
             egg_simd.choose(cfg.SIMD)
             raise ValueError(f"SIMD = {cfg.SIMD}: set EGG_SIMD={cfg.SIMD} before the CPU engine is loaded; it uses {egg_simd.KIND}")
-        limit = numba.config.NUMBA_NUM_THREADS
+        limit = len(os.sched_getaffinity(0))
         if threads is not None and not 1 <= threads <= limit:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
-        numba.set_num_threads(self.threads)
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         self.name = f"cpu {egg_simd.KIND} x{self.threads}"
         exp = egg_model.exp_table(cfg)
         exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
@@ -893,7 +817,6 @@ class CpuEngine:
             table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b, t.rows, t.cols)
             packed += t.rows * padded
             corrections += padded
-        self._matrices = np.array([table[t.param, t.layer] for t in self._tensors if t.matrix])
         self._table, self._sizes = table, (packed, corrections)
 
     def load(self, state):
@@ -902,7 +825,19 @@ class CpuEngine:
         self._w = Weights(state.weights.copy(), np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
-        pack(self._w, self._matrices)
+        self._pack()
+
+    def _spread(self, n, work):
+        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results."""
+        step = max(1, -(-n // (4 * self.threads)))
+        if self.threads == 1 or n <= 1:
+            return [work(0, n)]
+        return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
+
+    def _pack(self):
+        for t in self._tensors:
+            if t.matrix:
+                self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]))
 
     def state(self):
         """A copy of the State."""
@@ -911,8 +846,9 @@ class CpuEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
-        losses = np.empty((count // 2, 2), np.int64)
-        evaluate_pairs(self._constants, self._w, self._tables, windows, u32(self.seed), first // 2, losses)
+        losses, unused = np.zeros((count // 2, 2), np.int64), np.empty(0)
+        self._spread(count // 2, lambda a, b: run_windows(self._constants, self._w, self._tables, windows[a:b],
+                                                          np.int64(self.seed + first // 2 + a), 1, unused, 0.0, losses[a:b], unused))
         return losses.ravel()
 
     def update(self, fitness):
@@ -925,22 +861,32 @@ class CpuEngine:
         for t in self._tensors:
             row = self._table[t.param, t.layer]
             if t.matrix:
-                votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
-                matrix_votes(self._constants, row, seeds, signs, votes)
+                votes = self._matrix_votes(t, row, seeds, signs)
             else:
                 votes = np.empty((1, t.cols), np.int32)
-                vector_votes(self._constants, row, seeds, signs, votes[0])
+                self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]))
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            changed += apply_votes(optimizer(cfg, lr, t.lr_scale), w, row, 4 if t.matrix else 1, votes, self._moments,
-                                   changed_rows, changed_cols)
+            group = 4 if t.matrix else 1
+            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, optimizer(cfg, lr, t.lr_scale), w, row, group, votes,
+                                                                           self._moments, changed_rows, changed_cols)))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
                     self._rescale(t.overlay_b, changed_rows)
-        pack(w, self._matrices)
+        self._pack()
         self.seed = egg_model.next_seed(self.seed, self.step)
         self.step += 1
         return int(changed)
+
+    def _matrix_votes(self, t, row, seeds, signs):
+        """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over blocks of pairs."""
+        votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
+        for first in range(0, seeds.size, BLOCK):
+            some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
+            x = np.empty((votes.shape[0], -(-some.size // 4) * 4), np.uint8)
+            self._spread(votes.shape[0], functools.partial(input_block, self._constants, row, some, their, x))
+            self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes))
+        return votes
 
     def _rescale(self, at, changed):
         """The overlay rule of SPEC 9 for one row or column array."""
@@ -950,8 +896,10 @@ class CpuEngine:
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
         windows = np.ascontiguousarray(windows, np.int32)
-        nats, unit = np.empty(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
-        clean_nats(self._constants, self._w, self._tables, windows, np.exp(-np.arange(8192) * unit), unit, nats)
+        nats, unit = np.zeros(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
+        exp64, unused = np.exp(-np.arange(8192) * unit), np.empty((0, 2), np.int64)
+        self._spread(len(windows), lambda a, b: run_windows(self._constants, self._w, self._tables, windows[a:b], np.int64(0), 0,
+                                                            exp64, unit, unused, nats[a:b]))
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
@@ -962,12 +910,17 @@ class CpuEngine:
         tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
         keys, values = (np.zeros((cfg.N_LAYERS, 1, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
         new, start = np.array(prompt, np.int32).reshape(1, -1), 0
         for _ in range(count):
             seen[new[0]] = 1
-            next_logits(c, self._w, tables, new, new.shape[1], start, keys, values, z)
-            start += new.shape[1]
+            n = new.shape[1]
+            x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
+            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, keys, values, x)
+            last[0] = x[-1]
+            logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
+            start += n
             token = choose_token(c, tables, z[0], seen, s.penalty, s.temp, s.floor, egg_model.sampling_random(seed, start - 1))
             yield int(token)
             new = np.array([[token]], np.int32)
