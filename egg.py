@@ -22,8 +22,7 @@ coordinator and workers must be given the same. `python egg.py COMMAND --help` e
 
 def coordinator(cfg, args):
     import egg_net
-    egg_net.run_coordinator(cfg, args.host, port(cfg, args), save_dir=args.save_dir, load_dir=args.load_dir,
-                            steps=args.steps, minutes=args.minutes)
+    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes)
 
 
 def worker(cfg, args):
@@ -32,14 +31,13 @@ def worker(cfg, args):
         print("\n".join(egg_engine.devices(cfg)))
         return
     device = egg_engine.one_device(cfg, args.gpu)
-    import egg_net
-    egg_net.run_worker(cfg, args.host, port(cfg, args), device=device, threads=args.threads)
+    import egg_train
+    egg_train.work(cfg, args.host, port(cfg, args), device, args.threads)
 
 
 def train(cfg, args):
     import egg_train
-    egg_train.train(cfg, steps=args.steps, minutes=args.minutes, save_dir=args.save_dir, load_dir=args.load_dir,
-                    threads=args.threads)
+    egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads)
 
 
 def arch(cfg, args):

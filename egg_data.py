@@ -69,7 +69,8 @@ def _size(path):
             return os.path.getsize(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    raise DataError(f"{path} is no file: make it with `python egg.py prepare TEXT`, or name another with -D INPUT_FILE=PATH")
+    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start where it lies, or make it with "
+                    "`python egg.py prepare TEXT`")
 
 
 def _largest(tokens):

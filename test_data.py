@@ -66,7 +66,7 @@ def test_tokens_are_mapped_and_checked(tmp_path):
 
 
 @pytest.mark.parametrize("content, words", [
-    (None, "is no file"),
+    (None, "is missing"),
     (b"", "is empty"),
     (bytes(41), "cut short"),
     (np.full(50, 300, "<u4").tobytes(), "holds token 300, but VOCAB_SIZE is 300"),
