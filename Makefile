@@ -14,8 +14,9 @@ CUDA = $$($(VENV)/bin/python -c 'import egg_engine; major, gpus = egg_engine.dri
 .PHONY: run test bench clean
 
 run: $(VENV)/ready
-	@if [ "$(CUDA)" = 0 ]; then preset="--preset laptop"; else preset=; fi; set -x; \
-	exec $(EGG) train $$preset --minutes 1 --save-dir ckpt-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+	@if [ "$(CUDA)" = 0 ]; then preset="--preset laptop"; else preset=; fi; \
+	to=ckpt-$$(date +%Y%m%d-%H%M%S); set -x; \
+	exec $(EGG) train $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q $(ARGS)
