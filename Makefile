@@ -46,7 +46,7 @@ $(VENV)/pip:
 	if [ -z "$$python" ]; then \
 	  echo "egg: needs Python 3.11 to 3.14, and $(or $(PYTHON),python3) is not: install one, or name it with make PYTHON=..." >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$python --version) ..."; \
-	if "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	if "$$python" -m ensurepip --version >/dev/null 2>&1; then \
 	  "$$python" -m venv --clear $(VENV) && pip="$(VENV)/bin/python -m pip"; \
 	elif "$$python" -c 'import pip, venv' 2>/dev/null; then \
 	  "$$python" -m venv --clear --without-pip $(VENV) && pip="$$python -m pip --python $(VENV)/bin/python"; \
