@@ -3,8 +3,10 @@
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -404,6 +406,9 @@ def test_command_line_in_processes(tmp_path):
     fails(run("arch", cwd=tmp_path, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
     fails(run("prepare", "no such text", cwd=tmp_path), 1, "no such text: No such file")
     fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999", cwd=tmp_path), 1)
+    fails(run("train", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "egg.py prepare TEXT")
+    (tmp_path / "input.bin").write_bytes(bytes(64))
+    fails(run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin holds 64 tokens, too few", "66 are needed")
     (tmp_path / "my text.txt").write_text(PROSE * 200)
     result = run("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == "" and "-D VOCAB_SIZE=320 -D DETOKENIZE=0" in result.stdout.splitlines()[-1]
@@ -427,3 +432,32 @@ def test_run_workers_passes_on_a_wrong_option():
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1 and "'none' is not a port" in result.stderr
     result = subprocess.run([script, "--help"], cwd="/", capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
+
+
+FAKE_WORKER = """
+import os, sys, time
+if "--list-devices" in sys.argv:
+    sys.exit(print("cuda:0\\ncuda:2"))
+with open("log", "a") as log:
+    log.write(f"{os.getpid()} {' '.join(sys.argv[1:])}\\n")
+if sys.argv[-1] == "0" and open("log").read().count("--gpu 0") == 1:
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+def test_run_workers_keeps_one_on_every_gpu_and_stops_all(tmp_path):
+    """Two GPUs, the worker on the first dies at once: it is started again after a second; TERM leaves no process behind."""
+    (tmp_path / "egg.py").write_text(FAKE_WORKER)
+    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    process = subprocess.Popen([tmp_path / "run-workers.sh", "far", "--port", "7"], cwd="/", stderr=subprocess.PIPE, text=True)
+    log, until = tmp_path / "log", time.monotonic() + 20
+    while time.monotonic() < until and (not log.exists() or len(log.read_text().splitlines()) < 3):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) == 143
+    assert "the worker on GPU 0 ended with status 1, starting it again in 1 s" in process.stderr.read()
+    process.stderr.close()
+    started = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
