@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 
 import egg_config
@@ -52,8 +53,8 @@ def prepare(cfg, args):
     egg_config.make(VOCAB_SIZE=wanted)
     got = egg_data.prepare(args.texts, wanted, args.val, args.out)
     vocab = "" if got == egg_config.VOCAB_SIZE else f" -D VOCAB_SIZE={max(got, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
-    where = "" if os.path.samefile(args.out, ".") else f"cd {args.out} && "
-    print(f"next: {where}python {os.path.relpath(__file__, args.out)} train{vocab}")
+    where = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
+    print(f"next: {where}python {shlex.quote(os.path.relpath(__file__, args.out))} train{vocab}")
 
 
 def bench(cfg, args):
@@ -168,7 +169,7 @@ def main(argv=None):
     except egg_config.ConfigError as error:
         return fail(error, 2)
     except MemoryError:
-        return fail("not enough memory for this configuration: lower POPULATION_SIZE, VOCAB_SIZE or HIDDEN_DIM", 1)
+        return fail("not enough memory: take a smaller configuration, or a shorter text", 1)
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
     except Exception as error:

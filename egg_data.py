@@ -245,6 +245,8 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     held_out = [_read_text(val)] if val else None
     if held_out is None:
         train, held_out = split(train[0])
+    if val and not held_out[0]:
+        raise DataError(f"{val}: no text there, nothing to hold out")
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")

@@ -301,6 +301,8 @@ def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
         with pytest.raises(egg_data.DataError, match=words) as raised:
             egg_data.prepare(texts, 300, say=lambda line: None)
         assert texts[0] in one_line(raised) or "too short" in one_line(raised)
+    with pytest.raises(egg_data.DataError, match="empty: no text there, nothing to hold out"):
+        egg_data.prepare(["good"], 300, "empty", say=lambda line: None)
     with pytest.raises(egg_data.DataError, match="good: .*: nothing was changed there") as raised:
         egg_data.prepare(["good"], 256, out="good", say=lambda line: None)
     one_line(raised)
