@@ -50,7 +50,6 @@ def prepare(cfg, args):
     import egg_data
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    egg_config.make(VOCAB_SIZE=wanted)
     got = egg_data.prepare(args.texts, wanted, args.val, args.out)
     vocab = "" if got == egg_config.VOCAB_SIZE else f" -D VOCAB_SIZE={max(got, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
     where = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
