@@ -253,6 +253,7 @@ class Coordinator:
             self.poll(0.05)
 
     def close(self):
+        """Can be called more than once."""
         self.closing = True
         for connection in list(self.connections):
             self._drop(connection)
@@ -384,7 +385,8 @@ class Coordinator:
         elif opcode == VALIDATION:
             self._validation(*VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE:
-            self.console.line(f"worker {connection.name}:\n" + printable(payload.decode("utf-8", "replace")))
+            text = printable(payload.decode("utf-8", "replace"))
+            self.console.line(f"worker {connection.name}:\n{text}" if self.peers else text)
 
     def _request(self, connection, _, step):
         if connection.step is None and self.peers:
@@ -507,7 +509,7 @@ class Coordinator:
         if len(set(self.updates)) > 1:
             console.line(f"step {step}: workers report different numbers of changed weights, {sorted(set(self.updates))}: a replica has drifted; "
                          "restart the workers")
-        line = (f"Step {step} | Tokens: {_tokens(step * tokens)} | Loss: {console.colour(f'{loss:.4f}', 'green' if better else 'red')} | "
+        line = (f"Step {step} | Tokens: {count_text(step * tokens)} | Loss: {console.colour(f'{loss:.4f}', 'green' if better else 'red')} | "
                 f"Time: {1e3 * seconds:.2f} ms | Updates: {updates} (n={len(self.updates)}, max={updates}) | "
                 f"Speed: {console.colour(f'{tokens / seconds:.2f}', 'blue')} tok/s | LR: {rate:g} | "
                 f"Net: {(tx + rx) / seconds / (1 << 20):.2f} MB/s (Tx: {_bytes(tx)}, Rx: {_bytes(rx)})")
@@ -566,7 +568,8 @@ def _chunks(chunks):
     return f"chunk {', '.join(str(c) for c in sorted(chunks))} is"
 
 
-def _tokens(n):
+def count_text(n):
+    """Tokens, in millions or billions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 
@@ -723,7 +726,8 @@ class Worker:
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
         if self.tokens is not None and cfg.SAMPLE_EVERY and step % cfg.SAMPLE_EVERY == 0:
-            link.send(frame(LOG_MESSAGE, f"sample at step {step}: {sample(cfg, self.engine, self.tokens, self.decoding)}".encode()[:TEXT_LIMIT]))
+            text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")         # one line of the log
+            link.send(frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
 
 
 def sample(cfg, engine, tokens, decoding):
