@@ -57,6 +57,8 @@ def prepare(cfg, args):
 
 
 def bench(cfg, args):
+    if args.threads:
+        os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the yardstick, gets as many; read when it is loaded
     import egg_bench
     egg_bench.main(cfg, args)
 

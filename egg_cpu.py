@@ -939,7 +939,7 @@ def warm_up(cfg, say=print):
     """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
     import egg_config
     started = time.monotonic()
-    compiled = any(pathlib.Path(CACHE).rglob("*.nbi"))
+    compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
     small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
