@@ -1,0 +1,414 @@
+"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `egg_cpu`.
+
+Forward pass: `egg_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as CUDA graphs,
+windows and token choice on the device.
+"""
+
+import hashlib
+import os
+import pathlib
+import pickle
+import sys
+import time
+
+import numpy as np
+from numba import cuda, float32, int32, int64, types, uint8, uint32
+from numba.cuda import libdevice
+from numba.cuda.cudadrv.error import CudaSupportError
+from numba.cuda.serialize import dumps
+
+import egg_kernels
+import egg_model
+import egg_ptx
+import egg_votes
+
+BLOCK = 256                 # threads of the small kernels
+CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
+AHEAD = 16                  # tokens enqueued at once while generating
+SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
+OPERANDS = 1 << 30          # ... and at most so many bytes
+SOURCES = ("egg_config.py", "egg_model.py", "egg_ptx.py", "egg_kernels.py", "egg_votes.py", "egg_cuda.py")
+
+
+# --- compiled kernels on disk ----------------------------------------------------------------------------------------------
+
+class KernelCache:
+    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled cells, which differ from
+    process to process. Here everything a kernel depends on is in the name of the directory."""
+
+    def __init__(self, path):
+        self.cache_path = path
+
+    def load_overload(self, signature, context):
+        context.refresh()
+        try:
+            return pickle.loads(self.cache_path.read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+
+    def save_overload(self, signature, kernel):
+        try:
+            self.cache_path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.cache_path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(dumps(kernel))
+            part.replace(self.cache_path)
+        except OSError as error:                             # a full or read-only disk costs time, nothing else
+            print(f"egg: compiled kernels cannot be kept in {self.cache_path.parent}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def cache_directory(cfg, device):
+    """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
+    here = pathlib.Path(__file__).parent
+    key = hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES))
+    import numba_cuda
+    key.update(repr((cfg.fingerprint(), device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version)).encode())
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return base / "egg" / f"cuda-{key.hexdigest()[:16]}"
+
+
+def compile_all(kernels, directory, device_name):
+    """Compiles or loads [(name, dispatcher, signature, dynamic shared bytes)], telling on stderr what is compiled; seconds it took."""
+    started = time.monotonic()
+    caches = [KernelCache(directory / f"{i:02d}-{name}") for i, (name, *_) in enumerate(kernels)]
+    missing = sum(not c.cache_path.exists() for c in caches)
+    erase = "\r\x1b[K"
+    terminal = missing and sys.stderr.isatty()
+    if missing:
+        print(f"egg: compiling {missing} CUDA kernels for {device_name} (once for this configuration; kept in {directory})",
+              file=sys.stderr, flush=True)
+    for i, ((name, dispatcher, signature, shared), cache) in enumerate(zip(kernels, caches)):
+        if terminal:
+            print(f"{erase}egg: kernel {i + 1} of {len(kernels)}: {name}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+        dispatcher._cache = cache
+        egg_ptx.allow_shared(dispatcher, signature, shared)
+        dispatcher.disable_compile()
+    seconds = time.monotonic() - started
+    if missing:
+        print(f"{erase if terminal else ''}egg: CUDA kernels ready in {seconds:.1f} s", file=sys.stderr, flush=True)
+    return seconds
+
+
+# --- kernels of this file --------------------------------------------------------------------------------------------------
+
+A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
+I1 = types.Array(int64, 1, "C")
+
+
+def build(cfg, token_type):
+    """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
+    T, V, H, pairs = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.N_PAIRS
+    last, same = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0
+    hash32 = egg_kernels.build_noise(cfg).hash32
+
+    @egg_kernels.device
+    def score(z, seen, penalty, v):
+        s = libdevice.int2float_rn(z[v])
+        return libdevice.fsub_rn(s, penalty) if seen[v] else s
+
+    @egg_kernels.device
+    def share(z, exps, seen, penalty, temp, floor, top, v):
+        d = int64(egg_ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
+        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
+
+    def cut_windows(tokens, place, windows):
+        """windows int32 [n (T + 1)]: of the pairs place[1] on, in a step whose first window starts at place[0] (SPEC 7)."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // (T + 1)
+            stride = int64(0) if same else tokens.size // pairs
+            start = (place[0] + (place[1] + row) * stride) % (tokens.size - T)
+            windows[i] = int32(tokens[start + (i - row * (T + 1))])
+
+    def choose(z, exps, settings, floor, draw, tokens, at, seen):
+        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from logits z.
+        One block. settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed."""
+        top_of = cuda.shared.array(CHOOSERS, float32)
+        sums = cuda.shared.array(CHOOSERS, int64)
+        best = cuda.shared.array(1, int32)
+        t, position = cuda.threadIdx.x, at[0]
+        if t == 0:
+            seen[tokens[position]] = 1
+            best[0] = V
+        cuda.syncthreads()
+        if position + 1 >= draw[0]:
+            temp, penalty = settings[0], settings[1]
+            top = float32(-np.inf)
+            for v in range(t, V, CHOOSERS):
+                top = max(top, score(z, seen, penalty, v))
+            top_of[t] = top
+            half = CHOOSERS // 2
+            while half > 0:
+                cuda.syncthreads()
+                if t < half:
+                    top_of[t] = max(top_of[t], top_of[t + half])
+                half //= 2
+            cuda.syncthreads()
+            top = top_of[0]
+            for v in range(t, V, CHOOSERS):
+                if score(z, seen, penalty, v) == top:
+                    cuda.atomic.min(best, 0, v)
+                    break
+            total = int64(0)
+            if t < H and temp > 0:
+                for v in range(t, V, H):
+                    total += share(z, exps, seen, penalty, temp, floor[0], top, v)
+            sums[t] = total
+            step = 1
+            while step < CHOOSERS:                           # running sums over the residues
+                cuda.syncthreads()
+                before = sums[t - step] if t >= step else int64(0)
+                cuda.syncthreads()
+                sums[t] += before
+                step *= 2
+            cuda.syncthreads()
+            if temp > 0:
+                threshold = int64(hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)) % sums[CHOOSERS - 1]
+                running = sums[t] - total
+                if running <= threshold and threshold < sums[t]:
+                    for v in range(t, V, H):
+                        running += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                        if running > threshold:
+                            tokens[position + 1] = v
+                            break
+            elif t == 0:
+                tokens[position + 1] = best[0]
+        cuda.syncthreads()
+        if t == 0:
+            at[0] = position + 1
+
+    return {
+        "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
+        "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
+    }
+
+
+class Replay:
+    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time, replayed then."""
+
+    def __init__(self, stream, enqueue):
+        self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
+
+    def __call__(self):
+        from cuda.bindings import driver
+
+        def ok(result):
+            if int(result[0]):
+                raise RuntimeError(f"CUDA graph: {result[0].name}")
+            return result[1] if len(result) > 1 else None
+
+        self._runs += 1
+        if self._runs == 1:
+            return self._enqueue()
+        handle = driver.CUstream(int(self._stream.handle))
+        if self._graph is None:
+            ok(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            self._enqueue()
+            self._graph = ok(driver.cuGraphInstantiate(ok(driver.cuStreamEndCapture(handle)), 0))
+        ok(driver.cuGraphLaunch(self._graph, handle))
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------------
+
+class CudaEngine:
+    """The verbs of an engine (see egg_cpu.CpuEngine) on GPU `device`.
+
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits easily, else
+    windows are cut on the host. Raises ValueError (one line) where the device is missing or too small."""
+
+    def __init__(self, cfg, tokens=None, device=0):
+        try:
+            cuda.select_device(device)
+        except (CudaSupportError, IndexError) as error:
+            raise ValueError(f"GPU {device} cannot be used: {str(error).splitlines()[0]}") from None
+        gpu = cuda.get_current_device()
+        self.cfg, self.tokens = cfg, tokens
+        self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
+        self.stream = cuda.stream()
+        cc, limit = gpu.compute_capability, egg_ptx.shared_limit(gpu)
+        self._forward = egg_kernels.build_forward(cfg, cc, limit)
+        wide = tokens is None or tokens.dtype.itemsize > 1
+        own = {name: (cuda.jit(f), signature, shared) for name, (f, signature), shared in
+               [(*item, egg_votes.SHARED if item[0] == "products" else 0) for item in
+                (egg_votes.build(cfg, cc[0] == 9) | build(cfg, uint32 if wide else uint8)).items()]}
+        kernels = [(name, *k) for name, k in own.items()] + [(k[0].py_func.__name__, *k) for k in self._forward.kernels]
+        self.compile_seconds = compile_all(kernels, cache_directory(cfg, gpu), self.name)
+        self._kernels = {name: k[0] for name, k in own.items()}
+        self._forward.tables()
+        self._reserve()
+        self.load(egg_model.initial_state(cfg))
+
+    def _reserve(self):
+        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
+        cfg, n = self.cfg, egg_model.n_weights(self.cfg)
+        free = cuda.current_context().get_memory_info().free
+        need = 13 * n + self._forward.packed_bytes + egg_votes.Update.bytes_needed(cfg)
+        if need > free:
+            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} GiB are free")
+        self._weights, self._overlay = cuda.device_array(n, np.int8), cuda.device_array(egg_model.n_overlay(cfg), np.int8)
+        self._moments = cuda.device_array((n, 3), np.float32)
+        self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
+        self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
+        self._exps = cuda.to_device(egg_model.exp_table(cfg))
+        self._votes = egg_votes.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
+        steps = self._votes.launches(self.stream, self._job, self._weights, self._moments, self._overlay)
+        steps.append(("pack", lambda: self._forward.pack(self.stream, self._weights, self._packed)))
+        self._update_steps = steps
+        self._update = Replay(self.stream, lambda: [f() for _, f in steps])
+        self._tokens = None
+        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
+            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+        self._evaluations = {}
+
+    def load(self, state):
+        """Takes over a State (copied)."""
+        self._weights.copy_to_device(np.ascontiguousarray(state.weights))
+        self._moments.copy_to_device(np.ascontiguousarray(state.moments))
+        self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
+        self.step, self.seed = state.step, state.seed
+        self._forward.pack(self.stream, self._weights, self._packed)
+        self.stream.synchronize()
+
+    def state(self):
+        """A copy of the State."""
+        return egg_model.State(self.cfg, self._weights.copy_to_host(), self._moments.copy_to_host(), self._overlay.copy_to_host(),
+                               self.step, self.seed)
+
+    def evaluate(self, first, count):
+        """int64 [count]: losses of members first.. (both even) of this step."""
+        if count not in self._evaluations:
+            self._evaluations[count] = self._evaluation(count // 2)
+        windows, losses, run = self._evaluations[count]
+        self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
+        if self._tokens is None:
+            windows.copy_to_device(egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2).ravel(), self.stream)
+        else:
+            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
+            self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
+        run()
+        out = losses.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        return out
+
+    def _evaluation(self, pairs):
+        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch memory takes at most half of what is free."""
+        forward, width = self._forward, self.cfg.SEQ_LEN + 1
+        windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
+        most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
+        if not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
+        scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
+
+        def enqueue():
+            if self._tokens is not None:
+                self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream](self._tokens, self._place, windows)
+            for at in range(0, pairs, most):
+                n = min(most, pairs - at)
+                forward.evaluate(self.stream, self._weights, self._packed, self._overlay, windows[at * width:(at + n) * width],
+                                 self._job, at, n, scratch, losses[2 * at:2 * (at + n)])
+        return windows, losses, Replay(self.stream, enqueue)
+
+    def update(self, fitness):
+        """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        self._set_update(fitness)
+        self._update()
+        changed = self._votes.changed.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.step += 1
+        return int(changed[0])
+
+    def _set_update(self, fitness):
+        votes, cfg = self._votes, self.cfg
+        fit = np.zeros(votes.fit.size, np.int8)
+        fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS] = fitness
+        lr = cfg.learning_rate(self.step)
+        votes.fit.copy_to_device(fit, self.stream)
+        votes.rates.copy_to_device(np.array([egg_votes.optimizer(cfg, lr, t.lr_scale).lr for t in egg_model.tensors(cfg)], np.float32), self.stream)
+        votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
+        self._job.copy_to_device(np.array([self.seed, 0], np.uint32), self.stream)
+
+    def validate(self, windows):
+        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
+        forward, T = self._forward, self.cfg.SEQ_LEN
+        windows = np.ascontiguousarray(windows, np.int32)
+        most = largest(forward.clean_scratch_bytes, len(windows), cuda.current_context().get_memory_info().free // 2)
+        if len(windows) and not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
+        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most))), np.int8)
+        total = 0.0
+        for at in range(0, len(windows), max(1, most)):
+            part = windows[at:at + most]
+            nats = cuda.device_array(len(part) * T, np.float64)
+            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), scratch, nats)
+            total += float(nats.copy_to_host(stream=self.stream).sum())
+        self.stream.synchronize()
+        return total, len(windows) * T
+
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration.
+
+        The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
+        cfg, forward, stream = self.cfg, self._forward, self.stream
+        s = egg_model.sampling(cfg, temp, min_p, penalty)
+        total = len(prompt) + count
+        sequence = np.zeros(total, np.int32)
+        sequence[:len(prompt)] = prompt
+        tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
+        rope = cuda.to_device(egg_model.rope_table(cfg, total).ravel())
+        cache, scratch = cuda.device_array(forward.cache_bytes(total), np.int8), cuda.device_array(max(1, forward.token_scratch_bytes), np.int8)
+        z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
+        settings, floor = cuda.to_device(np.array([s.temp, s.penalty], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+        draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
+
+        def enqueue():
+            forward.token(stream, self._weights, self._packed, tokens, at, total, rope, cache, scratch, z)
+            self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
+
+        advance = Replay(stream, enqueue)
+        done, told = 0, len(prompt)
+        while told < total:
+            reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
+            for _ in range(done, reach):
+                advance()
+            done = reach
+            new = tokens.copy_to_host(stream=stream)
+            stream.synchronize()
+            for token in new[told:done + 1]:
+                yield int(token)
+            told = done + 1
+
+
+def largest(size, most, budget):
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too large."""
+    low, high = 0, most
+    while low < high:
+        n = (low + high + 1) // 2
+        low, high = (n, high) if size(n) <= budget else (low, n - 1)
+    return low
+
+
+# --- figures for `bench` -----------------------------------------------------------------------------------------------------
+
+def update_times(engine, fitness, repeats=5):
+    """{kernel: milliseconds} of one update, the fastest of `repeats` by CUDA events (the state moves on as by real updates)."""
+    best = {}
+    for _ in range(repeats):
+        engine._set_update(fitness)
+        events = [cuda.event()]
+        events[0].record(engine.stream)
+        for _, launch in engine._update_steps:
+            launch()
+            events.append(cuda.event())
+            events[-1].record(engine.stream)
+        engine.stream.synchronize()
+        spent = {}
+        for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
+            spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
+        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
+    return best
+
+
+def memory_used(engine):
+    """(bytes of device memory in use by everybody, bytes there are)."""
+    info = cuda.current_context().get_memory_info()
+    return info.total - info.free, info.total

@@ -1,0 +1,411 @@
+"""The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold, noise-scale overlay.
+
+A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
+noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves the larger side of every
+matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned to the plain side's n
+("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices of n bound the memory.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
+from numba.cuda import libdevice
+
+import egg_model
+from egg_cpu import optimizer
+from egg_kernels import build_noise
+from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence, shared_address,
+                     wgmma_descriptor_strides, wgmma_done, wgmma_s8)
+
+TILE = 128                  # plain and signed rows of a block of products
+DEPTH = 64                  # values of n in a stage of its shared memory
+STAGES = 3
+STAGE = 2 * TILE * DEPTH    # bytes
+SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
+SPLIT = 4096                # values of n a block adds up; the width of a slice is a multiple of it
+VECTOR_SPLIT = 2048         # ... a warp of the vectors' kernel
+HALO = 16                   # columns of a slice beyond its width: a vector's second stream runs ahead of its first
+GROUP = 8                   # elements of a vector that share a warp
+THREADS = 128
+ELEMENTS = 4 * THREADS      # weights a block of the optimizer moves
+FIT_PAD = 128               # zeros before and after the fitness
+
+# columns of the arrays of Plan
+INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
+PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
+ELEMENT, OFFSET, AHEAD, VOTE = range(4)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
+
+
+class Plan(NamedTuple):
+    """What the kernels walk over; int32 arrays.
+
+    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range of n in use.
+    tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS, whether the
+    signed side is its rows, and which of them is the first.
+    vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
+    tensors [tensors, 6], in the order of egg_model.tensors; blocks [blocks, 2]: a tensor, and the first of its elements to move."""
+    rows: np.ndarray
+    tiles: np.ndarray
+    vectors: np.ndarray
+    tensors: np.ndarray
+    blocks: np.ndarray
+    span: int               # n runs from 0 to span - 1
+
+
+def plan(cfg):
+    """The Plan of a configuration."""
+    tensors, pairs = egg_model.tensors(cfg), cfg.N_PAIRS
+    plain = np.zeros((max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM), 5), np.int32)
+    plain[:, INDEX], plain[:, SHIFT] = np.arange(len(plain)), -1
+    signed, tiles, vectors = [], [], []
+    for t in tensors:
+        if not t.matrix:
+            first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
+            assert ahead < HALO and t.cols % GROUP == 0
+            plain[:t.cols, HIGH] = np.maximum(plain[:t.cols, HIGH], first + ahead + pairs)
+            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, GROUP)]
+            continue
+        signed_is_row = t.rows <= t.cols
+        few, few_seed, many, many_seed = ((t.rows, t.seed_b, t.cols, t.seed_a) if signed_is_row else
+                                          (t.cols, t.seed_a, t.rows, t.seed_b))
+        low, high = many_seed // DEPTH * DEPTH, -(-(many_seed + pairs) // DEPTH) * DEPTH
+        plain[:many, HIGH] = np.maximum(plain[:many, HIGH], high)
+        at = len(plain) + len(signed)
+        signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)]
+        tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
+                  for p in range(0, many, TILE) for s in range(0, few, TILE)]
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b) for t in tensors]
+    blocks = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
+    rows = np.concatenate([plain, np.array(signed, np.int32)])
+    return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, blocks)), int(rows[:, HIGH].max()))
+
+
+device = cuda.jit(device=True, inline="always")
+
+
+@device
+def mixed(x):
+    """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
+    x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x85EBCA6B))
+    return uint32(uint32(x ^ uint32(x >> uint32(13))) * uint32(0xC2B2AE35))
+
+
+@device
+def low_bytes(a, b, c, d):
+    return uint32(byte_permute(byte_permute(int32(a), int32(b), 0x0040), byte_permute(int32(c), int32(d), 0x0040), 0x5410))
+
+
+@device
+def negated(word, flags):
+    """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
+    t = uint32(word ^ uint32(uint32(flags << uint32(8)) - flags))
+    return uint32(uint32(uint32(t & uint32(0x7F7F7F7F)) + flags) ^ uint32(t & uint32(0x80808080)))
+
+
+@device
+def shifted_word(words, at):
+    """The four bytes from byte `at` on of an int32 array, as a word."""
+    first = at >> 2
+    return uint32(byte_permute(words[first], words[first + 1], int32(0x3210 + 0x1111 * int32(at & 3))))
+
+
+@device
+def ones(fit):
+    """Bytes -1, 0, 1 of a word: (flags of -1, full bytes where not 0)."""
+    some = uint32(fit & uint32(0x01010101))
+    return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
+
+
+A1, A2, F1, F2 = types.Array(int32, 1, "C"), types.Array(int32, 2, "C"), types.Array(float32, 1, "C"), types.Array(float32, 2, "C")
+B1, S1, U1 = types.Array(uint8, 1, "C"), types.Array(int8, 1, "C"), types.Array(uint32, 1, "C")
+
+
+def build(cfg, wgmma):
+    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
+    pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
+    masks, gaussian, sgd = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd"
+    noise = build_noise(cfg).noise
+    o = optimizer(cfg, 1.0, 1.0)
+    beta1, one_less_beta1, beta2, one_less_beta2 = float32(o.beta1), float32(o.one_less_beta1), float32(o.beta2), float32(o.one_less_beta2)
+    eps, decay = float32(o.eps), float32(o.decay)
+    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
+    first_product, next_product, products_done = wgmma_s8(TILE, True), wgmma_s8(TILE, False), wgmma_done(TILE)
+    strides = wgmma_descriptor_strides(DEPTH)
+
+    @device
+    def four_draws(x):
+        """The noise of four consecutive n as the bytes of a word; x: seed + n + index * 0x9e3779b9."""
+        if gaussian:
+            return low_bytes(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0), noise(x + uint32(3), 0))
+        a, b, c, d = mixed(x), mixed(uint32(x + uint32(1))), mixed(uint32(x + uint32(2))), mixed(uint32(x + uint32(3)))
+        # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
+        low = byte_permute(int32(a), int32(b), 0x6240), byte_permute(int32(c), int32(d), 0x6240)
+        p = uint32(byte_permute(low[0], low[1], 0x5410) ^ byte_permute(low[0], low[1], 0x7632))
+        minus = uint32(uint32(~p) & uint32(0x01010101))
+        m = uint32(uint32(p >> uint32(1)) & masks)
+        m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
+        return uint32(m ^ uint32(minus << uint32(7)))
+
+    def operands(rows, seed, fit, start, stride, out):
+        """out int32 [rows, stride] words: four consecutive n of a row each, from n = start on. A thread makes four words.
+        fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: rows * ceil(stride / (4 * THREADS))."""
+        pieces = int32((stride + 4 * THREADS - 1) // (4 * THREADS))
+        row = int32(cuda.blockIdx.x // pieces)
+        at = int32((cuda.blockIdx.x - row * pieces) * 4 * THREADS + cuda.threadIdx.x)
+        low, high, shift = rows[row, LOW], rows[row, HIGH], rows[row, SHIFT]
+        x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(uint32(rows[row, INDEX]) * uint32(0x9E3779B9)))
+        for j in range(4):
+            word = at + j * THREADS
+            n = int32(start + 4 * word)
+            if word < stride and low <= n and n < high:
+                draws = four_draws(uint32(x + uint32(n)))
+                if shift >= 0:
+                    minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
+                    draws = negated(uint32(draws & some), minus)
+                out[int64(row) * stride + word] = int32(draws)
+
+    @device
+    def fetch(to, operand, row, stride, word):
+        """This thread's share of half a stage: TILE operand rows of DEPTH bytes each, stored as core matrices."""
+        t = cuda.threadIdx.x
+        for i in range(4):
+            r = (t >> 2) + 32 * i
+            at = (r >> 3) * (8 * DEPTH) + (t & 3) * 128 + (r & 7) * 16
+            copy_async16(int32(to + at), operand, int64(row + r) * stride + word + (t & 3) * 4)
+
+    @device
+    def vote_index(p, s, signed_is_row, cols):
+        r, c = (s, p) if signed_is_row else (p, s)
+        return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+    def products(tiles, operand, start, stride, splits, votes):
+        """votes[...] += plain . signed over SPLIT values of n (atomically; a sum of integers has no order). Grid: splits * tiles, the tiles of one
+        split side by side, so that the operands they share stay in the second-level cache."""
+        sm = cuda.shared.array(0, int32)
+        t = cuda.threadIdx.x
+        split = int32(cuda.blockIdx.x // tiles.shape[0])
+        tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
+        first = max(int32(start + split * SPLIT), tiles[tile, FIRST])
+        last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
+        steps = int32((last - first) // DEPTH)
+        if steps <= 0:
+            return
+        plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
+        word = int32((first - start) >> 2)
+        base = shared_address(sm, 0)
+        for ahead in range(2):
+            if ahead < steps:
+                fetch(base + ahead * STAGE, operand, plain, stride, word + ahead * (DEPTH // 4))
+                fetch(base + ahead * STAGE + STAGE // 2, operand, signed, stride, word + ahead * (DEPTH // 4))
+            copy_commit()
+        lane, warp = t & 31, t >> 5
+        g, q = lane >> 2, lane & 3
+        # ldmatrix: where this lane's rows of the first core matrices lie
+        plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
+        signed_lane = STAGE // 2 + (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
+        acc = cuda.local.array((4, 8, 4), int32)             # mma.sync: 4 x 8 tiles of 16 x 8 a warp, which has 64 x 64 of the block
+        upper, lower = cuda.local.array(64, int32), cuda.local.array(64, int32)          # wgmma: 64 plain rows each
+        for i in range(4):
+            for j in range(8):
+                for k in range(4):
+                    acc[i, j, k] = 0
+        slot = int32(0)
+        for step in range(steps):
+            copy_wait_but_one()
+            if wgmma:
+                proxy_fence()
+            cuda.syncthreads()
+            if step + 2 < steps:
+                to = base + (slot + 2 if slot == 0 else slot - 1) * STAGE
+                fetch(to, operand, plain, stride, word + (step + 2) * (DEPTH // 4))
+                fetch(to + STAGE // 2, operand, signed, stride, word + (step + 2) * (DEPTH // 4))
+            copy_commit()
+            here = base + slot * STAGE
+            if wgmma:
+                high = int64(uint32(here & 0x3FFFF) >> uint32(4)) | strides
+                low, both = high + (64 * DEPTH >> 4), high + (TILE * DEPTH >> 4)
+                if step == 0:
+                    first_product(upper, high, both)
+                    first_product(lower, low, both)
+                else:
+                    next_product(upper, high, both)
+                    next_product(lower, low, both)
+                next_product(upper, high + 16, both + 16)
+                next_product(lower, low + 16, both + 16)
+                products_done(upper)
+                products_done(lower)
+            else:
+                for k in range(DEPTH // 32):
+                    for i in range(4):
+                        a = load_matrix4(int32(here + plain_lane + i * (16 * DEPTH) + k * 256))
+                        for j in range(4):
+                            b = load_matrix4(int32(here + signed_lane + j * (16 * DEPTH) + k * 256))
+                            for half in range(2):
+                                c = acc[i, 2 * j + half]
+                                c[0], c[1], c[2], c[3] = mma_s8(a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1], c[0], c[1], c[2], c[3])
+            slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
+        # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
+        if tiles[tile, SIGNED_IS_ROW]:
+            down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
+        else:
+            down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
+        p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
+        at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW], tiles[tile, COLS])
+        p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
+        if wgmma:
+            for half in range(2):
+                for j in range(16):
+                    for k in range(2):
+                        if 8 * half < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + half * down + j * right + k * one, upper[4 * j + 2 * half + k])
+                        if 8 * half + 64 < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + (half + 8) * down + j * right + k * one, lower[4 * j + 2 * half + k])
+        else:
+            for i in range(4):
+                for half in range(2):
+                    for j in range(8):
+                        for k in range(2):
+                            if 16 * i + 8 * half < p and 8 * j + k < s:
+                                cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one, acc[i, j, 2 * half + k])
+
+    def vector_products(groups, operand, fit, start, stride, splits, votes):
+        """votes of GROUP neighbours of a vector, over VECTOR_SPLIT values of n: a warp each. Grid: ceil(groups * splits / (THREADS / 32))."""
+        item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
+        group, split, lane = item // splits, item % splits, cuda.threadIdx.x & 31
+        if group >= groups.shape[0]:
+            return
+        element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
+        first = int32(start + split * VECTOR_SPLIT)
+        if first + VECTOR_SPLIT <= offset or first >= offset + pairs:
+            return
+        acc = cuda.local.array(GROUP, int32)
+        for e in range(GROUP):
+            acc[e] = 0
+        for step in range(VECTOR_SPLIT // 128):
+            n = int32(first + step * 128 + lane * 4)
+            if offset - 4 < n and n < offset + pairs:
+                minus, some = ones(shifted_word(fit, int32(n - offset + FIT_PAD)))
+                minus = uint32(uint32(minus << uint32(8)) - minus)               # full bytes
+                plus = uint32(some ^ minus)
+                word = int64(element) * stride + ((n - start) >> 2)
+                for e in range(GROUP):
+                    x, y = uint32(operand[word]), int32(shifted_word(operand, 4 * word + ahead))
+                    acc[e] = int32(dp4a(int32(x & plus), y, acc[e]) - dp4a(int32(x & minus), y, int32(0)))
+                    word += stride
+        for e in range(GROUP):
+            total = acc[e]
+            for delta in (16, 8, 4, 2, 1):
+                total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, delta))
+            if lane == e:
+                cuda.atomic.add(votes, groups[group, VOTE] + e, total)
+
+    def optimize(blocks, tensors, rates, votes, weights, moments, touched, changed):
+        """Moves every weight by its vote and clears the vote. rates float32 [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set
+        where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+        tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
+        base, size, cols, matrix = tensors[tensor, WEIGHTS], tensors[tensor, SIZE], tensors[tensor, WIDTH], tensors[tensor, MATRIX]
+        rate = rates[tensor]
+        for j in range(ELEMENTS // THREADS):
+            i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
+            moved = False
+            if i < size:
+                at = int64(base) + i
+                vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
+                votes[at] = 0
+                if sgd:
+                    acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
+                else:
+                    g = libdevice.int2float_rn(int32(-vote))
+                    m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
+                    v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2, libdevice.fmul_rn(moments[at, 1], beta2))
+                    u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
+                    u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
+                    acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                    moments[at, 0], moments[at, 1] = m, v
+                move = int32(0)
+                if acc >= float32(1):
+                    move = int32(1 if weight < 127 else 0)
+                    acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
+                elif acc <= float32(-1):
+                    move = int32(-1 if weight > -127 else 0)
+                    acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
+                moments[at, 2] = acc
+                moved = move != 0
+                if moved:
+                    weights[at] = int8(weight + move)
+                    if adapt:
+                        if matrix:
+                            touched[tensors[tensor, OVERLAY_A] + (i >> 2) % cols] = 1
+                            touched[tensors[tensor, OVERLAY_B] + (i >> 2) // cols * 4 + (i & 3)] = 1
+                        else:
+                            touched[tensors[tensor, OVERLAY_A] + i] = 1
+            count = cuda.popc(cuda.ballot_sync(0xFFFFFFFF, moved))
+            if lane == 0 and count > 0:
+                cuda.atomic.add(changed, 0, count)
+
+    def rescale(touched, overlay):
+        """The overlay's step; clears `touched`. A thread an entry."""
+        i = cuda.grid(1)
+        if i < overlay.size:
+            overlay[i] = int8(max(int32(-127), min(int32(127), int32(int32(overlay[i]) + (increase if touched[i] else decrease)))))
+            touched[i] = 0
+
+    return {
+        "operands": (operands, (A2, U1, A1, int32, int32, A1)),
+        "products": (products, (A2, A1, int32, int32, int32, A1)),
+        "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
+        "optimize": (optimize, (A2, A2, F1, A1, S1, F2, B1, A1)),
+        "rescale": (rescale, (B1, S1)),
+    }
+
+
+class Update:
+    """The device buffers of one configuration's updates and their launches.
+
+    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least). Set `rates`,
+    `fit` and the seed, enqueue `launches`, read `changed`."""
+
+    def __init__(self, cfg, kernels, budget):
+        p = plan(cfg)
+        rows = len(p.rows) + TILE                            # tiles at the end of the table read on into the slack
+        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT))) * SPLIT
+        self.kernels, self.plan = kernels, p
+        self.stride = (self.width + HALO) // 4
+        self.starts = range(0, p.span, self.width)
+        self.tables = [cuda.to_device(a) for a in p[:5]]
+        self.operands = cuda.device_array(rows * self.stride, np.int32)
+        self.votes = cuda.to_device(np.zeros(egg_model.n_weights(cfg), np.int32))
+        self.touched = cuda.to_device(np.zeros(egg_model.n_overlay(cfg), np.uint8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
+        self.rates = cuda.device_array(len(p.tensors), np.float32)
+        self.changed = cuda.to_device(np.zeros(1, np.int32))
+        self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
+
+    @staticmethod
+    def bytes_needed(cfg):
+        """Device memory of all buffers with the smallest slice."""
+        p = plan(cfg)
+        return (len(p.rows) + TILE) * (SPLIT + HALO) + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
+
+    def launches(self, stream, seed, weights, moments, overlay):
+        """[(kernel's name, function that enqueues it)] of an update. seed uint32 [>= 1], weights int8 [n], moments float32 [n, 3], overlay int8: on
+        the device."""
+        rows, tiles, vectors, tensors, blocks = self.tables
+        fit, words, splits = self.fit.view(np.int32), np.int32(self.stride), np.int32(self.width // SPLIT)
+        out = []
+
+        def add(name, grid, threads, shared, *args):
+            out.append((name, lambda: self.kernels[name][grid, threads, stream, shared](*args)))
+
+        for start in self.starts:
+            add("operands", len(self.plan.rows) * -(-words // (4 * THREADS)), THREADS, 0, rows, seed, fit, np.int32(start), words, self.operands)
+            add("products", tiles.shape[0] * splits, THREADS, SHARED, tiles, self.operands, np.int32(start), words, splits, self.votes)
+            pieces = np.int32(self.width // VECTOR_SPLIT)
+            add("vector_products", -(-vectors.shape[0] * pieces // (THREADS // 32)), THREADS, 0, vectors, self.operands, fit, np.int32(start), words,
+                pieces, self.votes)
+        add("optimize", blocks.shape[0], THREADS, 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched, self.changed)
+        if self.adapt:
+            add("rescale", -(-overlay.size // THREADS), THREADS, 0, self.touched, overlay)
+        return out
