@@ -49,12 +49,11 @@ class Run:
         self._offsets, self._recent = [], {}
         self._durable = directory is not None
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
-        size = os.fstat(file.fileno()).st_size
-        if size == 0 and writable:
+        if directory is None:
             self._end = 0
             self._write(_header(cfg))
         else:
-            self._read_all(size, writable)
+            self._read_all(os.fstat(file.fileno()).st_size, writable)
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step."""
@@ -298,7 +297,7 @@ def _header(cfg):
 def _check_header(cfg, pread, size, name):
     """Bytes of the header. Raises HistoryError where it is not one of ours, or of another configuration."""
     start = pread(12, 0)
-    if start[:8] != MAGIC[:len(start[:8])] or not start:
+    if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(start[8:], "little")
     if len(start) < 12 or 12 + length + 4 > size:

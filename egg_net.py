@@ -465,6 +465,8 @@ class Coordinator:
         if updates:
             self.updates.append(updates)
         if chunk not in self.done:
+            if self.started is None:
+                self.started = self.step_started
             self.done.add(chunk)
             pairs = cfg.CHUNK_SIZE // 2
             self.fitness[chunk * pairs:(chunk + 1) * pairs] = fitness
