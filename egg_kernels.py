@@ -30,12 +30,13 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
 
 import egg_model
 import egg_ptx
 
 device = cuda.jit(device=True, inline=True)
+CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
 
 
 # --- noise (SPEC 2, 4) ---------------------------------------------------------------------------------------------------------
@@ -90,4 +91,943 @@ def build_noise(cfg):
             return size if p >= 0 else int32(-size)
         return egg_ptx.trunc_f32(float32(float32(int32(p)) * factor(overlay, seed, i)))
 
-    return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled)
+    @device
+    def input_coefficient(overlay, seed, i):
+        """Noise of input i as `input_term` wants it: int32, in 64ths in mode 1."""
+        n = noise(seed, i)
+        if MODE == 1:
+            return int32(n * min(max(int32(overlay), int32(0)), int32(64)))
+        return n
+
+    @device
+    def input_term(x, c, f):
+        """trunc(x * noise * factor), a term of sb; c: input_coefficient; f: the factor (mode 2)."""
+        p = int32(x * c)
+        if MODE == 0:
+            return p
+        if MODE == 1:
+            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+        return egg_ptx.trunc_f32(float32(float32(p) * f))
+
+    @device
+    def input_fold(pb, x, c, f):
+        """The next running integer of a down projection."""
+        p = int32(x * c)
+        if MODE == 0:
+            return int32(pb + p)
+        if MODE == 1:
+            p = int32(p + int32(pb << int32(6)))
+            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+        return egg_ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
+
+    return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
+                           input_term=input_term, input_fold=input_fold)
+
+
+# --- small device functions ------------------------------------------------------------------------------------------------------
+
+@device
+def clip(x):
+    return int32(min(max(int32(x), int32(-127)), int32(127)))
+
+
+@device
+def byte(word, k):
+    """Byte k of an int32, sign-extended."""
+    return int32(int32(word << int32(24 - 8 * k)) >> int32(24))
+
+
+@device
+def pack4(a, b, c, d):
+    return egg_ptx.byte_permute(egg_ptx.byte_permute(a, b, 0x0040), egg_ptx.byte_permute(c, d, 0x0040), 0x5410)
+
+
+@device
+def quad_sum(x):
+    """int32 sum over the four lanes that share a row."""
+    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
+    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+
+
+@device
+def quad_max(x):
+    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
+    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
+
+
+@device
+def quantise(v, scale):
+    """clip(roundf(v * scale)), halves away from zero."""
+    r = egg_ptx.trunc_f32(egg_ptx.add_rz(abs(float32(float32(v) * scale)), float32(0.5)))
+    r = min(r, int32(127))
+    return r if v >= 0 else int32(-r)
+
+
+@device
+def amax_scale(top):
+    return float32(float32(127) / float32(float32(top) + float32(1e-9)))
+
+
+# --- the general path: one kernel a phase, activations in device memory ------------------------------------------------------------
+#
+# Row = (pair, member, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row an output column) are
+# core matrices (egg_ptx) and every fragment or piece of a row is 16 aligned bytes. Without noise a pair is two windows.
+# A call's run-time constants (where its parameters lie, their seed offsets) are a row of the plan.
+
+PLAN = 32                   # int32 entries of a row of the plan
+TILE = 128                  # rows and columns a block of `product` and `head` makes
+
+
+def _vector(cfg, nz, noisy):
+    """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights, seeds, overlay."""
+    SHIFT = cfg.SIGMA_SHIFT_VECTOR
+    noise, scaled = nz.noise, nz.scaled
+
+    @device
+    def vector(weights, overlay, plan, at, seed, i):
+        w = int32(weights[plan[at] + i])
+        if not noisy:
+            return w, w
+        first = uint32(seed + uint32(plan[at + 1]))
+        p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i], first, i)
+        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
+    return vector
+
+
+def _rows_kernel(cfg, nz, noisy, source, streams):
+    """h = the embedding look-up, or amax(h + product); then n = ln(h) and the sums sb of n with `streams` input noises.
+
+    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs, row blocks], 256 threads; four lanes share a row.
+    plan: 0 ln, 4 ln bias, 8 bias (_vector), 12.. seed and overlay of each stream; embedding: 20 packed, 21 overlay A, 22 overlay B."""
+    H, T, V, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    EMBED, BIAS = source == "embedding", source != "attention"
+    SHIFT, NOISE_SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN, cfg.NOISE_SHIFT
+    ROWS = min(2 * T, 128)
+    AT_BIAS, AT_C = 4 * H, 8 * H                            # shared words: ln and ln bias, even and odd; bias or embedding; streams
+    AT_F = AT_C + streams * H
+    STREAMS = streams if noisy else 0
+    vector = _vector(cfg, nz, noisy)
+    noise, factor, input_coefficient, input_term = nz.noise, nz.factor, nz.input_coefficient, nz.input_term
+
+    if EMBED:
+        @device
+        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor):
+            """The four elements of a word before the clip."""
+            out = cuda.local.array(4, int32)
+            for k in range(4):
+                v = byte(word, k)
+                if noisy:
+                    p = float32(float32(int32(nk * sm[6 * H + col + k])) * row_factor)
+                    d = egg_ptx.trunc_f32(float32(p * smf[7 * H + col + k]))
+                    v = int32(v + int32(int32(d * sign) >> int32(NOISE_SHIFT)))
+                out[k] = clip(int32(v + sm[AT_BIAS + member * H + col + k]))
+            return out[0], out[1], out[2], out[3]
+    else:
+        @device
+        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor):
+            out = cuda.local.array(4, int32)
+            for k in range(4):
+                v = int32(byte(word, k) + int32(y[at + k] >> int32(SHIFT)))
+                if BIAS:
+                    v = int32(v + sm[AT_BIAS + member * H + col + k])
+                out[k] = v
+            return out[0], out[1], out[2], out[3]
+
+    @cuda.jit(launch_bounds=256)
+    def rows(call, plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb, y, losses):
+        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        first = cuda.blockIdx.y * ROWS
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        if noisy and EMBED and first == 0 and t < 2:
+            losses[2 * unit + t] = 0
+        for i in range(t, H, 256):
+            sm[i], sm[H + i] = vector(weights, overlay, plan, p, seed, i)
+            sm[2 * H + i], sm[3 * H + i] = vector(weights, overlay, plan, p + 4, seed, i)
+            if BIAS:
+                sm[AT_BIAS + i], sm[AT_BIAS + H + i] = vector(weights, overlay, plan, p + 8, seed, i)
+            if EMBED and noisy:
+                stream = uint32(seed + uint32(H))
+                sm[6 * H + i] = noise(stream, i)
+                smf[7 * H + i] = factor(overlay[plan[p + 22] + i], stream, i)
+            for k in range(STREAMS):
+                stream = uint32(seed + uint32(plan[p + 12 + 2 * k]))
+                entry = overlay[plan[p + 13 + 2 * k] + i]
+                sm[AT_C + k * H + i] = input_coefficient(entry, stream, i)
+                if MODE == 2:
+                    smf[AT_F + k * H + i] = factor(entry, stream, i)
+        cuda.syncthreads()
+        lane = t & 31
+        q = lane & 3
+        for group in range(t >> 5, ROWS // 8, 8):
+            here = first + group * 8
+            if here < 2 * T:
+                member = 1 if here >= T else 0
+                sign = int32(1 - 2 * member)
+                row = unit * (2 * T) + here + (lane >> 2)
+                at_h = (row >> 3) * (2 * H) + lane           # word of the row's piece 0; pieces are 32 words apart
+                at_e, nk, row_factor = int64(0), int32(0), float32(0)
+                if EMBED:
+                    window = unit if noisy else min(2 * unit + member, count - 1)
+                    token = windows[window * (T + 1) + here + (lane >> 2) - member * T]
+                    at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+                    if noisy:
+                        nk = noise(seed, token)
+                        row_factor = factor(overlay[plan[p + 21] + token], seed, token)
+                total = int32(0)
+                if EMBED:
+                    for piece in range(H // 16):
+                        a, b, c, d = values(sm, smf, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, member, sign, nk, row_factor)
+                        h[at_h + piece * 32] = pack4(a, b, c, d)
+                        total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
+                else:
+                    top = int32(0)
+                    for piece in range(H // 16):
+                        col = piece * 16 + q * 4
+                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor)
+                        top = int32(max(top, max(max(abs(a), abs(b)), max(abs(c), abs(d)))))
+                    scale = amax_scale(quad_max(top))
+                    for piece in range(H // 16):
+                        col = piece * 16 + q * 4
+                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor)
+                        a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
+                        h[at_h + piece * 32] = pack4(a, b, c, d)
+                        total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
+                mean = int32(max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1)))
+                sums = cuda.local.array(3, int32)
+                for k in range(STREAMS):
+                    sums[k] = 0
+                x = cuda.local.array(4, int32)
+                for piece in range(H // 16):
+                    word = h[at_h + piece * 32]
+                    for k in range(4):
+                        i = piece * 16 + q * 4 + k
+                        product = int32(byte(word, k) * sm[member * H + i])
+                        quotient = int32(uint32(abs(product)) // uint32(mean))
+                        x[k] = clip(int32((quotient if product >= 0 else int32(-quotient)) + sm[(2 + member) * H + i]))
+                        for s in range(STREAMS):
+                            f = smf[AT_F + s * H + i] if MODE == 2 else float32(0)
+                            sums[s] = int32(sums[s] + input_term(x[k], sm[AT_C + s * H + i], f))
+                    n[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
+                for s in range(STREAMS):
+                    total = quad_sum(sums[s])
+                    if q == 0:
+                        sb[s * stride + row] = total
+
+    shared = 4 * (AT_C + streams * H * (2 if MODE == 2 else 1))
+    return rows, shared
+
+
+def _sums_kernel(cfg, nz, down):
+    """sb of `x` (core matrices of H bytes a row; 4 H with `down`, four inputs sharing a running integer). Launch as _rows_kernel.
+    plan: 12 seed, 13 overlay."""
+    H, T, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE
+    SUBS = 4 if down else 1
+    K = SUBS * H
+    ROWS = min(2 * T, 128)
+    factor, input_coefficient, input_fold = nz.factor, nz.input_coefficient, nz.input_fold
+
+    @cuda.jit(launch_bounds=256)
+    def sums(call, plan, overlay, job, offset, x, sb):
+        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        first = cuda.blockIdx.y * ROWS
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
+        for i in range(t, K, 256):
+            entry = overlay[plan[call * PLAN + 13] + i]
+            sm[i] = input_coefficient(entry, stream, i)
+            if MODE == 2:
+                smf[K + i] = factor(entry, stream, i)
+        cuda.syncthreads()
+        lane = t & 31
+        for group in range(t >> 5, ROWS // 8, 8):
+            here = first + group * 8
+            if here < 2 * T:
+                row = unit * (2 * T) + here + (lane >> 2)
+                total = int32(0)
+                pb = cuda.local.array(4, int32)
+                for piece in range(H // 16):
+                    for k in range(4):
+                        pb[k] = 0
+                    for sub in range(SUBS):
+                        word = x[(row >> 3) * (2 * K) + (sub * (H // 16) + piece) * 32 + lane]
+                        for k in range(4):
+                            i = sub * H + piece * 16 + (lane & 3) * 4 + k
+                            f = smf[K + i] if MODE == 2 else float32(0)
+                            pb[k] = input_fold(pb[k], byte(word, k), sm[i], f)
+                    total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
+                total = quad_sum(total)
+                if (lane & 3) == 0:
+                    sb[row] = total
+
+    return sums, 4 * K * (2 if MODE == 2 else 1)
+
+
+def _units_in_tile(cfg):
+    """Pairs that TILE consecutive rows, starting at a multiple of TILE, can touch."""
+    rows = 2 * cfg.SEQ_LEN
+    return max(1, TILE // rows) if TILE % rows == 0 or rows % TILE == 0 else (TILE - 2 + rows) // rows + 1
+
+
+def _tile_functions(K, KC):
+    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row) into shared memory,
+    and that add its product to acc: eight warps, each 32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of
+    rows 16 i and columns 8 j."""
+    PIECES = TILE * KC // 16
+
+    @device
+    def fetch(at, a, at_a, b, at_b, k0, t):
+        for i in range(t, PIECES, 256):
+            block, rest = i // (KC // 2), i % (KC // 2)
+            source = int64(block * (2 * K) + k0 * 2 + rest * 4)
+            egg_ptx.copy_async16(int32(at + i * 16), a, at_a + source)
+            egg_ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
+
+    @device
+    def multiply(acc, at, warp, lane):
+        matrix = int32(lane >> 3)
+        row = int32(int32(lane & 7) * 16)
+        a_at = int32(at + row + ((warp >> 1) * 4 + (matrix & 1)) * (KC * 8) + (matrix >> 1) * 128)
+        b_at = int32(at + TILE * KC + row + ((warp & 1) * 8 + (matrix >> 1)) * (KC * 8) + (matrix & 1) * 128)
+        for s in range(KC // 32):
+            a = egg_ptx.load_matrix4(int32(a_at + s * 256))
+            a2 = egg_ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
+            for j in range(4):
+                b = egg_ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
+                for half in range(2):
+                    m = (2 * j + half) * 4
+                    b0, b1 = (b[0], b[1]) if half == 0 else (b[2], b[3])
+                    r = egg_ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
+                    m += 32
+                    r = egg_ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
+
+    return fetch, multiply
+
+
+def _chunk(K):
+    return 128 if K % 128 == 0 else 64 if K % 64 == 0 else 32
+
+
+def _product_kernel(cfg, nz, noisy, K, N, up):
+    """y = x W with noise, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes a row.
+
+    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2 overlay A, 3.. the
+    bias (_vector). sb int32 [z][stride]."""
+    T, SHIFT, NOISE_SHIFT = cfg.SEQ_LEN, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
+    UNITS, KC = _units_in_tile(cfg), _chunk(K)
+    STAGE = 2 * TILE * KC
+    vector = _vector(cfg, nz, noisy)
+    noise, scaled = nz.noise, nz.scaled
+    fetch, multiply = _tile_functions(K, KC)
+    NOISE_SIZE, BIAS_SIZE = UNITS * TILE, UNITS * 2 * TILE if up else 1
+
+    @cuda.jit(launch_bounds=256)
+    def product(call, plan, weights, packed, overlay, job, offset, stride, gelu, x, sb, y, u):
+        sm = cuda.shared.array(0, int32)
+        column = cuda.shared.array(NOISE_SIZE, int32)
+        bias = cuda.shared.array(BIAS_SIZE, int32)
+        table = cuda.shared.array(256, int32)
+        t, z = cuda.threadIdx.x, cuda.blockIdx.z
+        lane, warp = t & 31, t >> 5
+        row0, col0 = cuda.blockIdx.x * TILE, cuda.blockIdx.y * TILE
+        p = call * PLAN + z * 8
+        at = egg_ptx.shared_address(sm, 0)
+        at_a, at_b = int64(row0) * (K // 4), plan[p] + int64(col0) * (K // 4)
+        fetch(at, x, at_a, packed, at_b, 0, t)
+        egg_ptx.copy_commit()
+        unit0 = row0 // (2 * T)
+        base = uint32(uint32(job[0] + job[1]) + uint32(offset + unit0))
+        for i in range(t, UNITS * TILE, 256):
+            c = col0 + (i & (TILE - 1))
+            if c < N:
+                seed = uint32(base + uint32(i // TILE))
+                if noisy:
+                    stream = uint32(seed + uint32(plan[p + 1]))
+                    column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+                if up:
+                    where = (i // TILE) * (2 * TILE) + (i & (TILE - 1))
+                    bias[where], bias[where + TILE] = vector(weights, overlay, plan, p + 3, seed, c)
+        if up:
+            table[t] = gelu[t]
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        for k in range(K // KC):
+            if k + 1 < K // KC:
+                fetch(int32(at + ((k + 1) & 1) * STAGE), x, at_a, packed, at_b, (k + 1) * KC, t)
+            egg_ptx.copy_commit()
+            egg_ptx.copy_wait_but_one()
+            cuda.syncthreads()
+            multiply(acc, int32(at + (k & 1) * STAGE), warp, lane)
+            cuda.syncthreads()
+        g, q = lane >> 2, lane & 3
+        for i in range(2):
+            for half in range(2):
+                row = row0 + (warp >> 1) * 32 + i * 16 + half * 8 + g
+                unit = row // (2 * T)
+                member = 1 if row - unit * (2 * T) >= T else 0
+                s = int32(0)
+                if noisy:
+                    s = int32(sb[z * stride + row] * int32(1 - 2 * member))
+                for j in range(8):
+                    for k in range(2):
+                        c = (warp & 1) * 64 + j * 8 + q * 2 + k
+                        v = acc[(i * 8 + j) * 4 + half * 2 + k]
+                        if noisy:
+                            v = int32(v + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
+                        c0 = col0 + c
+                        if up:
+                            v = clip(int32(int32(v >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
+                            u[(row >> 3) * (8 * N) + (c0 >> 4) * 128 + (row & 7) * 16 + (c0 & 15)] = table[v & 255]
+                        elif c0 < N:
+                            y[(z * stride + row) * N + c0] = v
+
+    return product, 2 * STAGE
+
+
+def _rotate_kernel(cfg):
+    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v transposed, core
+    matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold them. Launch [rows / 64, 3]."""
+    H, T, D, BIT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
+    TP = (T + 31) // 32 * 32
+
+    @device
+    def turn(y, at, rope, at_rope, rotate):
+        e, o = y[at], y[at + 1]
+        if not rotate:
+            return e, o
+        cos, sin, half = int64(rope[at_rope]), int64(rope[at_rope + 1]), int64(1) << int64(BIT - 1)
+        return (int32((int64(e) * cos - int64(o) * sin + half) >> int64(BIT)), int32((int64(e) * sin + int64(o) * cos + half) >> int64(BIT)))
+
+    @cuda.jit(launch_bounds=256)
+    def rotate(rows, stride, rope, y, q, k, v):
+        t, which = cuda.threadIdx.x, cuda.blockIdx.y
+        lane = t & 31
+        row = cuda.blockIdx.x * 64 + (t >> 5) * 8 + (lane >> 2)
+        if row < rows:
+            position = row % T
+            at_y = int64(which * stride + row) * H
+            top = int32(0)
+            for piece in range(H // 16):
+                col = piece * 16 + (lane & 3) * 4
+                for pair in range(2):
+                    a, b = turn(y, at_y + col + 2 * pair, rope, position * D + (col + 2 * pair) % D, which < 2)
+                    top = int32(max(top, max(abs(a), abs(b))))
+            scale = amax_scale(quad_max(top))
+            slot = position & 31
+            slot = (position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1) | (slot & 1)
+            for piece in range(H // 16):
+                col = piece * 16 + (lane & 3) * 4
+                a, b = turn(y, at_y + col, rope, position * D + col % D, which < 2)
+                c, d = turn(y, at_y + col + 2, rope, position * D + (col + 2) % D, which < 2)
+                a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
+                if which == 0:
+                    q[(row >> 3) * (2 * H) + piece * 32 + lane] = pack4(a, b, c, d)
+                elif which == 1:
+                    k[(row >> 3) * (2 * H) + piece * 32 + lane] = pack4(a, b, c, d)
+                else:
+                    at = (int64(row // T) * H + (col & ~7)) * TP + (slot >> 4) * 128 + (col & 7) * 16 + (slot & 15)
+                    v[at], v[at + 16], v[at + 32], v[at + 48] = a, b, c, d
+
+    return rotate
+
+
+def _attention_kernel(cfg):
+    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a warp a task.
+
+    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A fragment over 32
+    positions (in the permuted order v is stored in), so the weights go into their three byte-limb products without leaving registers."""
+    H, T, D, HEADS, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN
+    TP, BLOCKS, LIMBS = (T + 31) // 32 * 32, (T + 15) // 16, (cfg.SOFTMAX_SCALE_BIT + 8) // 8
+    PART = min(D, 64)                                       # channels accumulated together
+    TILES, LOWEST = PART // 8, -2 ** 31
+    QUERY, SUMS = D // 8, 3 * TILES * 4
+
+    @device
+    def scores(s, query, k, at):
+        """s[4 j ...] for the 32 positions whose keys start at word `at`."""
+        for j in range(4):
+            c = (int32(0), int32(0), int32(0), int32(0))
+            for i in range(D // 32):
+                where = at + j * (2 * H) + i * 64
+                c = egg_ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where], k[where + 32],
+                                   c[0], c[1], c[2], c[3])
+            s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
+
+    @cuda.jit(launch_bounds=128)
+    def attention(units, exps, q, k, v, a):
+        exp = cuda.shared.array(256, int32)
+        t = cuda.threadIdx.x
+        exp[t], exp[t + 128] = exps[t], exps[t + 128]
+        cuda.syncthreads()
+        lane = t & 31
+        task = cuda.blockIdx.x * 4 + (t >> 5)
+        block, head, member = task % BLOCKS, (task // BLOCKS) % HEADS, task // (BLOCKS * HEADS)
+        if member >= 2 * units:
+            return
+        row0 = member * T + block * 16
+        piece = head * (D // 16)
+        position, two = block * 16 + (lane >> 2), (lane & 3) * 2
+        query = cuda.local.array(QUERY, int32)
+        for i in range(D // 32):
+            at = (row0 >> 3) * (2 * H) + (piece + 2 * i) * 32 + lane
+            query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3] = q[at], q[at + 2 * H], q[at + 32], q[at + 2 * H + 32]
+        at_k = ((member * T) >> 3) * (2 * H) + piece * 32 + lane
+        s = cuda.local.array(16, int32)
+        top0, top1 = int32(LOWEST), int32(LOWEST)
+        groups = (block * 16 + 15) // 32 + 1
+        for group in range(groups):
+            scores(s, query, k, at_k + group * (8 * H))
+            for j in range(4):
+                for e in range(2):
+                    c = group * 32 + j * 8 + two + e
+                    if c <= position:
+                        top0 = int32(max(top0, s[4 * j + e]))
+                    if c <= position + 8:
+                        top1 = int32(max(top1, s[4 * j + 2 + e]))
+        top0, top1 = int32(quad_max(top0) >> int32(SHIFT)), int32(quad_max(top1) >> int32(SHIFT))
+        sums = cuda.local.array(SUMS, int32)
+        limb = cuda.local.array(4, int32)
+        for part in range(D // PART):
+            total0, total1 = int32(0), int32(0)
+            for i in range(SUMS):
+                sums[i] = 0
+            for group in range(groups):
+                scores(s, query, k, at_k + group * (8 * H))
+                for j in range(4):
+                    for e in range(2):
+                        c = group * 32 + j * 8 + two + e
+                        w = exp[min(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT))), int32(255))] if c <= position else int32(0)
+                        s[4 * j + e] = w
+                        total0 = int32(total0 + w)
+                        w = exp[min(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT))), int32(255))] if c <= position + 8 else int32(0)
+                        s[4 * j + 2 + e] = w
+                        total1 = int32(total1 + w)
+                for n in range(LIMBS):
+                    pick = n * 0x11 + 0x40
+                    for i in range(4):                       # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
+                        m = (i >> 1) * 8 + (i & 1) * 2
+                        limb[i] = egg_ptx.byte_permute(egg_ptx.byte_permute(s[m], s[m + 1], pick),
+                                                       egg_ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
+                    for d in range(TILES):
+                        at = ((int64(member) * H + head * D + part * PART + d * 8) * TP + group * 256) // 4 + lane
+                        m = (n * TILES + d) * 4
+                        r = egg_ptx.mma_u8s8(limb[0], limb[1], limb[2], limb[3], v[at], v[at + 32],
+                                             sums[m], sums[m + 1], sums[m + 2], sums[m + 3])
+                        sums[m], sums[m + 1], sums[m + 2], sums[m + 3] = r[0], r[1], r[2], r[3]
+            den0, den1 = float(quad_sum(total0)), float(quad_sum(total1))
+            for d in range(TILES):
+                col = head * D + part * PART + d * 8 + two
+                for half in range(2):
+                    row = row0 + half * 8 + (lane >> 2)
+                    for e in range(2):
+                        m = d * 4 + half * 2 + e
+                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])    # exact
+                        if position + half * 8 < T:
+                            a[(row >> 3) * (8 * H) + ((col + e) >> 4) * 128 + (row & 7) * 16 + ((col + e) & 15)] = clip(
+                                int32(num / (den1 if half else den0)))
+
+    return attention
+
+
+def _loss_function(cfg):
+    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's."""
+    EXACT, BIT = cfg.LOSS == "exact", cfg.SOFTMAX_SCALE_BIT
+    UNIT = egg_model.log_unit(cfg)
+
+    @device
+    def loss(total, top, target):
+        e = int64(63 - cuda.clz(total))
+        distance = int64(top) - int64(target)
+        if not EXACT:
+            return (((e - BIT) * 16) >> 1) + distance
+        m = uint64(total) << uint64(31 - e) if e <= 31 else uint64(total) >> uint64(e - 31)
+        fraction = int64(0)
+        for _ in range(16):
+            m = uint64(m * m) >> uint64(31)
+            bit = uint64(m >> uint64(32))
+            m = uint64(m >> bit)
+            fraction = 2 * fraction + int64(bit)
+        return (((((e - BIT) << 16) + fraction) * UNIT) >> 32) + distance * 256
+
+    return loss
+
+
+def _head_kernel(cfg, nz, noisy):
+    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the sums. With noise
+    the loss of each position is added to losses int64 [pairs, 2]; without, losses float64 [rows] is set to its cross-entropy in nats.
+
+    Launch [row tiles], 256 threads. plan: 0 packed words, 1 seed A, 2 overlay A. `exps`: EXP (noise), or float64 exponentials."""
+    H, T, V, SHIFT, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
+    UNITS, KC, LOWEST, SCALE = _units_in_tile(cfg), _chunk(H), -2 ** 31, float(cfg.SOFTMAX_EXP_SCALE)
+    STAGE, CHUNKS, TILES = 2 * TILE * KC, H // KC, (V + TILE - 1) // TILE
+    STEPS, RAGGED, EXPS = 2 * TILES * CHUNKS, V % TILE != 0, 256 if noisy else CLEAN_EXPS
+    NOISE_SIZE = UNITS * TILE
+    SUM = int64 if noisy else float64
+    noise, scaled = nz.noise, nz.scaled
+    fetch, multiply = _tile_functions(H, KC)
+    position_loss = _loss_function(cfg)
+
+    @cuda.jit(launch_bounds=256)
+    def head(call, plan, packed, overlay, windows, count, job, offset, rows, exps, x, sb, losses):
+        sm = cuda.shared.array(0, int32)
+        column = cuda.shared.array(NOISE_SIZE, int32)
+        best, hits = cuda.shared.array((2, 128), int32), cuda.shared.array((2, 128), int32)
+        part = cuda.shared.array((2, 128), SUM)
+        exp = cuda.shared.array(256, int32)
+        t = cuda.threadIdx.x
+        lane, warp = t & 31, t >> 5
+        g, q = lane >> 2, lane & 3
+        row0 = cuda.blockIdx.x * TILE
+        p = call * PLAN
+        at = egg_ptx.shared_address(sm, 0)
+        at_a = int64(row0) * (H // 4)
+        fetch(at, x, at_a, packed, int64(plan[p]), 0, t)
+        egg_ptx.copy_commit()
+        if noisy:
+            exp[t] = exps[t]
+        unit0 = row0 // (2 * T)
+        base = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit0)) + uint32(plan[p + 1]))
+        acc = cuda.local.array(64, int32)
+        top, s, shift_unit, target, hit = (cuda.local.array(4, int32), cuda.local.array(4, int32), cuda.local.array(4, int32),
+                                           cuda.local.array(4, int32), cuda.local.array(4, int32))
+        total = cuda.local.array(4, SUM)
+        for r in range(4):                                  # this thread's rows: r = 2 i + half
+            row = row0 + (warp >> 1) * 32 + r * 8 + g
+            unit = row // (2 * T)
+            member = 1 if row - unit * (2 * T) >= T else 0
+            window = unit if noisy else 2 * unit + member
+            top[r], total[r], hit[r], target[r], s[r] = LOWEST, 0, 0, -1, 0
+            shift_unit[r] = (unit - unit0) * TILE
+            if row < rows and window < count:
+                target[r] = windows[window * (T + 1) + row - unit * (2 * T) - member * T + 1]
+            if noisy:
+                s[r] = int32(sb[row] * int32(1 - 2 * member))
+        for i in range(64):
+            acc[i] = 0
+        for step in range(STEPS):
+            chunk, tile = step % CHUNKS, (step // CHUNKS) % TILES
+            if step + 1 < STEPS:
+                ahead = ((step + 1) // CHUNKS) % TILES
+                fetch(int32(at + ((step + 1) & 1) * STAGE), x, at_a, packed, plan[p] + int64(ahead) * (TILE * H // 4),
+                      ((step + 1) % CHUNKS) * KC, t)
+            egg_ptx.copy_commit()
+            col0 = tile * TILE
+            if noisy and chunk == 0:
+                for i in range(t, UNITS * TILE, 256):
+                    c = col0 + (i & (TILE - 1))
+                    if c < V:
+                        stream = uint32(base + uint32(i // TILE))
+                        column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+            egg_ptx.copy_wait_but_one()
+            cuda.syncthreads()
+            multiply(acc, int32(at + (step & 1) * STAGE), warp, lane)
+            if chunk == CHUNKS - 1:
+                limit = V - col0 - (warp & 1) * 64 - q * 2
+                for r in range(4):
+                    m = (r >> 1) * 32 + (r & 1) * 2
+                    for j in range(8):
+                        for e in range(2):
+                            v = acc[m + j * 4 + e]
+                            if noisy:
+                                v = int32(v + int32(int32(s[r] * column[shift_unit[r] + (warp & 1) * 64 + j * 8 + q * 2 + e])
+                                                    >> int32(NOISE_SHIFT)))
+                            if RAGGED and j * 8 + e >= limit:
+                                v = int32(LOWEST)
+                            acc[m + j * 4 + e] = v
+                if step < STEPS // 2:
+                    for r in range(4):
+                        m = (r >> 1) * 32 + (r & 1) * 2
+                        for j in range(8):
+                            for e in range(2):
+                                top[r] = int32(max(top[r], acc[m + j * 4 + e]))
+                else:
+                    for r in range(4):
+                        m = (r >> 1) * 32 + (r & 1) * 2
+                        some = SUM(0)
+                        where = target[r] - col0 - (warp & 1) * 64 - q * 2
+                        for j in range(8):
+                            for e in range(2):
+                                v = int32(acc[m + j * 4 + e] >> int32(SHIFT))
+                                if not RAGGED or j * 8 + e < limit:
+                                    d = uint32(min(uint32(int32(top[r] - v)), uint32(EXPS - 1)))
+                                    if noisy:
+                                        some += exp[d]
+                                    else:
+                                        some += exps[d]
+                                if where == j * 8 + e:
+                                    hit[r] = v
+                        total[r] += some
+                if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
+                    for r in range(4):
+                        m = quad_max(top[r])
+                        if q == 0:
+                            best[warp & 1, (warp >> 1) * 32 + r * 8 + g] = m
+                    cuda.syncthreads()
+                    for r in range(4):
+                        m = (warp >> 1) * 32 + r * 8 + g
+                        top[r] = int32(int32(max(best[0, m], best[1, m])) >> int32(SHIFT))
+                for i in range(64):
+                    acc[i] = 0
+            cuda.syncthreads()
+        for r in range(4):
+            some = total[r]
+            some += cuda.shfl_xor_sync(0xFFFFFFFF, some, 1)
+            some += cuda.shfl_xor_sync(0xFFFFFFFF, some, 2)
+            h = quad_sum(hit[r])
+            if q == 0:
+                m = (warp >> 1) * 32 + r * 8 + g
+                part[warp & 1, m] = some
+                hits[warp & 1, m] = h
+                best[warp & 1, m] = top[r]
+        cuda.syncthreads()
+        row = row0 + t
+        if t < TILE and row < rows:
+            whole, h = part[0, t] + part[1, t], int32(hits[0, t] + hits[1, t])
+            unit = row // (2 * T)
+            member = 1 if row - unit * (2 * T) >= T else 0
+            if noisy:
+                cuda.atomic.add(losses, 2 * unit + member, position_loss(whole, best[0, t], h))
+            elif 2 * unit + member < count:
+                losses[row] = math.log(whole) + float(int32(best[0, t] - h)) / SCALE
+
+    return head, 2 * STAGE
+
+
+def _pack_kernel():
+    """Words of a canonical matrix [K / 4, N, 4] to core matrices of one row a column, columns padded with zeros."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, k, n, padded):
+        i = cuda.grid(1)                                    # word index of the packed matrix
+        if i < padded * (k // 4):
+            block, rest = i // (2 * k), i % (2 * k)
+            col, row = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
+            packed[target + i] = weights[source + row * n + col] if col < n else 0
+    return pack
+
+
+# --- the forward pass ----------------------------------------------------------------------------------------------------------------
+
+A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
+ROWS_TYPES = (int64, A32, A8, A32, A8, A32, int64, AU32, int64, int64, A32, A32, A32, A32)       # and the losses
+PRODUCT_TYPES = (int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32, A8)
+SUMS_TYPES = (int64, A32, A8, AU32, int64, A32, A32)
+ROTATE_TYPES = (int64, int64, A32, A32, A32, A32, A8)
+ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
+HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, int64)                                # and exps, x, sb, losses
+PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
+
+
+def _blocks(n, size):
+    return (n + size - 1) // size
+
+
+def _aligned(n):
+    return _blocks(n, 256) * 256
+
+
+class _Packing:
+    """Where each matrix lies in the packed array (bytes), and the kernel that puts it there."""
+
+    def __init__(self, cfg):
+        self.at, self.copies, end = {}, [], 0
+        for t in egg_model.tensors(cfg):
+            if t.matrix:
+                self.at[t.name, t.layer] = end
+                padded = _blocks(t.cols, TILE) * TILE
+                self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))
+                end += t.rows * padded
+        self.bytes = end
+        self.kernel = _pack_kernel()
+
+    def launch(self, stream, weights, packed):
+        for copy in self.copies:
+            self.kernel[_blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
+
+
+class _Plan:
+    """The calls of a forward pass in order; each is a row of run-time constants."""
+
+    def __init__(self, cfg, packing):
+        self._tensors = {(t.name, t.layer): t for t in egg_model.tensors(cfg)}
+        self._packing, self._rows = packing, []
+        self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",)) + self._embedding())
+        self.emb_mlp = self._mlp("emb_mlp", 0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up")
+        self.layers = []
+        before = ("mlp_emb_bias_down", 0)
+        for layer in range(cfg.N_LAYERS):
+            self.layers.append(SimpleNamespace(
+                ln_1=self._add(self._normed("ln_1", layer, before[0], ("w_q", "w_k", "w_v"), before[1])),
+                qkv=self._add(sum((self._matrix(name, layer) for name in ("w_q", "w_k", "w_v")), [])),
+                sums_o=self._add(12 * [0] + self._input("w_o", layer)),
+                o=self._add(self._matrix("w_o", layer)),
+                ln_2=self._add(self._normed("ln_2", layer, None, ("w_up",))),
+                mlp=self._mlp("mlp", layer, "w_up", "w_down", "mlp_bias_up")))
+            before = ("mlp_bias_down", layer)
+        self.ln_f = self._add(self._normed("ln_f", 0, before[0], ("embedding",), before[1]))
+        self.head = self._add(self._matrix("embedding", 0))
+
+    def table(self):
+        return np.array(self._rows, np.int64).astype(np.int32).ravel()
+
+    def _add(self, entries):
+        self._rows.append(entries + [0] * (PLAN - len(entries)))
+        return len(self._rows) - 1
+
+    def _vector(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.weights, t.seed_a, t.seed_b, t.overlay_a]
+
+    def _input(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.seed_b, t.overlay_b]
+
+    def _matrix(self, name, layer, bias=None):
+        t = self._tensors[name, layer]
+        return [self._packing.at[name, layer] // 4, t.seed_a, t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
+
+    def _normed(self, ln, layer, bias, streams, bias_layer=0):
+        entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
+        return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
+
+    def _embedding(self):
+        t = self._tensors["embedding", 0]
+        return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
+
+    def _mlp(self, name, layer, up, down, bias_up):
+        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up)), sums=self._add(12 * [0] + self._input(down, layer)),
+                               down=self._add(self._matrix(down, layer)))
+
+
+class _General:
+    """The forward pass as one kernel a phase: every shape, every card of cc 8.0 and newer."""
+
+    def __init__(self, cfg, noisy):
+        self.cfg, self.noisy = cfg, noisy
+        nz, H = build_noise(cfg), cfg.HIDDEN_DIM
+        self.kernels = []
+
+        def add(made, signature):
+            kernel, shared = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((kernel, signature, shared))
+            return kernel, shared
+
+        losses = A64 if noisy else AF64
+        self.embed = add(_rows_kernel(cfg, nz, noisy, "embedding", 1), ROWS_TYPES + (losses,))
+        self.to_qkv = add(_rows_kernel(cfg, nz, noisy, "mlp", 3), ROWS_TYPES + (losses,))
+        self.to_mlp = add(_rows_kernel(cfg, nz, noisy, "attention", 1), ROWS_TYPES + (losses,))
+        self.to_head = add(_rows_kernel(cfg, nz, noisy, "mlp", 1), ROWS_TYPES + (losses,))
+        if noisy:
+            self.sums_o = add(_sums_kernel(cfg, nz, False), SUMS_TYPES)
+            self.sums_down = add(_sums_kernel(cfg, nz, True), SUMS_TYPES)
+        self.square = add(_product_kernel(cfg, nz, noisy, H, H, False), PRODUCT_TYPES)
+        self.up = add(_product_kernel(cfg, nz, noisy, H, 4 * H, True), PRODUCT_TYPES)
+        self.down = add(_product_kernel(cfg, nz, noisy, 4 * H, H, False), PRODUCT_TYPES)
+        self.rotate = add(_rotate_kernel(cfg), ROTATE_TYPES)
+        self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
+        self.head = add(_head_kernel(cfg, nz, noisy), HEAD_TYPES + ((A32 if noisy else AF64), A32, A32, losses))
+
+    def layout(self, units):
+        """Byte ranges of the scratch arrays of `units` pairs, and their total."""
+        H, T = self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
+        rows = _blocks(units * 2 * T, TILE) * TILE
+        sizes = dict(h=rows * H, n=rows * H, sb=12 * rows, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
+                     v=2 * units * H * _blocks(T, 32) * 32)
+        out, end = {}, 0
+        for name, size in sizes.items():
+            out[name] = (end, end + size)
+            end = _aligned(end + size)
+        return out, rows, end
+
+    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, units, scratch, losses):
+        """Enqueues the whole pass; `count` windows, `units` pairs (of members, or of windows without noise)."""
+        cfg, H, T = self.cfg, self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
+        layout, stride, _ = self.layout(units)
+        part = {name: scratch[a:b] for name, (a, b) in layout.items()}
+        words = {name: x.view(np.int32) for name, x in part.items()}
+        h, n, sb, y = words["h"], words["n"], words["sb"], words["y"]
+        y_down, u = y[:stride * H], part["y"][4 * stride * H:8 * stride * H]
+        packed, rows = packed.view(np.int32), units * 2 * T
+
+        def normalise(kernel, call):
+            kernel, shared = kernel
+            kernel[(units, _blocks(2 * T, 128)), 256, stream, shared](
+                call, tables.plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb, y, losses)
+
+        def product(kernel, call, x, columns, matrices=1, y=y, u=part["v"]):
+            kernel, shared = kernel
+            kernel[(stride // TILE, _blocks(columns, TILE), matrices), 256, stream, shared](
+                call, tables.plan, weights, packed, overlay, job, offset, stride, tables.gelu, x, sb, y, u)
+
+        def sums(which, call, x):
+            if self.noisy:
+                kernel, shared = getattr(self, which)
+                kernel[(units, _blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, overlay, job, offset, x, sb)
+
+        def mlp(calls):
+            product(self.up, calls.up, n, 4 * H, u=u)
+            sums("sums_down", calls.sums, u.view(np.int32))
+            product(self.down, calls.down, u.view(np.int32), H, y=y_down)
+
+        normalise(self.embed, plan.embed)
+        mlp(plan.emb_mlp)
+        for layer in plan.layers:
+            normalise(self.to_qkv, layer.ln_1)
+            product(self.square, layer.qkv, n, H, 3)
+            self.rotate[0][(_blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"], part["v"])
+            tasks = 2 * units * cfg.N_HEADS * _blocks(T, 16)
+            self.attention[0][_blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"], part["n"])
+            sums("sums_o", layer.sums_o, n)
+            product(self.square, layer.o, n, H)
+            normalise(self.to_mlp, layer.ln_2)
+            mlp(layer.mlp)
+        normalise(self.to_head, plan.ln_f)
+        kernel, shared = self.head
+        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, overlay, windows, count, job, offset, rows,
+                                                   tables.exps if self.noisy else tables.clean_exps, n, sb, losses)
+
+
+class Forward:
+    """See the top of this file."""
+
+    def __init__(self, cfg, cc, shared_limit):
+        self.cfg = cfg
+        self._packing = _Packing(cfg)
+        self._plan = _Plan(cfg, self._packing)
+        self._noisy, self._clean = _General(cfg, True), _General(cfg, False)
+        self.packed_bytes = self._packing.bytes
+        self.kernels = [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.kernels + self._clean.kernels
+
+    def tables(self):
+        cfg = self.cfg
+        exps = egg_model.exp_table(cfg)
+        clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
+        clean[-1] = 0
+        self._tables = SimpleNamespace(
+            plan=cuda.to_device(self._plan.table()), exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
+            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(egg_model.gelu_table()),
+            rope=cuda.to_device(egg_model.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
+
+    def scratch_bytes(self, pairs):
+        return self._noisy.layout(pairs)[2]
+
+    def clean_scratch_bytes(self, windows):
+        return self._clean.layout(_blocks(windows, 2))[2]
+
+    def pack(self, stream, weights, packed):
+        self._packing.launch(stream, weights, packed)
+
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
+        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset, pairs, scratch, losses)
+
+    def validate(self, stream, weights, packed, windows, count, scratch, nats):
+        self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count, self._tables.no_job, 0,
+                           _blocks(count, 2), scratch, nats)
+
+
+def build_forward(cfg, cc, shared_limit):
+    """The forward pass of a configuration on a device: see the top of this file."""
+    return Forward(cfg, cc, shared_limit)
