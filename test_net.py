@@ -99,10 +99,10 @@ class Lines:
 
 
 class Server:
-    """A coordinator that runs in a thread until it is finished or the block is left."""
+    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
 
-    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, **options):
-        self.lines, self.drain = Lines(), drain
+    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
+        self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = egg_history.open_run(cfg, directory if save else None)
         self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=egg_net.Console(self.lines), **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
@@ -110,7 +110,7 @@ class Server:
 
     def _serve(self):
         try:
-            while not self.stopping and not self.coordinator.finished:
+            while not self.stopping and (self.stay or not self.coordinator.finished):
                 self.coordinator.poll(0.02)
             self.coordinator.drain(self.drain if self.coordinator.finished else 0)
         except Exception as error:
@@ -122,7 +122,7 @@ class Server:
         return self
 
     def __exit__(self, kind, *_):
-        self.stopping = kind is not None or self.stopping or self.coordinator.steps is None
+        self.stopping = kind is not None or self.stopping or self.stay or self.coordinator.steps is None
         self.thread.join(20)
         self.run.close()
         assert kind or not self.failure, self.failure
@@ -679,6 +679,13 @@ def golden_a():
     return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0), recorded
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
+    import egg_cpu
+    egg_cpu.warm_up(CFG, lambda line: None)
+
+
 CHECKPOINTS = HERE / "golden" / "cpp_checkpoint_A"
 
 
@@ -741,8 +748,7 @@ def golden_worker(port, pipe, stuck_at=None, flag=None):
     import egg_cpu
     cfg, recorded = golden_a()
     engine = egg_cpu.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"), 1)
-    egg_cpu.warm_up(cfg, lambda line: None)
-    pipe.send("ready")
+    pipe.recv()                                               # the sign to begin
     serve = engine if stuck_at is None else Stuck(engine, stuck_at, flag)
     threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, serve), kwargs=dict(console=egg_net.Console(quiet=True)), daemon=True).start()
     until(lambda: engine.step == 6, 100)
@@ -756,17 +762,20 @@ def start_golden_worker(*arguments):
     return process, ours
 
 
-def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path):
+def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled):
     cfg, recorded = golden_a()
     server = Server(tmp_path / "run", cfg, save=True, steps=4)
     port, flag = server.port, tmp_path / "stuck"
-    steady, victim = start_golden_worker(port), start_golden_worker(port, 2, str(flag))
+    steady, victim, late = start_golden_worker(port), start_golden_worker(port, 2, str(flag)), start_golden_worker(port)
+    victim[1].send("go")
     with server:
-        until(flag.exists, 100)
-        victim[0].kill()                                      # in the middle of a chunk of step 2
+        until(flag.exists, 60)
+        steady[1].send("go")
+        until(lambda: len(server.coordinator.done) == 7, 60)
+        victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
         until(lambda: server.run.step == 4, 30)
-    with Server(tmp_path / "run", cfg, port=port, save=True, steps=6) as server:
-        late = start_golden_worker(port)
+    with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
+        late[1].send("go")
         until(lambda: server.run.step == 6, 30)
         assert victim[0].exitcode == -signal.SIGKILL
         for k in range(6):
@@ -774,16 +783,14 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
             assert server.run.record(k)[0] == recorded["loss"][k].astype(np.int64).sum()
         assert [server.run.record(k)[1] for k in range(1, 6)] == list(recorded["updates"][:5])
         golden = tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
-        assert steady[1].recv() == "ready" and steady[1].recv() == golden
-    late[0].kill()
+        assert steady[1].recv() == late[1].recv() == golden
     steady[0].join(10), late[0].join(10), victim[0].join(10)
 
 
-def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path):
+def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
     cfg, recorded = golden_a()
     import egg_cpu
     engine = egg_cpu.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"))
-    egg_cpu.warm_up(cfg, lambda line: None)
     with Server(tmp_path, cfg, save=True, steps=20) as server:
         thread = work_in_thread(server.port, engine, cfg)
     thread.join(10)
@@ -840,7 +847,7 @@ def small(tmp_path, monkeypatch):
     return egg_config.make(**{**CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64})
 
 
-def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path):
+def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
     first = egg_train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert (first.coordinator.step, first.final.step, first.unit) == (3, 3, "bits/byte") and first.before is not None
