@@ -167,7 +167,7 @@ def stop_signals():
 
 BACKLOG = 1024
 AT_ONCE = 2                # chunks one connection may hold: the next may be asked for before the last is done
-HALF_FRAME_TIMEOUT = 30.0  # seconds a peer may take for a frame it has begun
+HALF_FRAME_TIMEOUT = 30.0  # seconds a peer may take for a frame it has begun, or to read an answer before its next frame is taken
 LOOK_EVERY = 0.05          # seconds between looks at leases and half frames
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 
@@ -194,6 +194,7 @@ class Connection:
         self.waiting = False           # it asked, and the answer is held
         self.held = {}                 # chunk -> when it was handed out
         self.heard = time.monotonic()
+        self.half = None               # since when the beginning of a frame is here
         self.open = True
 
 
@@ -333,9 +334,11 @@ class Coordinator:
         """Frames are taken only while nothing waits to be sent, so that a peer that does not read its answers cannot pile them up."""
         try:
             while connection.open and not connection.outbox and (got := next_frame(connection.inbox, self.limits)):
+                connection.half = None
                 self._handle(connection, *got)
         except FrameError as error:
             self._refuse(connection, str(error))
+        connection.half = (connection.half or time.monotonic()) if connection.inbox else None
 
     def _send(self, connection, data):
         self.tx += len(data)
@@ -363,7 +366,7 @@ class Coordinator:
             if late:
                 self.console.line(f"worker {connection.name} silent for {limit:g} s, its {_chunks(late)} handed out again")
                 self._give_back(connection, late)
-            if (connection.inbox or connection.outbox) and now - connection.heard > max(limit, HALF_FRAME_TIMEOUT):
+            if connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
                 self._refuse(connection, "stopped in the middle of a frame")
 
     # work
@@ -373,8 +376,6 @@ class Coordinator:
         self.queue, self.done = deque(range(self.cfg.N_CHUNKS)), set()
         self.sum_loss, self.updates = 0, []
         self.holders = {}                            # chunk -> the connection that has it
-        for connection in self.connections:
-            connection.held.clear()
         self.step_started, self.step_tx, self.step_rx = time.monotonic(), self.tx, self.rx
 
     def _handle(self, connection, opcode, payload):
@@ -545,8 +546,8 @@ def run_coordinator(cfg, host="0.0.0.0", port=None, save_dir=None, load_dir=None
             console.line(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, run.directory or ".", console)
         try:
-            where = run.directory or "nowhere: give --save-dir to keep the run"
-            console.line("coordinator on {}:{}, step {}, kept in {}".format(*coordinator.address, run.step, where))
+            where = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
+            console.line("coordinator on {}:{}, step {}, {}".format(*coordinator.address, run.step, where))
             with stop_signals() as stopped:
                 while not coordinator.finished and not stopped:
                     coordinator.poll()

@@ -268,6 +268,19 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
         assert "  [31mred text\n  Step 5 | fake\n" in server.lines.text and "\x1b" not in server.lines.text
 
 
+def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(egg_net, "HALF_FRAME_TIMEOUT", 0.3)
+    with Server(tmp_path) as server:
+        honest, slow = Peer(server.port), Peer(server.port)
+        assert honest.chunk(0) == 0
+        with pytest.raises(OSError):                             # a byte now and then is no sign of life
+            for byte in result_frame() * 2:
+                slow.link.send(bytes([byte]))
+                time.sleep(0.02)
+        assert "refused" in server.lines.text and "stopped in the middle of a frame" in server.lines.text
+        assert honest.chunk(0) == 32
+
+
 # --- serving --------------------------------------------------------------------------------------------------------------
 
 def test_requests_are_held_and_woken(tmp_path):
