@@ -277,7 +277,7 @@ class Coordinator:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NetError(f"port {port} is in use: stop the coordinator that runs there, or choose another with --port") from None
-            raise NetError(f"cannot listen on {host} port {port}: {error.strerror}: choose others with --host and --port") from None
+            raise NetError(f"cannot listen on {host} port {port}: {_reason(error)}: choose others with --host and --port") from None
         listener.setblocking(False)
         return listener
 
@@ -567,6 +567,11 @@ def farewell(run):
     return f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir {run.directory}"
 
 
+def _reason(error):
+    """What the system says about an OSError (Python adds addresses to some)."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
 def _chunks(chunks):
     return f"chunk {', '.join(str(c) for c in sorted(chunks))} is"
 
@@ -594,10 +599,7 @@ class Link:
 
     def __init__(self, cfg, host, port):
         self.name, self.limits, self.inbox = f"{host}:{port}", frame_limits(cfg), bytearray()
-        try:
-            self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
-        except (UnicodeError, OverflowError):
-            raise NetError(f"{self.name} is no address") from None
+        self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         self.sock.settimeout(None)
         tune(self.sock)
 
@@ -741,6 +743,15 @@ def sample(cfg, engine, tokens, decoding):
     return f"{egg_data.text(decoding, prompt)} >>> {egg_data.text(decoding, more)}"
 
 
+def check_address(host, port):
+    """Raises NetError where `host` is no name or address."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = _reason(error) if isinstance(error, OSError) else "this is no name"
+        raise NetError(f"{host} cannot be reached: {reason}: give the name or address of the coordinator's machine") from None
+
+
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, retry=True, validate_first=False, console=None):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the coordinator closes, and
     returns the number of chunks done. The engine keeps the state it has come to.
@@ -748,6 +759,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     tokens: the training data, for samples; validation: an egg_data.Validation or None; decoding: an egg_data.Decoding or None;
     validate_first: with the first chunk 0 whatever the step. Raises NetError where no coordinator can be, or one that does not fit."""
     console = console or Console()
+    check_address(host, port)
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console)
     pause, known = BACK_OFF[0], False
     say_there = say_gone = True              # attempts that bring no answer are told once
@@ -767,11 +779,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             worker.serve(link, heard)
         except OSError as error:
             if not known and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {error.strerror}: give the name or address of the coordinator's machine") from None
+                raise NetError(f"{host} cannot be reached: {_reason(error)}: give the name or address of the coordinator's machine") from None
             if not retry and known:
                 return worker.chunks
             if not retry:
-                raise NetError(f"no coordinator at {host}:{port}: {error.strerror or error}") from None
+                raise NetError(f"no coordinator at {host}:{port}: {_reason(error)}") from None
             if say_gone:
                 console.line(f"worker: {'the coordinator is gone' if known else f'no coordinator at {host}:{port} yet'}, trying again")
             say_gone = False

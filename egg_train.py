@@ -60,11 +60,12 @@ def start_engine(cfg, data, device, threads, say):
 
 def work(cfg, host, port=None, device="cpu", threads=None, console=None):
     """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever."""
-    console = console or egg_net.Console()
+    console, port = console or egg_net.Console(), cfg.PORT if port is None else port
+    egg_net.check_address(host, port)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     say_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    egg_net.run_worker(cfg, host, cfg.PORT if port is None else port, engine, *data, console=console)
+    egg_net.run_worker(cfg, host, port, engine, *data, console=console)
 
 
 # --- the worker processes --------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class Child:
     def start(self):
         context = multiprocessing.get_context("spawn")       # a GPU's driver does not survive fork
         self.pipe, theirs = context.Pipe()
-        self.ready = self.final = None
+        self.ready, self.started = None, time.monotonic()
         self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
         self.process.start()
         theirs.close()
@@ -128,7 +129,7 @@ class Child:
 
     def end(self):
         self.pipe.close()
-        self.process.join(LEAVE_SECONDS)
+        self.process.join(LEAVE_SECONDS if self.ready else 0)      # one that still compiles would not notice
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -154,7 +155,7 @@ class Training:
                     self.console.line(f"starting: {what}")
                 if kind == "ready":
                     child.ready = what
-                    self.console.line(f"worker: {what}, ready after {time.monotonic() - self.started:.1f} s")
+                    self.console.line(f"worker: {what}, ready after {time.monotonic() - child.started:.1f} s")
             if child.process.exitcode is not None:
                 self._bury(child)
         if not any(child.ready for child in self.children):
