@@ -14,6 +14,7 @@ import time
 import numpy as np
 from numba import cuda, float32, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
+from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.serialize import dumps
 
@@ -21,6 +22,8 @@ import egg_kernels
 import egg_model
 import egg_ptx
 import egg_votes
+
+numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
@@ -254,6 +257,7 @@ class CudaEngine:
         steps.append(("pack", lambda: self._forward.pack(self.stream, self._weights, self._packed)))
         self._update_steps = steps
         self._update = Replay(self.stream, lambda: [f() for _, f in steps])
+        self._rate = None                                    # the learning rate that is on the device
         self._tokens = None
         if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
             self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
@@ -319,11 +323,12 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        fit = np.zeros(votes.fit.size, np.int8)
-        fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS] = fitness
+        votes.fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS].copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
-        votes.fit.copy_to_device(fit, self.stream)
-        votes.rates.copy_to_device(np.array([egg_votes.optimizer(cfg, lr, t.lr_scale).lr for t in egg_model.tensors(cfg)], np.float32), self.stream)
+        if lr != self._rate:
+            rates = [egg_votes.optimizer(cfg, lr, t.lr_scale).lr for t in egg_model.tensors(cfg)]
+            votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
+            self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
         self._job.copy_to_device(np.array([self.seed, 0], np.uint32), self.stream)
 

@@ -23,10 +23,10 @@ DEPTH = 64                  # values of n in a stage of its shared memory
 STAGES = 3
 STAGE = 2 * TILE * DEPTH    # bytes
 SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
-SPLIT = 4096                # values of n a block adds up; the width of a slice is a multiple of it
-VECTOR_SPLIT = 2048         # ... a warp of the vectors' kernel
-HALO = 16                   # columns of a slice beyond its width: a vector's second stream runs ahead of its first
-GROUP = 8                   # elements of a vector that share a warp
+SPLIT = 2048                # values of n a block adds up: the operands of all tiles over one split fit the second-level cache
+PIECE = 1024                # values of n a block of operands makes of eight rows
+VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
+EIGHTS = 4                  # times eight elements of a vector share a warp
 THREADS = 128
 ELEMENTS = 4 * THREADS      # weights a block of the optimizer moves
 FIT_PAD = 128               # zeros before and after the fitness
@@ -57,15 +57,15 @@ class Plan(NamedTuple):
 def plan(cfg):
     """The Plan of a configuration."""
     tensors, pairs = egg_model.tensors(cfg), cfg.N_PAIRS
-    plain = np.zeros((max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM), 5), np.int32)
+    plain = np.zeros((-(-max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM) // 8) * 8, 5), np.int32)
     plain[:, INDEX], plain[:, SHIFT] = np.arange(len(plain)), -1
     signed, tiles, vectors = [], [], []
     for t in tensors:
         if not t.matrix:
             first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
-            assert ahead < HALO and t.cols % GROUP == 0
+            assert ahead < 4 and t.cols % (8 * EIGHTS) == 0
             plain[:t.cols, HIGH] = np.maximum(plain[:t.cols, HIGH], first + ahead + pairs)
-            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, GROUP)]
+            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, 8 * EIGHTS)]
             continue
         signed_is_row = t.rows <= t.cols
         few, few_seed, many, many_seed = ((t.rows, t.seed_b, t.cols, t.seed_a) if signed_is_row else
@@ -73,7 +73,7 @@ def plan(cfg):
         low, high = many_seed // DEPTH * DEPTH, -(-(many_seed + pairs) // DEPTH) * DEPTH
         plain[:many, HIGH] = np.maximum(plain[:many, HIGH], high)
         at = len(plain) + len(signed)
-        signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)]
+        signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
     table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b) for t in tensors]
@@ -148,41 +148,51 @@ def build(cfg, wgmma):
         m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
         return uint32(m ^ uint32(minus << uint32(7)))
 
-    def operands(rows, seed, fit, start, stride, out):
-        """out int32 [rows, stride] words: four consecutive n of a row each, from n = start on. A thread makes four words.
-        fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: rows * ceil(stride / (4 * THREADS))."""
-        pieces = int32((stride + 4 * THREADS - 1) // (4 * THREADS))
-        row = int32(cuda.blockIdx.x // pieces)
-        at = int32((cuda.blockIdx.x - row * pieces) * 4 * THREADS + cuda.threadIdx.x)
+    @device
+    def place(rows, row, n):
+        """Index of the operand word that holds n.. (from the slice's start) of row.., both multiples of what a word and a core matrix hold."""
+        return ((int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)) * 32 + (row & 7) * 4 + (n % 16 // 4)
+
+    def operands(rows, seed, fit, start, width, out):
+        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT / 16][8][16 bytes], and 16 more n.
+        fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE + 1), eight rows and PIECE values of n each."""
+        pieces = int32(width // PIECE + 1)
+        group = int32(cuda.blockIdx.x // pieces)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row = int32(group * 8 + (lane >> 2))
+        first = int32((cuda.blockIdx.x - group * pieces) * PIECE + warp * 16)
+        to = place(rows.shape[0], row, first) + (lane & 3)
+        n = int32(start + first + (lane & 3) * 4)
         low, high, shift = rows[row, LOW], rows[row, HIGH], rows[row, SHIFT]
         x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(uint32(rows[row, INDEX]) * uint32(0x9E3779B9)))
-        for j in range(4):
-            word = at + j * THREADS
-            n = int32(start + 4 * word)
-            if word < stride and low <= n and n < high:
+        steps = int32(PIECE // 64)
+        if first >= width:
+            steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
+        for _ in range(steps):
+            if uint32(n - low) < uint32(high - low):
                 draws = four_draws(uint32(x + uint32(n)))
                 if shift >= 0:
                     minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
                     draws = negated(uint32(draws & some), minus)
-                out[int64(row) * stride + word] = int32(draws)
+                out[to] = int32(draws)
+            n = int32(n + 64)
+            to += 128
 
     @device
-    def fetch(to, operand, row, stride, word):
-        """This thread's share of half a stage: TILE operand rows of DEPTH bytes each, stored as core matrices."""
+    def fetch(to, operand, at):
+        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each group of eight rows."""
         t = cuda.threadIdx.x
         for i in range(4):
-            r = (t >> 2) + 32 * i
-            at = (r >> 3) * (8 * DEPTH) + (t & 3) * 128 + (r & 7) * 16
-            copy_async16(int32(to + at), operand, int64(row + r) * stride + word + (t & 3) * 4)
+            copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
 
     @device
     def vote_index(p, s, signed_is_row, cols):
         r, c = (s, p) if signed_is_row else (p, s)
         return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
 
-    def products(tiles, operand, start, stride, splits, votes):
-        """votes[...] += plain . signed over SPLIT values of n (atomically; a sum of integers has no order). Grid: splits * tiles, the tiles of one
-        split side by side, so that the operands they share stay in the second-level cache."""
+    def products(tiles, operand, rows, start, votes):
+        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits * tiles, the tiles of one split
+        side by side, so that the operands they share stay in the second-level cache."""
         sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
         split = int32(cuda.blockIdx.x // tiles.shape[0])
@@ -193,12 +203,12 @@ def build(cfg, wgmma):
         if steps <= 0:
             return
         plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
-        word = int32((first - start) >> 2)
+        plain_at, signed_at = place(rows, plain, first - start), place(rows, signed, first - start)
         base = shared_address(sm, 0)
         for ahead in range(2):
             if ahead < steps:
-                fetch(base + ahead * STAGE, operand, plain, stride, word + ahead * (DEPTH // 4))
-                fetch(base + ahead * STAGE + STAGE // 2, operand, signed, stride, word + ahead * (DEPTH // 4))
+                fetch(base + ahead * STAGE, operand, plain_at + ahead * (DEPTH * 2))
+                fetch(base + ahead * STAGE + STAGE // 2, operand, signed_at + ahead * (DEPTH * 2))
             copy_commit()
         lane, warp = t & 31, t >> 5
         g, q = lane >> 2, lane & 3
@@ -219,8 +229,8 @@ def build(cfg, wgmma):
             cuda.syncthreads()
             if step + 2 < steps:
                 to = base + (slot + 2 if slot == 0 else slot - 1) * STAGE
-                fetch(to, operand, plain, stride, word + (step + 2) * (DEPTH // 4))
-                fetch(to + STAGE // 2, operand, signed, stride, word + (step + 2) * (DEPTH // 4))
+                fetch(to, operand, plain_at + (step + 2) * (DEPTH * 2))
+                fetch(to + STAGE // 2, operand, signed_at + (step + 2) * (DEPTH * 2))
             copy_commit()
             here = base + slot * STAGE
             if wgmma:
@@ -270,36 +280,39 @@ def build(cfg, wgmma):
                             if 16 * i + 8 * half < p and 8 * j + k < s:
                                 cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one, acc[i, j, 2 * half + k])
 
-    def vector_products(groups, operand, fit, start, stride, splits, votes):
-        """votes of GROUP neighbours of a vector, over VECTOR_SPLIT values of n: a warp each. Grid: ceil(groups * splits / (THREADS / 32))."""
+    def vector_products(groups, operand, fit, rows, start, splits, votes):
+        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight rows' core matrices.
+        Grid: ceil(groups * splits / (THREADS / 32))."""
         item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
         group, split, lane = item // splits, item % splits, cuda.threadIdx.x & 31
         if group >= groups.shape[0]:
             return
         element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
-        first = int32(start + split * VECTOR_SPLIT)
-        if first + VECTOR_SPLIT <= offset or first >= offset + pairs:
-            return
-        acc = cuda.local.array(GROUP, int32)
-        for e in range(GROUP):
-            acc[e] = 0
-        for step in range(VECTOR_SPLIT // 128):
-            n = int32(first + step * 128 + lane * 4)
-            if offset - 4 < n and n < offset + pairs:
-                minus, some = ones(shifted_word(fit, int32(n - offset + FIT_PAD)))
-                minus = uint32(uint32(minus << uint32(8)) - minus)               # full bytes
-                plus = uint32(some ^ minus)
-                word = int64(element) * stride + ((n - start) >> 2)
-                for e in range(GROUP):
-                    x, y = uint32(operand[word]), int32(shifted_word(operand, 4 * word + ahead))
-                    acc[e] = int32(dp4a(int32(x & plus), y, acc[e]) - dp4a(int32(x & minus), y, int32(0)))
-                    word += stride
-        for e in range(GROUP):
-            total = acc[e]
-            for delta in (16, 8, 4, 2, 1):
-                total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, delta))
-            if lane == e:
-                cuda.atomic.add(votes, groups[group, VOTE] + e, total)
+        from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
+        from_n = max(from_n, int32((offset - start) // 16 * 16))
+        to_n = min(to_n, int32(offset + pairs - start))
+        forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+        for e in range(EIGHTS):
+            forth[e] = 0
+            back[e] = 0
+        selector = int32(0x3210 + 0x1111 * ahead)
+        for step in range(from_n, to_n, 16):
+            n = int32(step + (lane & 3) * 4)
+            minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+            minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
+            plus = uint32(some ^ minus)
+            here, after = place(rows, element + (lane >> 2), n), place(rows, element + (lane >> 2), n + 4)
+            for e in range(EIGHTS):
+                x = uint32(operand[here + e * (SPLIT * 2)])
+                y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
+                forth[e] = dp4a(int32(x & plus), y, forth[e])
+                back[e] = dp4a(int32(x & minus), y, back[e])
+        for e in range(EIGHTS):
+            total = int32(forth[e] - back[e])
+            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
+            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 2))
+            if lane & 3 == 0 and total != 0:
+                cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
     def optimize(blocks, tensors, rates, votes, weights, moments, touched, changed):
         """Moves every weight by its vote and clears the vote. rates float32 [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set
@@ -354,7 +367,7 @@ def build(cfg, wgmma):
 
     return {
         "operands": (operands, (A2, U1, A1, int32, int32, A1)),
-        "products": (products, (A2, A1, int32, int32, int32, A1)),
+        "products": (products, (A2, A1, int32, int32, A1)),
         "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
         "optimize": (optimize, (A2, A2, F1, A1, S1, F2, B1, A1)),
         "rescale": (rescale, (B1, S1)),
@@ -369,13 +382,13 @@ class Update:
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
-        rows = len(p.rows) + TILE                            # tiles at the end of the table read on into the slack
-        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT))) * SPLIT
+        rows = len(p.rows)
+        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT) - 1)) * SPLIT
         self.kernels, self.plan = kernels, p
-        self.stride = (self.width + HALO) // 4
         self.starts = range(0, p.span, self.width)
         self.tables = [cuda.to_device(a) for a in p[:5]]
-        self.operands = cuda.device_array(rows * self.stride, np.int32)
+        # one split more: for the 16 n beyond the slice, and for tiles that reach beyond the last row
+        self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(egg_model.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(egg_model.n_overlay(cfg), np.uint8))
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
@@ -387,25 +400,24 @@ class Update:
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
-        return (len(p.rows) + TILE) * (SPLIT + HALO) + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
+        return len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. seed uint32 [>= 1], weights int8 [n], moments float32 [n, 3], overlay int8: on
         the device."""
         rows, tiles, vectors, tensors, blocks = self.tables
-        fit, words, splits = self.fit.view(np.int32), np.int32(self.stride), np.int32(self.width // SPLIT)
+        fit, n_rows, width = self.fit.view(np.int32), np.int32(len(self.plan.rows)), np.int32(self.width)
+        pieces = np.int32(self.width // VECTOR_SPLIT)
         out = []
 
-        def add(name, grid, threads, shared, *args):
-            out.append((name, lambda: self.kernels[name][grid, threads, stream, shared](*args)))
+        def add(name, grid, shared, *args):
+            out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
 
-        for start in self.starts:
-            add("operands", len(self.plan.rows) * -(-words // (4 * THREADS)), THREADS, 0, rows, seed, fit, np.int32(start), words, self.operands)
-            add("products", tiles.shape[0] * splits, THREADS, SHARED, tiles, self.operands, np.int32(start), words, splits, self.votes)
-            pieces = np.int32(self.width // VECTOR_SPLIT)
-            add("vector_products", -(-vectors.shape[0] * pieces // (THREADS // 32)), THREADS, 0, vectors, self.operands, fit, np.int32(start), words,
-                pieces, self.votes)
-        add("optimize", blocks.shape[0], THREADS, 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched, self.changed)
+        for start in map(np.int32, self.starts):
+            add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width, self.operands)
+            add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start, self.votes)
+            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows, start, pieces, self.votes)
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched, self.changed)
         if self.adapt:
-            add("rescale", -(-overlay.size // THREADS), THREADS, 0, self.touched, overlay)
+            add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
         return out

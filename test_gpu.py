@@ -1,0 +1,251 @@
+"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held against the golden
+recordings and, on random configurations, against the CPU engine."""
+
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from numba import cuda, uint8, uint32
+
+import egg_config
+import egg_cuda
+import egg_kernels
+import egg_model
+import egg_votes
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}          # KiB of shared memory a block can have
+SEED = 20240607
+
+
+# --- without a GPU -----------------------------------------------------------------------------------------------------------
+
+def kernels(cfg, cc):
+    """[(name, function, signature, dynamic shared bytes)] of everything the engine launches on a card of compute capability cc."""
+    own = egg_votes.build(cfg, cc[0] == 9) | egg_cuda.build(cfg, uint8 if cfg.VOCAB_SIZE == 256 else uint32)
+    forward = egg_kernels.build_forward(cfg, cc, CARDS[cc] * 1024)
+    return ([(name, f, signature, egg_votes.SHARED if name == "products" else 0) for name, (f, signature) in own.items()]
+            + [(k.py_func.__name__, k.py_func, signature, shared) for k, signature, shared in forward.kernels])
+
+
+@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
+def test_every_kernel_compiles(cc):
+    target = (9, 0, "a") if cc == (9, 0) else cc
+    for name, function, signature, shared in kernels(egg_config.make(), cc):
+        ptx, _ = cuda.compile_ptx(function, signature, cc=target)
+        assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
+        assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
+        assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
+
+
+def test_optimizer_rounds_as_the_specification_does():
+    """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
+    function, signature = egg_votes.build(egg_config.make(), False)["optimize"]
+    ptx, _ = cuda.compile_ptx(function, signature, cc=(8, 0))
+    used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
+    assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
+
+
+def test_plan_gives_the_votes():
+    """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
+    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
+    rng = np.random.default_rng(SEED)
+    plan, pairs, seed = egg_votes.plan(cfg), np.arange(cfg.N_PAIRS), 4000000000
+    fitness = rng.integers(-1, 2, cfg.N_PAIRS)
+
+    def noise(seeds, index):
+        with np.errstate(over="ignore"):
+            x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+                x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+        return egg_model.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
+
+    n = np.arange(plan.span + 16)
+    operands = np.zeros((len(plan.rows), n.size), np.int64)
+    for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
+        row[:] = noise(seed + n + delta, index)
+        if shift >= 0:
+            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)], 0)
+        row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
+    votes = np.zeros(egg_model.n_weights(cfg), np.int64)
+    for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in plan.tiles:
+        product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
+        p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
+        r, c = (s, p) if signed_is_row else (p, s)
+        np.add.at(votes, at + (r >> 2) * 4 * cols + c * 4 + (r & 3), product)
+    for element, offset, ahead, at in plan.vectors:
+        rows = operands[element:element + 8 * egg_votes.EIGHTS]
+        votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
+    for t in egg_model.tensors(cfg):
+        a = np.stack([noise(seed + pairs + t.seed_a, c) for c in range(t.cols)])
+        b = np.stack([noise(seed + pairs + t.seed_b, r) for r in range(t.rows if t.matrix else t.cols)])
+        want = egg_model.to_canonical((b * fitness) @ a.T) if t.matrix else (a * b) @ fitness
+        assert np.array_equal(votes[t.weights:t.weights + t.size], want), t
+
+
+def test_largest_slice():
+    assert egg_cuda.largest(lambda n: 10 * n, 7, 1000) == 7
+    assert egg_cuda.largest(lambda n: 10 * n, 1000, 55) == 5
+    assert egg_cuda.largest(lambda n: 10 * n, 1000, 9) == 0
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------------------
+
+def golden(name):
+    return np.load(GOLDEN / f"{name}.npz")
+
+
+def digest(array):
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["A", "B", "D"])
+def test_golden(name):
+    data = golden(name)
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    tokens = np.frombuffer(data["input_bin"].tobytes(), np.uint8 if cfg.VOCAB_SIZE == 256 else "<u4")
+    engine = egg_cuda.CudaEngine(cfg, tokens)
+    assert np.array_equal(engine.state().weights, data["model_0"].view(np.int8))
+    for step in range(6):
+        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
+        fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses])
+        assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
+        assert engine.update(fitness) == data["updates"][step]
+        assert engine.state().digests() == tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales")), f"update {step}"
+    assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
+
+
+@pytest.mark.gpu
+def test_golden_default_configuration():
+    """All 327,680 members of all six steps."""
+    import pyzstd
+    data = golden("E")
+    cfg = egg_config.make()
+    tokens = np.frombuffer(pyzstd.decompress((GOLDEN / "input_8k.bin.zst").read_bytes()), "<u4")
+    engine = egg_cuda.CudaEngine(cfg, tokens)
+    assert engine.state().digests()[0] == str(data["init_model_sha256"])
+    for step in range(6):
+        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        if step == 0:
+            assert np.array_equal([x[:256] for x in losses], data["loss_head"])
+        assert [digest(x.astype(np.int32)) for x in losses] == [str(d) for d in data["loss_sha256"][step]], f"losses of step {step}"
+        fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses])
+        assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
+        engine.update(fitness)
+        assert engine.state().digests() == tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales")), f"update {step}"
+
+
+@pytest.mark.gpu
+def test_load_and_pieces_of_a_chunk():
+    """A chunk in pieces, and after a detour through another state, is the same chunk; tokens on the host give the windows of tokens on the device."""
+    data = golden("A")
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    engine = egg_cuda.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
+    start = engine.state()
+    for step in range(3):
+        engine.update(data["fitness"][step])
+    engine.load(start)
+    assert (engine.step, engine.seed) == (0, egg_model.INITIAL_SEED)
+    pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
+    assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    engine._tokens, engine._evaluations = None, {}
+    assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+
+
+EXTREMES = (
+    dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=1024, VOCAB_SIZE=256),
+    dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256),
+    dict(HIDDEN_DIM=1024, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
+    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=262144),
+    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
+    dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
+)
+
+
+def random_configurations(count):
+    """Constants for egg_config.make: the extremes, then draws over the whole range of shapes and switches that stay within a second of CPU time."""
+    rng = np.random.default_rng(SEED)
+    pick = lambda *options: options[rng.integers(len(options))]
+    between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+    out = []
+    while len(out) < count:
+        gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
+        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4), SEQ_LEN=8 * between(1, 128),
+                 VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk, POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
+                 ADAPTIVE_NOISE_MODE=pick(0, 1, 2), ADAPTIVE_NOISE_INIT=pick(64, 40, -5, 100), DEVICE_GAUSSIAN=gaussian,
+                 DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1), LOSS=pick("deggs", "exact"),
+                 OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1), CHUNK_MEAN_FILTER=pick(0, 1),
+                 USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6), SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
+                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40), SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
+        if len(out) < len(EXTREMES):
+            c.update(EXTREMES[len(out)])
+        elif c["HIDDEN_DIM"] % c["HEAD_DIM"]:
+            continue
+        cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (egg_model.products_per_token(cfg) + cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS)
+        if len(out) < len(EXTREMES) or work < 1 << 34 and egg_model.n_weights(cfg) < 1 << 24:
+            out.append(c)
+    return out
+
+
+def compare(constants, seed):
+    """What differs between the engines on one configuration: a text, empty where nothing does."""
+    import egg_cpu
+    rng = np.random.default_rng(seed)
+    cfg = egg_config.make(**constants, LR_SCHEDULE=((0, 1.2),))
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    cpu, gpu = egg_cpu.CpuEngine(cfg, tokens, threads=1), egg_cuda.CudaEngine(cfg, tokens)
+    state = cpu.state()
+    state.seed = int(rng.integers(2 ** 32))
+    cpu.load(state)
+    gpu.load(state)
+    wrong = []
+    for step in range(3):
+        losses = [[e.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)] for e in (cpu, gpu)]
+        if not np.array_equal(*losses):
+            wrong.append(f"losses of step {step}")
+        fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses[0]])
+        if cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests() or cpu.seed != gpu.seed:
+            wrong.append(f"update {step}")
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
+    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
+    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
+        wrong.append(f"validation {nats} {nats_gpu}")
+    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
+    settings = dict(temp=float(rng.choice([0.0, 0.6, 1.5])), min_p=float(rng.choice([0.0, 0.08, 0.5])), penalty=float(rng.choice([0.0, 0.2, 1.0])))
+    sequences = [list(e.generate(prompt, 24, seed + 1, **settings)) for e in (cpu, gpu)]
+    if sequences[0] != sequences[1]:
+        wrong.append(f"tokens {sequences} with {settings}")
+    return ", ".join(wrong)
+
+
+@pytest.mark.gpu
+def test_random_configurations_against_the_cpu_engine():
+    """56 configurations: losses, three updates, validation, generation. Most of the time is compilation, so processes share the work."""
+    import egg_cpu
+    egg_cpu.warm_up(egg_config.make(), lambda line: None)
+    drawn = random_configurations(56)
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        wrong = list(pool.map(compare, drawn, range(SEED, SEED + len(drawn))))
+    assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    first = egg_cuda.CudaEngine(cfg)
+    assert "compiling" in capfd.readouterr().err
+    second = egg_cuda.CudaEngine(cfg)
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    fitness = np.ones(cfg.N_PAIRS, np.int8)
+    assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()
