@@ -2,8 +2,8 @@
 
 FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of all that;
 then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported, seed), u32 CRC-32 of these
-fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on the disk
-before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
+fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on
+the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
 """
 
 import fcntl
@@ -39,8 +39,8 @@ class HistoryError(EggError):
 
 
 class Run:
-    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `directory`: where it
-    lies, None for a temporary file; `said`: lines about what was mended. Get one from `open_run`."""
+    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `directory`: where
+    it lies, None for a temporary file; `said`: lines about what was mended. Get one from `open_run`."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
         self.cfg, self.directory, self.said = cfg, directory, []
@@ -63,7 +63,7 @@ class Run:
         size = RECORD.unpack(self._pread(RECORD.size, at))[0]
         body = self._pread(size + 4, at + HEAD)
         if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
-            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore the file from a copy")
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it from a copy")
         return self._remember(step, pyzstd.decompress(body[:size]))
 
     def record(self, step):
@@ -71,8 +71,8 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the file and
-        this object are as they were."""
+        """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the
+        file and this object are as they were."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -81,8 +81,8 @@ class Run:
         self._advance(at)
 
     def copy(self, steps, read):
-        """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here already;
-        these must be the same."""
+        """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
+        already; these must be the same."""
         if any(self.fitness(k) != read(k)[0] for k in range(min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
         self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
@@ -120,12 +120,12 @@ class Run:
                 os.fsync(handle)
         except OSError as error:
             os.ftruncate(handle, self._end)
-            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend this and start "
-                               "the same command again") from None
+            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend this and "
+                               "start the same command again") from None
         self._end += len(data)
 
     def _read_all(self, size, writable):
-        """Checks every record and notes where it begins; a last record that is not whole is left out, and cut off where we may write."""
+        """Checks every record and notes where it begins; a last one that is not whole is left out, and cut off where we may write."""
         self._end = _check_header(self.cfg, self._pread, size, self._name)
         longest = HEAD + 4 + _most_zstd(_packed_size(self.cfg))
         while self._end < size:
@@ -151,8 +151,8 @@ class Run:
         later = any(zlib.crc32(rest[k:k + RECORD.size]) == int.from_bytes(rest[k + RECORD.size:k + HEAD], "little")
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest:
-            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: restore the file from a copy; "
-                               f"to go on from step {self.step} instead, cut it with `truncate -s {at}`")
+            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: restore the file "
+                               f"from a copy; to go on from step {self.step} instead, cut it with `truncate -s {at}`")
         if writable:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
@@ -162,8 +162,8 @@ class Run:
 def open_run(cfg, save_dir=None, load_dir=None):
     """The Run that a coordinator continues or begins; exclusively ours until it is closed.
 
-    save_dir: continue the run that lies there, or begin one. load_dir (a save directory, or C++ checkpoints): begin as a copy of that
-    run and go on in save_dir, without save_dir in load_dir itself. Neither: a temporary file, gone at the end.
+    save_dir: continue the run that lies there, or begin one. load_dir (a save directory, or C++ checkpoints): begin as a copy of
+    that run and go on in save_dir, without save_dir in load_dir itself. Neither: a temporary file, gone at the end.
     Raises HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable."""
     if load_dir is None:
         return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
@@ -194,13 +194,14 @@ def replay(run, engine):
 
 
 def read_cpp_checkpoints(cfg, directory):
-    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system (SPEC 10). Raises HistoryError."""
+    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises HistoryError."""
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...")
     missing = sorted(set(range(1, max(found) + 1)) - set(found))
     if missing or min(found) < 1:
-        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model cannot be rebuilt")
+        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
+                           "cannot be rebuilt")
     out, seed, size = [], egg_model.INITIAL_SEED, _packed_size(cfg)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
@@ -216,8 +217,9 @@ def read_cpp_checkpoints(cfg, directory):
         if its_step != step:
             raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
         if its_size != size or len(packed) != size:
-            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes where POPULATION_SIZE = "
-                               f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
+            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes where "
+                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those "
+                               "of the run")
         if its_seed != seed:
             raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: it is of another kind of run")
         try:
@@ -301,7 +303,8 @@ def _check_header(cfg, pread, size, name):
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(start[8:], "little")
     if len(start) < 12 or 12 + length + 4 > size:
-        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove it to begin anew")
+        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove it to begin "
+                           "anew")
     data = pread(12 + length + 4, 0)
     if _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
@@ -312,5 +315,6 @@ def _check_header(cfg, pread, size, name):
     differ = [f"{k} = {there.get(k, 'unknown')} there, {here.get(k, 'unknown')} here" for k in sorted(here.keys() | there.keys())
               if here.get(k) != there.get(k)]
     if differ:
-        raise HistoryError(f"{name} holds a run of another configuration: {'; '.join(differ)}; set these as there, or give another --save-dir")
+        raise HistoryError(f"{name} holds a run of another configuration: {'; '.join(differ)}; set these as there, or give another "
+                           "--save-dir")
     return len(data)

@@ -2,8 +2,8 @@
 
 One process, one selector, no threads: the coordinator hands out chunks of the population, gathers their fitness and keeps it
 (egg_history); a worker evaluates chunks on an engine and applies the fitness of every step to its own replica of the model. Nothing
-but fitness and losses ever crosses the network. A frame leaves in one send and without Nagle's delay, because every exchange is a small question
-and a small answer.
+but fitness and losses ever crosses the network. A frame leaves in one send and without Nagle's delay, because every exchange is a
+small question and a small answer.
 """
 
 import contextlib
@@ -39,12 +39,14 @@ VALIDATION = 16                          # ours: C++ peers ignore it
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
 RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow
-RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes of fitness
+RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes
+#                                          of fitness that follow
 VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 TEXT_LIMIT = 1 << 14                     # bytes of a log message
 OTHER_LIMIT = 1 << 12                    # bytes of a frame we do not know: newer peers may send some
-NAMES = {JOB_REQUEST: "JOB_REQUEST", RESULT: "RESULT", JOB_RESPONSE: "JOB_RESPONSE", LOG_MESSAGE: "LOG_MESSAGE", VALIDATION: "VALIDATION"}
+NAMES = {JOB_REQUEST: "JOB_REQUEST", RESULT: "RESULT", JOB_RESPONSE: "JOB_RESPONSE", LOG_MESSAGE: "LOG_MESSAGE",
+         VALIDATION: "VALIDATION"}
 
 
 class NetError(EggError):
@@ -63,8 +65,10 @@ def frame(opcode, *parts):
 
 def frame_limits(cfg):
     """{opcode: (least, most) bytes of payload}."""
-    return {JOB_REQUEST: (REQUEST.size, REQUEST.size), RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + packed_size(cfg.CHUNK_SIZE // 2)),
-            JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + packed_size(cfg.N_PAIRS)), LOG_MESSAGE: (0, TEXT_LIMIT),
+    return {JOB_REQUEST: (REQUEST.size, REQUEST.size),
+            RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + packed_size(cfg.CHUNK_SIZE // 2)),
+            JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + packed_size(cfg.N_PAIRS)),
+            LOG_MESSAGE: (0, TEXT_LIMIT),
             VALIDATION: (VALIDATED.size, VALIDATED.size)}
 
 
@@ -73,8 +77,8 @@ def packed_size(pairs):
 
 
 def next_frame(buffer, limits):
-    """Takes the first whole frame out of a bytearray: (opcode, payload), or None while it is incomplete. Raises FrameError, as soon as the
-    header is there, for one that cannot be right."""
+    """Takes the first whole frame out of a bytearray: (opcode, payload), or None while it is incomplete. Raises FrameError, as soon
+    as the header is there, for one that cannot be right."""
     if len(buffer) < HEADER.size:
         return None
     magic, version, opcode, size = HEADER.unpack_from(buffer)
@@ -137,7 +141,7 @@ class Console:
 
 
 def printable(text):
-    """Text of a stranger, safe for a terminal and a log: control characters gone, every line indented so that it cannot pose as ours."""
+    """Text of a stranger, safe for a terminal and a log: no control characters, and indented so that no line can pose as ours."""
     lines = ("".join(c for c in line.replace("\t", " ") if c.isprintable()) for line in text.split("\n"))
     return "\n".join("  " + line for line in lines)
 
@@ -199,8 +203,9 @@ class Connection:
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at which the run
-    ends (None: never), `minutes` the time after the first chunk was handed out, `log_dir` where coordinator.log grows.
+    """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at
+    which the run ends (None: never), `minutes` the same in time after the first chunk was handed out, `log_dir` where
+    coordinator.log grows; peers=False: no lines about workers that come and go.
 
     Raises NetError where host and port cannot be served, EggError where the log cannot be written."""
 
@@ -266,7 +271,8 @@ class Coordinator:
         done = self.run.step - self.first_step
         seconds = self.completed - self.started if done else 0.0
         first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
-        return Summary(self.first_step, self.run.step, done * self.cfg.POPULATION_SIZE * self.cfg.SEQ_LEN, seconds, first, last, self.run.directory)
+        tokens = done * self.cfg.POPULATION_SIZE * self.cfg.SEQ_LEN
+        return Summary(self.first_step, self.run.step, tokens, seconds, first, last, self.run.directory)
 
     # connections
 
@@ -276,7 +282,7 @@ class Coordinator:
             listener = socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise NetError(f"port {port} is in use: stop the coordinator that runs there, or choose another with --port") from None
+                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with --port") from None
             raise NetError(f"cannot listen on {host} port {port}: {_reason(error)}: choose others with --host and --port") from None
         listener.setblocking(False)
         return listener
@@ -331,7 +337,7 @@ class Coordinator:
         self._take_frames(connection)
 
     def _take_frames(self, connection):
-        """Frames are taken only while nothing waits to be sent, so that a peer that does not read its answers cannot pile them up."""
+        """Frames are taken only while nothing waits to be sent: a peer that does not read its answers cannot pile them up."""
         try:
             while connection.open and not connection.outbox and (got := next_frame(connection.inbox, self.limits)):
                 connection.half = None
@@ -454,7 +460,8 @@ class Coordinator:
             raise FrameError(f"wrong step: RESULT for step {step} while step {run.step} is being done")
         chunk, rest = divmod(position, cfg.CHUNK_SIZE)
         if rest or chunk >= cfg.N_CHUNKS:
-            raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
+            raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} below "
+                             f"{cfg.POPULATION_SIZE}")
         try:
             fitness = egg_model.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
         except ValueError as error:
@@ -506,13 +513,15 @@ class Coordinator:
         loss = self.sum_loss / (cfg.POPULATION_SIZE * cfg.SEQ_LEN * 16 * cfg.LOSS_SCALE)
         better, self.last_loss = self.last_loss is None or loss <= self.last_loss, loss
         tx, rx = self.tx - self.step_tx, self.rx - self.step_rx
-        with contextlib.suppress(OSError):           # the log is a convenience: a full disk stops the run where the history is written
+        with contextlib.suppress(OSError):           # a convenience: a full disk stops the run where the history is written
             self.log.write(f"{step},{now - self.started:.3f},{loss:.6f},{updates},{rate:g}\n")
             self.log.flush()
         if len(set(self.updates)) > 1:
-            console.line(f"step {step}: workers report different numbers of changed weights, {sorted(set(self.updates))}: a replica has drifted; "
-                         "restart the workers")
-        line = (f"Step {step} | Tokens: {count_text(step * tokens)} | Loss: {console.colour(f'{loss:.4f}', 'green' if better else 'red')} | "
+            console.line(f"step {step}: workers report different numbers of changed weights, {sorted(set(self.updates))}: "
+                         "a replica has drifted; restart the workers")
+        shown = console.colour(f"{loss:.4f}", "green" if better else "red")
+        # tokens: those behind the model whose loss this is
+        line = (f"Step {step} | Tokens: {count_text(step * tokens)} | Loss: {shown} | "
                 f"Time: {1e3 * seconds:.2f} ms | Updates: {updates} (n={len(self.updates)}, max={updates}) | "
                 f"Speed: {console.colour(f'{tokens / seconds:.2f}', 'blue')} tok/s | LR: {rate:g} | "
                 f"Net: {(tx + rx) / seconds / (1 << 20):.2f} MB/s (Tx: {_bytes(tx)}, Rx: {_bytes(rx)})")
@@ -531,14 +540,14 @@ class Coordinator:
                       + "Step,RelTime,Loss,Updates,LR\n")
             log.flush()
         except OSError as error:
-            raise EggError(f"{path}: {error.strerror}: start where files can be written, or give a --save-dir that can be") from None
+            raise EggError(f"{path}: {error.strerror}: start where files can be written, or give such a --save-dir") from None
         return log
 
 
 def run_coordinator(cfg, host="0.0.0.0", port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None):
-    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM: a Summary.
+    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    port: default cfg.PORT. Raises HistoryError and NetError; the completed steps are kept whatever happens."""
+    port: default cfg.PORT. Returns a Summary. Raises HistoryError and NetError; the completed steps are kept whatever happens."""
     console = console or Console()
     run = egg_history.open_run(cfg, save_dir, load_dir)
     try:
@@ -614,7 +623,8 @@ class Link:
                     if got[0] == JOB_RESPONSE:
                         seed, step, position, size = RESPONSE.unpack_from(got[1])
                         if size != len(got[1]) - RESPONSE.size:
-                            raise FrameError(f"wrong length: JOB_RESPONSE says {size} bytes of fitness and carries {len(got[1]) - RESPONSE.size}")
+                            raise FrameError(f"wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
+                                             f"{len(got[1]) - RESPONSE.size}")
                         return seed, step, position, got[1][RESPONSE.size:]
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
@@ -667,8 +677,8 @@ class Worker:
             elif (seed, step) != (engine.seed, engine.step):
                 self._rebuild(link, seed, step)
             elif position % self.cfg.CHUNK_SIZE or position >= self.cfg.POPULATION_SIZE:
-                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of {self.cfg.CHUNK_SIZE} below "
-                               f"{self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and POPULATION_SIZE as there")
+                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of {self.cfg.CHUNK_SIZE} "
+                               f"below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and POPULATION_SIZE as there")
             else:
                 self._work(link, position)
 
@@ -679,14 +689,16 @@ class Worker:
         try:
             fitness = egg_model.unpack_ternary(packed, self.cfg.N_PAIRS)
         except ValueError as error:
-            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): set POPULATION_SIZE as there") from None
+            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
+                           "set POPULATION_SIZE as there") from None
         self.changed = self.engine.update(fitness)
 
     def _rebuild(self, link, seed, step):
         """This replica and the coordinator's run have parted: begin again and replay the run, once."""
         if self.rebuilt:
             raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
-                           + (f" with seed {seed}" if seed is not None else "") + f", here is step {self.engine.step} with seed {self.engine.seed}; "
+                           + (f" with seed {seed}" if seed is not None else "")
+                           + f", here is step {self.engine.step} with seed {self.engine.seed}; "
                            "is the configuration the same on both sides, and does it still hold the history of the run?")
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the beginning")
@@ -707,7 +719,8 @@ class Worker:
             done += count
             link.check()
         packed = egg_model.pack_ternary(egg_model.chunk_fitness(losses, self.cfg))
-        link.send(frame(RESULT, RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed)), packed))
+        head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
+        link.send(frame(RESULT, head, packed))
         self.changed, self.rebuilt = 0, False
         self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, {self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
@@ -743,21 +756,25 @@ def sample(cfg, engine, tokens, decoding):
     return f"{egg_data.text(decoding, prompt)} >>> {egg_data.text(decoding, more)}"
 
 
+WHICH_HOST = "give the name or address of the coordinator's machine"
+
+
 def check_address(host, port):
     """Raises NetError where `host` is no name or address."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = _reason(error) if isinstance(error, OSError) else "this is no name"
-        raise NetError(f"{host} cannot be reached: {reason}: give the name or address of the coordinator's machine") from None
+        raise NetError(f"{host} cannot be reached: {reason}: {WHICH_HOST}") from None
 
 
-def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, retry=True, validate_first=False, console=None):
-    """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the coordinator closes, and
-    returns the number of chunks done. The engine keeps the state it has come to.
+def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, validate_first=False,
+               console=None):
+    """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the coordinator
+    closes, and returns the number of chunks done. The engine keeps the state it has come to.
 
     tokens: the training data, for samples; validation: an egg_data.Validation or None; decoding: an egg_data.Decoding or None;
-    validate_first: with the first chunk 0 whatever the step. Raises NetError where no coordinator can be, or one that does not fit."""
+    validate_first: with the first chunk 0, whatever the step. Raises NetError where no coordinator can be, or one that does not fit."""
     console = console or Console()
     check_address(host, port)
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console)
@@ -779,13 +796,14 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             worker.serve(link, heard)
         except OSError as error:
             if not known and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {_reason(error)}: give the name or address of the coordinator's machine") from None
+                raise NetError(f"{host} cannot be reached: {_reason(error)}: {WHICH_HOST}") from None
             if not retry and known:
                 return worker.chunks
             if not retry:
                 raise NetError(f"no coordinator at {host}:{port}: {_reason(error)}") from None
             if say_gone:
-                console.line(f"worker: {'the coordinator is gone' if known else f'no coordinator at {host}:{port} yet'}, trying again")
+                what = "the coordinator is gone" if known else f"no coordinator at {host}:{port} yet"
+                console.line(f"worker: {what}, trying again")
             say_gone = False
         finally:
             if link is not None:

@@ -45,7 +45,8 @@ def say_references(cfg, data, console):
         return {}
     references = egg_data.references(cfg, data.tokens, data.validation)
     told = ", ".join(f"{name} {figure:.2f}" for name, figure in references.items())
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens; for comparison, in {data.validation.unit}: {told}")
+    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens; for comparison, in "
+                 f"{data.validation.unit}: {told}")
     return references
 
 
@@ -71,15 +72,16 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None):
 # --- the worker processes --------------------------------------------------------------------------------------------------
 
 def _worker_process(cfg, port, device, threads, first, pipe):
-    """The life of a worker process. It reports through `pipe`: ("say", line), ("ready", name of the engine), ("final", Final), ("error", line);
-    after the coordinator has closed it waits there for "finish" or for the end of the pipe."""
+    """The life of a worker process. It reports through `pipe`: ("say", line), ("ready", name of the engine), ("final", Final),
+    ("error", line); after the coordinator has closed it waits there for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends us when it is done
     try:
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("say", line)))
         pipe.send(("ready", engine.name))
-        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, console=egg_net.Console(quiet=True))
+        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first,
+                           console=egg_net.Console(quiet=True))
         if pipe.recv() == "finish":
             pipe.send(("final", _final(cfg, engine, data)))
     except (EOFError, BrokenPipeError):
@@ -193,7 +195,8 @@ class Training:
 
 
 class TrainSummary(NamedTuple):
-    """What `train` did. before, after: validation figures in `unit`, None without validation; final_step: the model they and the sample are of."""
+    """What `train` did. before, after: validation figures in `unit`, None without validation; references: the same of simple models;
+    final: a Final, None where no worker was there at the end."""
     coordinator: egg_net.Summary
     before: object
     after: object
@@ -203,8 +206,9 @@ class TrainSummary(NamedTuple):
 
 
 def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None):
-    """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or Ctrl-C; prints a
-    summary and returns a TrainSummary. save_dir, load_dir: see egg_history.open_run. threads: cores of a CPU worker, default all.
+    """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or Ctrl-C;
+    prints a summary and returns a TrainSummary. save_dir, load_dir: see egg_history.open_run. threads: cores of a CPU worker,
+    default all.
 
     Raises DataError, EngineError, HistoryError, NetError, TrainError; completed steps are kept whatever happens."""
     console = console or egg_net.Console()
@@ -246,7 +250,8 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 def _summary(coordinator, references, final, data):
     said = coordinator.summary()
     before = said.first_validation[1] if said.first_validation else None
-    return TrainSummary(said, before, final.figure if final else None, data.validation.unit if data.validation else None, references, final)
+    unit = data.validation.unit if data.validation else None
+    return TrainSummary(said, before, final.figure if final else None, unit, references, final)
 
 
 def _say_summary(summary, console):

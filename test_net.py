@@ -1,4 +1,4 @@
-"""Wire format, coordinator, worker, history and local training. A fake engine (crc instead of a model) where only the protocol matters."""
+"""Wire format, coordinator, worker, history, local training. A fake engine (crc, no model) where only the protocol matters."""
 
 import json
 import multiprocessing
@@ -104,7 +104,8 @@ class Server:
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = egg_history.open_run(cfg, directory if save else None)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=egg_net.Console(self.lines), **options)
+        console = egg_net.Console(self.lines)
+        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.thread = threading.Thread(target=self._serve)
 
@@ -179,9 +180,9 @@ def until(condition, seconds=10):
         time.sleep(0.005)
 
 
-def work_in_thread(port, engine, cfg=CFG, **options):
-    console = egg_net.Console(Lines())
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=dict(options, retry=False, console=console))
+def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
+    options.update(retry=retry, console=egg_net.Console(lines or Lines()))
+    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
     thread.start()
     return thread
 
@@ -192,7 +193,8 @@ def test_frames_are_those_of_the_specification():
     assert egg_net.frame(JOB_REQUEST, egg_net.REQUEST.pack(1, 2, 0)).hex() == (
         "4a4f4253" "01" "00" "00000018" "0000000000000001" "0000000000000002" "0000000000000000")
     assert egg_net.frame(RESULT, egg_net.RESULT_HEAD.pack(1, 2, 3, 4, -1, 2), b"ab").hex() == (
-        "4a4f4253" "01" "01" "0000002e" "0000000000000001" "0000000000000002" "0000000000000003" "0000000000000004" "ffffffffffffffff" "00000002" "6162")
+        "4a4f4253" "01" "01" "0000002e" "0000000000000001" "0000000000000002" "0000000000000003" "0000000000000004"
+        "ffffffffffffffff" "00000002" "6162")
     assert egg_net.frame(JOB_RESPONSE, egg_net.RESPONSE.pack(42, 1, NOTHING, 0)).hex() == (
         "4a4f4253" "01" "02" "0000001c" "000000000000002a" "0000000000000001" "ffffffffffffffff" "00000000")
     assert egg_net.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
@@ -212,7 +214,8 @@ GOOD = egg_model.pack_ternary(np.ones(16, np.int8))
 
 
 def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
-    return egg_net.frame(RESULT, egg_net.RESULT_HEAD.pack(42, step, position, updates, loss, len(packed) if size is None else size), packed)
+    size = len(packed) if size is None else size
+    return egg_net.frame(RESULT, egg_net.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
 
 
 REFUSED = {
@@ -263,7 +266,8 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
     with Server(tmp_path) as server:
         half, peer = Peer(server.port), Peer(server.port)
         half.link.send(b"JOBS\x01")
-        peer.link.send(egg_net.frame(200, b"hello from the future") + egg_net.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
+        peer.link.send(egg_net.frame(200, b"hello from the future"))
+        peer.link.send(egg_net.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
         assert peer.chunk(0) == 0
         assert "  [31mred text\n  Step 5 | fake\n" in server.lines.text and "\x1b" not in server.lines.text
 
@@ -335,8 +339,9 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
         peer.link.send(egg_net.frame(VALIDATION, egg_net.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
-    assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| Speed: [\d.]+ tok/s \| LR: 0\.5 \| "
-                     r"Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| Val: 1\.00 bits/byte$", server.lines.text, re.M), server.lines.text
+    assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
+                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| Val: 1\.00 bits/byte$",
+                     server.lines.text, re.M), server.lines.text
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
     assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
@@ -375,8 +380,8 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
                "cfg = egg_config.make()\n"
                f"coordinator = egg_net.Coordinator(cfg, egg_history.open_run(cfg), '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
                "print(coordinator.address[1], flush=True)\ncoordinator.poll(5)\n")
-    times = []
-    for _ in range(3):
+    times = [1.0]
+    while min(times) >= 0.5 and len(times) < 6:                  # other tests may keep the machine busy for a moment
         started = time.perf_counter()
         process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True)
         port = int(process.stdout.readline())
@@ -392,25 +397,30 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     packed, digests = expected(6)
     engines = [FakeEngine(pause=0.002) for _ in range(workers)]
-    with Server(tmp_path, steps=6) as server:
-        threads = [work_in_thread(server.port, engine) for engine in engines]
+    server = Server(tmp_path, steps=6, stay=True)
+    threads = [work_in_thread(server.port, engine) for engine in engines]
+    time.sleep(0.2)                                              # all of them have asked before the first is answered
+    with server:
+        until(lambda: all(engine.step == 6 for engine in engines))
+        assert whole(server.run) == packed
     for thread in threads:
         thread.join(10)
     assert all(engine.state().digests() == digests and engine.evaluated for engine in engines)
-    assert [re.search(rf"Step {k} .*Updates: (\d+)", server.lines.text)[1] for k in range(1, 6)] == ["101", "102", "103", "104", "105"]
+    updates = [re.search(rf"Step {k} .*Updates: (\d+)", server.lines.text)[1] for k in range(1, 6)]
+    assert updates == ["101", "102", "103", "104", "105"]
 
 
 def test_a_late_worker_catches_up(tmp_path):
-    packed, digests = expected(5)
     late = FakeEngine()
-    with Server(tmp_path, steps=5) as server:
-        first = work_in_thread(server.port, FakeEngine(pause=0.03))
+    with Server(tmp_path) as server:
+        first = work_in_thread(server.port, FakeEngine(pause=0.01))
         until(lambda: server.run.step >= 3)
         second = work_in_thread(server.port, late)
-        until(lambda: server.run.step == 5)
-        assert [server.run.fitness(k) for k in range(5)] == packed
-    first.join(10), second.join(10)
-    assert late.state().digests() == digests and late.evaluated and min(late.evaluated)[0] >= 3
+        until(lambda: late.evaluated)
+        server.stop()
+        first.join(10), second.join(10)
+        assert whole(server.run) == expected(server.run.step)[0]
+    assert late.state().digests() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
@@ -418,19 +428,21 @@ def test_validation_and_samples_reach_the_console(tmp_path):
     decoding = egg_data.load_decoding(CFG)
     validation = egg_data.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
     with Server(tmp_path, steps=3) as server:
-        thread = work_in_thread(server.port, FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=validation, decoding=decoding)
+        tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
+        thread = work_in_thread(server.port, FakeEngine(), tokens=tokens, validation=validation, decoding=decoding)
     thread.join(10)
-    assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.lines.text and "sample at step 2: ab\u23ced >>> CCC\n" in server.lines.text
+    assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.lines.text
+    assert "sample at step 2: ab\u23ced >>> CCC\n" in server.lines.text
     lines = [x for x in server.lines.text.splitlines() if x.startswith("Step")]
     assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]      # (step + 1) / ln 2 / 12
 
 
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
     packed, digests = expected(4)
-    engine, options = FakeEngine(pause=0.01), dict(console=egg_net.Console(lines := Lines()))
+    engine, lines = FakeEngine(pause=0.01), Lines()
     with Server(tmp_path / "a", save=True) as server:
         port = server.port
-        threading.Thread(target=egg_net.run_worker, args=(CFG, "127.0.0.1", port, engine), kwargs=options, daemon=True).start()
+        work_in_thread(port, engine, retry=True, lines=lines)
         until(lambda: server.run.step >= 2)
         server.stop()
     with Server(tmp_path / "a", port=port, save=True, steps=engine.step + 3) as server:      # goes on where it was
@@ -479,8 +491,9 @@ def test_the_worker_serves_a_coordinator_that_polls():
     """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
     engine = FakeEngine()
     fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), egg_model.next_seed(42, 0)
-    chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING), response(seed1, 1, 0, egg_model.pack_ternary(fitness)),
-                                  response(seed1, 1, NOTHING), response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
+    chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
+                                  response(seed1, 1, 0, egg_model.pack_ternary(fitness)), response(seed1, 1, NOTHING),
+                                  response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
     results = [egg_net.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
     losses = FakeEngine.evaluate(engine, 64, 32)
@@ -502,7 +515,7 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
     with pytest.raises(egg_net.NetError, match="does not fit this worker: it answers for step 1 with seed"):
         serve_fake(FakeEngine(), catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1 + 1, 1, 0))
     with pytest.raises(egg_net.NetError, match="answers for step 0 with seed 0"):
-        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))                      # the C++ answer "too far behind"
+        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))         # the C++ answer "too far behind"
 
 
 @pytest.mark.parametrize("reason, answer", [
@@ -523,7 +536,8 @@ def test_the_worker_refuses_what_cannot_be_right(reason, answer):
 def test_unreachable_hosts_are_one_line():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"), ("127.0.0.1", "no coordinator at")):
+    for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
+                        ("127.0.0.1", "no coordinator at")):
         with pytest.raises(egg_net.NetError, match=words) as caught:
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
         assert "\n" not in str(caught.value)
@@ -621,12 +635,14 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
     file = tmp_path / egg_history.FILE
     data = file.read_bytes()
     other = egg_config.make(**{**CFG.constants(), "SIGMA_SHIFT": 5, "LR_SCHEDULE": ((0, 0.1),)})
-    with pytest.raises(egg_history.HistoryError, match=r"LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here; SIGMA_SHIFT = 3 there, 5 here"):
+    differ = r"LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here; SIGMA_SHIFT = 3 there, 5 here"
+    with pytest.raises(egg_history.HistoryError, match=differ):
         egg_history.open_run(other, tmp_path)
     harmless = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 7, "SAMPLING_TEMP": 0.1, "PORT": 1})
     egg_history.open_run(harmless, tmp_path).close()
-    for words, content in (("not a fitness history", b"something else"), ("cut short in its header, after 0 bytes", b""), ("cut short in its header", data[:50]),
-                           ("cut short in its header", data[:4]), ("damaged in its header", data[:60] + b"!" + data[61:])):
+    for words, content in (("not a fitness history", b"something else"), ("cut short in its header, after 0 bytes", b""),
+                           ("cut short in its header", data[:50]), ("cut short in its header", data[:4]),
+                           ("damaged in its header", data[:60] + b"!" + data[61:])):
         file.write_bytes(content)
         with pytest.raises(egg_history.HistoryError, match=words):
             egg_history.open_run(CFG, tmp_path)
@@ -636,8 +652,9 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
 def test_directories_that_cannot_be_used_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     run = egg_history.open_run(CFG, tmp_path / "run")
-    for words, save, load in (("in use by another coordinator", tmp_path / "run", None), ("Not a directory|File exists", tmp_path / "file", None),
-                              ("Not a directory", tmp_path / "file" / "x", None), ("no such directory", None, tmp_path / "none"),
+    for words, save, load in (("in use by another coordinator", tmp_path / "run", None),
+                              ("Not a directory|File exists", tmp_path / "file", None), ("Not a directory", tmp_path / "file" / "x", None),
+                              ("no such directory", None, tmp_path / "none"),
                               ("holds no run", tmp_path / "new", tmp_path)):
         with pytest.raises(egg_history.HistoryError, match=words) as caught:
             egg_history.open_run(CFG, save, load)
@@ -763,7 +780,7 @@ def golden_worker(port, pipe, stuck_at=None, flag=None):
     engine = egg_cpu.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"), 1)
     pipe.recv()                                               # the sign to begin
     serve = engine if stuck_at is None else Stuck(engine, stuck_at, flag)
-    threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, serve), kwargs=dict(console=egg_net.Console(quiet=True)), daemon=True).start()
+    work_in_thread(port, serve, cfg, retry=True)
     until(lambda: engine.step == 6, 100)
     pipe.send(engine.state().digests())
 
@@ -831,7 +848,7 @@ def coordinator_process(directory, port=0):
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
     process, port = coordinator_process(tmp_path)
-    threading.Thread(target=egg_net.run_worker, args=(CFG, "127.0.0.1", port, engine), kwargs=dict(console=egg_net.Console(Lines())), daemon=True).start()
+    work_in_thread(port, engine, retry=True)
     until(lambda: engine.step >= 3)
     process.kill()
     process.communicate()
@@ -866,9 +883,10 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
     assert (first.coordinator.step, first.final.step, first.unit) == (3, 3, "bits/byte") and first.before is not None
     assert 0 < first.after < 20 and len(first.references) == 3
     second = egg_train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.coordinator.first_step, second.coordinator.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
-    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (uniform 8.00", "sample after 5 steps",
-                  "the run lies in run: continue it with --load-dir run"):
+    assert (second.coordinator.first_step, second.coordinator.step) == (3, 5)
+    assert second.before == pytest.approx(first.after, abs=1e-12)
+    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (uniform 8.00",
+                  "sample after 5 steps", "the run lies in run: continue it with --load-dir run"):
         assert words in lines.text, words
     third = egg_train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert third.final is None and "the run has its 5 steps already" in lines.text
@@ -877,8 +895,9 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, tmp_path, compiled):
     # validation is off, so that the run is quick and its history all there is
     cfg, lines = egg_config.make(**{**small.constants(), "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}), Lines()
-    options = dict(steps=40, threads=1)
-    thread = threading.Thread(target=egg_train.train, args=(cfg,), kwargs=dict(options, save_dir="killed", console=egg_net.Console(lines)))
+    options = dict(steps=80, threads=1)
+    killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
+    thread = threading.Thread(target=egg_train.train, args=(cfg,), kwargs=killed)
     thread.start()
     until(lambda: "Step 2 " in lines.text, 60)
     for process in multiprocessing.active_children():
@@ -887,7 +906,7 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
     thread.join(60)
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
     runs = [egg_history.open_run(cfg, name) for name in ("killed", "undisturbed")]
-    assert whole(runs[0]) == whole(runs[1]) and runs[0].step == 40
+    assert whole(runs[0]) == whole(runs[1]) and runs[0].step == 80
     [run.close() for run in runs]
 
 
