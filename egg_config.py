@@ -88,7 +88,8 @@ DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU where there is o
 SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
 
 PRESETS = {
-    "laptop": dict(),
+    "laptop": dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=32, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256, LOSS="exact", SIGMA_SHIFT=2,
+                   CHUNK_MEAN_FILTER=0, ADAM_WEIGHT_DECAY=0.001),
 }
 
 LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "DEVICE", "SIMD"}

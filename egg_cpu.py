@@ -41,6 +41,7 @@ AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIE
 (EMBEDDING, EMB_BIAS, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
  LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
+WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
 
 
@@ -827,17 +828,18 @@ class CpuEngine:
         self.step, self.seed = state.step, state.seed
         self._pack()
 
-    def _spread(self, n, work):
-        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results."""
+    def _spread(self, n, work, cost=1 << 30):
+        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results. cost: elementary
+        operations of the whole, so that what is shorter than a hand-over is done here."""
         step = max(1, -(-n // (4 * self.threads)))
-        if self.threads == 1 or n <= 1:
+        if self.threads == 1 or n <= 1 or cost < WORTH_A_THREAD:
             return [work(0, n)]
         return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
 
     def _pack(self):
         for t in self._tensors:
             if t.matrix:
-                self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]))
+                self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
 
     def state(self):
         """A copy of the State."""
@@ -864,11 +866,11 @@ class CpuEngine:
                 votes = self._matrix_votes(t, row, seeds, signs)
             else:
                 votes = np.empty((1, t.cols), np.int32)
-                self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]))
+                self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]), t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
             group = 4 if t.matrix else 1
             changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, optimizer(cfg, lr, t.lr_scale), w, row, group, votes,
-                                                                           self._moments, changed_rows, changed_cols)))
+                                                                           self._moments, changed_rows, changed_cols), 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
@@ -884,8 +886,9 @@ class CpuEngine:
         for first in range(0, seeds.size, BLOCK):
             some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
             x = np.empty((votes.shape[0], -(-some.size // 4) * 4), np.uint8)
-            self._spread(votes.shape[0], functools.partial(input_block, self._constants, row, some, their, x))
-            self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes))
+            self._spread(votes.shape[0], functools.partial(input_block, self._constants, row, some, their, x), x.size)
+            self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes),
+                         x.size + votes.shape[1] * some.size + votes.size * some.size // 64)
         return votes
 
     def _rescale(self, at, changed):

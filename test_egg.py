@@ -1,0 +1,479 @@
+"""Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
+
+`Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import pyzstd
+
+import egg_config
+import egg_cpu
+import egg_model
+import egg_simd
+
+HERE = pathlib.Path(__file__).parent
+STEPS = 6
+
+
+def golden(name):
+    """(configuration, tokens, recording) of golden/<name>.npz."""
+    z = np.load(HERE / "golden" / f"{name}.npz")
+    cfg = egg_config.make(**json.loads(str(z["config"])))
+    if name == "E":
+        raw = pyzstd.decompress((HERE / "golden" / "input_8k.bin.zst").read_bytes())
+        return cfg, np.frombuffer(raw, np.uint32), z
+    return cfg, z["input_bin"] if cfg.VOCAB_SIZE == 256 else z["input_bin"].view(np.uint32), z
+
+
+def population_fitness(cfg, losses):
+    return np.concatenate([egg_model.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
+
+
+# --- a plain reading of the SPEC -------------------------------------------------------------------------------------------
+
+def wrap(x):
+    """int64 values as int32 would hold them."""
+    return (np.asarray(x, np.int64) + 2 ** 31) % 2 ** 32 - 2 ** 31
+
+
+def truncated(f):
+    return np.clip(np.trunc(f.astype(np.float64)), -2 ** 31, 2 ** 31 - 1).astype(np.int64)
+
+
+def hashes(seed, index):
+    return np.array([egg_model.hash32(seed, int(i)) for i in np.atleast_1d(index)], np.uint32)
+
+
+class Reading:
+    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout."""
+
+    def __init__(self, cfg, state):
+        self.cfg, self.state = cfg, state
+        self.tensors = {(t.name, t.layer): t for t in egg_model.tensors(cfg)}
+
+    def noise(self, seed, index):
+        return egg_model.uniform_noise(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+
+    def factor(self, at, seed, index):
+        overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
+        if self.cfg.ADAPTIVE_NOISE_MODE == 0:
+            return np.ones(len(index), np.float32)
+        if self.cfg.ADAPTIVE_NOISE_MODE == 1:
+            return np.clip(overlay, 0, 64) / np.float32(64)
+        tail = (hashes(seed + 100000, index).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
+        return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
+
+    def matrix(self, t):
+        return egg_model.from_canonical(self.state.weights[t.weights:t.weights + t.size], t.rows, t.cols).astype(np.int64)
+
+    def vector(self, name, layer, seed, sign):
+        t = self.tensors[name, layer]
+        i, v = np.arange(t.cols), self.state.weights[t.weights:t.weights + t.cols].astype(np.int64)
+        if not sign:
+            return v
+        p = (self.noise(seed + t.seed_a, i) * self.noise(seed + t.seed_b, i)).astype(np.float32)
+        return v + (truncated(p * self.factor(t.overlay_a, seed + t.seed_a, i)) * sign >> self.cfg.SIGMA_SHIFT_VECTOR)
+
+    def product(self, name, layer, seed, sign, x, down=False):
+        t = self.tensors[name, layer]
+        y = x @ self.matrix(t)
+        if not sign:
+            return y
+        rows, cols, H = np.arange(t.rows), np.arange(t.cols), self.cfg.HIDDEN_DIM
+        xn, f = (x * self.noise(seed + t.seed_b, rows)).astype(np.float32), self.factor(t.overlay_b, seed + t.seed_b, rows)
+        if down:
+            p = np.zeros((len(x), H), np.int64)
+            for sub in range(4):
+                part = slice(sub * H, sub * H + H)
+                # in float64 the product is exact and the sum is rounded once more only where modes 0 and 1 cannot get
+                p = truncated((p + xn[:, part].astype(np.float64) * f[part]).astype(np.float32))
+            sb = wrap(p.sum(1))
+        else:
+            sb = wrap(truncated(xn * f).sum(1))
+        a = truncated(self.noise(seed + t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, seed + t.seed_a, cols))
+        return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.cfg.NOISE_SHIFT))
+
+    def layer_norm(self, h, w, b):
+        p, mean = wrap(h * w), np.maximum(1, np.abs(h).sum(1) // self.cfg.HIDDEN_DIM)[:, None]
+        return np.clip(wrap(np.sign(p) * (np.abs(p) // mean) + b), -127, 127)
+
+    def amax(self, v):
+        y = v.astype(np.float32) * (np.float32(127) / (np.abs(v).max(1).astype(np.float32)[:, None] + np.float32(1e-9)))
+        whole = np.trunc(y)
+        return np.clip(whole + np.where(np.abs(y - whole) >= 0.5, np.sign(y), 0), -127, 127).astype(np.int64)
+
+    def mlp(self, h, layer, seed, sign, norm, up, up_bias, down, down_bias):
+        cfg = self.cfg
+        n = self.layer_norm(h, self.vector(norm, layer, seed, sign), self.vector(norm + "_bias", layer, seed, sign))
+        u = (self.product(up, layer, seed, sign, n) >> cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer, seed, sign)
+        u = egg_model.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
+        down = self.product(down, layer, seed, sign, u, down=True) >> cfg.SHIFT_MLP_DOWN
+        return self.amax(wrap(h + down + self.vector(down_bias, layer, seed, sign)))
+
+    def rotate(self, y, rope):
+        cfg = self.cfg
+        e, o = np.moveaxis(y.reshape(len(y), -1, cfg.HEAD_DIM // 2, 2), -1, 0)
+        cos, sin = np.moveaxis(rope[:, None], -1, 0)
+        half = 1 << cfg.ROPE_SCALE_BIT - 1
+        turned = np.stack([(e * cos - o * sin + half) >> cfg.ROPE_SCALE_BIT, (e * sin + o * cos + half) >> cfg.ROPE_SCALE_BIT], -1)
+        return wrap(turned.reshape(y.shape))
+
+    def attend(self, q, k, v):
+        cfg, exp, a = self.cfg, egg_model.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
+        for head in range(cfg.N_HEADS):
+            part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
+            scores = q[:, part] @ k[:, part].T >> cfg.SHIFT_ATTN
+            for t in range(len(q)):
+                w = exp[np.minimum(len(exp) - 1, scores[t, :t + 1].max() - scores[t, :t + 1])]
+                total = (w[:, None] * v[:t + 1, part]).sum(0)
+                a[t, part] = np.clip(np.sign(total) * (np.abs(total) // w.sum()), -127, 127)
+        return a
+
+    def logits(self, tokens, seed=0, sign=0):
+        """int64 [positions, VOCAB_SIZE]."""
+        cfg, t = self.cfg, self.tensors["embedding", 0]
+        e = self.matrix(t)[:, tokens].T
+        if sign:
+            own, hidden = np.asarray(tokens), np.arange(cfg.HIDDEN_DIM)
+            p = (self.noise(seed + t.seed_a, own)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
+            p = p * self.factor(t.overlay_a, seed + t.seed_a, own)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
+            e = e + (truncated(p) * sign >> cfg.NOISE_SHIFT)
+        h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
+        h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
+        rope = egg_model.rope_table(cfg, len(tokens)).astype(np.int64)
+        for layer in range(cfg.N_LAYERS):
+            n = self.layer_norm(h, self.vector("ln_1", layer, seed, sign), self.vector("ln_1_bias", layer, seed, sign))
+            q, k, v = (self.product(name, layer, seed, sign, n) for name in ("w_q", "w_k", "w_v"))
+            a = self.attend(self.amax(self.rotate(q, rope)), self.amax(self.rotate(k, rope)), self.amax(v))
+            h = self.amax(wrap(h + (self.product("w_o", layer, seed, sign, a) >> cfg.SHIFT_OUT)))
+            h = self.mlp(h, layer, seed, sign, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down")
+        n = self.layer_norm(h, self.vector("ln_f", 0, seed, sign), self.vector("ln_f_bias", 0, seed, sign))
+        return self.product("embedding", 0, seed, sign, n) >> cfg.SHIFT_LOGIT
+
+    def loss(self, window, seed, sign):
+        cfg, exp, z = self.cfg, [int(e) for e in egg_model.exp_table(self.cfg)], self.logits(window[:-1], seed, sign)
+        total = 0
+        for row, target in zip(z, window[1:]):
+            q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
+            above = int(row.max() - row[target])
+            if cfg.LOSS == "deggs":
+                total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
+            else:
+                # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
+                total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
+        return total
+
+
+def random_config(rng, **more):
+    """A small configuration drawn over what validate() admits."""
+    head = int(rng.choice([32, 64, 128]))
+    mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
+    settings = dict(HIDDEN_DIM=head * int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2)), HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
+                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])), CHUNK_SIZE=8, POPULATION_SIZE=8,
+                    ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian, DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)),
+                    HOST_GAUSSIAN=int(rng.integers(2)), HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
+                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)), SHIFT_LOGIT=int(rng.integers(6, 10)),
+                    SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])), SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])),
+                    LOSS=str(rng.choice(["deggs", "exact"])), USE_SAME_DATA=int(rng.integers(2)),
+                    CHUNK_MEAN_FILTER=int(rng.integers(2)), USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
+    return egg_config.make(**{**settings, **more})
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------------
+
+def test_overrides_in_order():
+    assert egg_config.load(environ={}).HIDDEN_DIM == egg_config.HIDDEN_DIM
+    cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
+    assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
+    assert egg_config.load(defines=["CHUNK_SIZE=64"], environ={}).POPULATION_SIZE == 512
+    assert egg_config.load("laptop", environ={}).shared() != egg_config.load(environ={}).shared()
+    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == egg_config.load("laptop", environ={}).shared()
+    assert egg_config.load(defines=["LR_SCHEDULE=0:1,50:0.5"], environ={}).LR_SCHEDULE == ((0, 1.0), (50, 0.5))
+    assert egg_config.load(defines=["USE_SAME_DATA=true"], environ={}).USE_SAME_DATA == 1
+
+
+@pytest.mark.parametrize("define, says", [
+    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"), ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64 or 128"),
+    ("SEQ_LEN=13", "multiple of 8"), ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"), ("VOCAB_SIZE=100", "from 256"),
+    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"), ("LOSS=cubic", "deggs, exact"), ("N_LAYERS", "NAME=VALUE"),
+    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"), ("DETOKENIZE=1", "VOCAB_SIZE 256"),
+    ("USE_MUON=1", "only 0"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
+def test_bad_constants_are_named_in_one_line(define, says):
+    with pytest.raises(egg_config.ConfigError) as error:
+        egg_config.load(defines=[define], environ={})
+    text = str(error.value)
+    assert says in text and "\n" not in text and define.split("=")[0] in text
+
+
+def test_three_gaussian_draws_must_fit_a_byte():
+    with pytest.raises(egg_config.ConfigError, match="DEVICE_MASK = 43"):
+        egg_config.make(DEVICE_GAUSSIAN=1, DEVICE_MASK=43)
+
+
+def test_environment_is_checked_too():
+    with pytest.raises(egg_config.ConfigError, match="EGG_HIDEN_DIM: .* did you mean HIDDEN_DIM"):
+        egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
+
+
+def test_fingerprint_covers_what_must_agree():
+    base = egg_config.make()
+    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint() == egg_config.make(PORT=1, DEVICE="cpu").fingerprint()
+
+
+# --- model -----------------------------------------------------------------------------------------------------------------
+
+def test_tensors_cover_the_flat_arrays_once():
+    for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
+        weights, overlay = np.zeros(egg_model.n_weights(cfg), int), np.zeros(egg_model.n_overlay(cfg), int)
+        for t in egg_model.tensors(cfg):
+            weights[t.weights:t.weights + t.size] += 1
+            overlay[t.overlay_a:t.overlay_a + t.cols] += 1
+            if t.matrix:
+                overlay[t.overlay_b:t.overlay_b + t.rows] += 1
+        assert (weights == 1).all() and (overlay == 1).all()
+
+
+def test_draws_are_xorshift32():
+    x, plain = 42, []
+    for _ in range(5000):
+        x ^= x << 13 & 0xFFFFFFFF
+        x ^= x >> 17
+        x ^= x << 5 & 0xFFFFFFFF
+        plain.append(x)
+    assert np.array_equal(egg_model._xorshift(42, 5000), plain)
+
+
+def test_canonical_order_is_four_rows_side_by_side():
+    m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
+    flat = egg_model.to_canonical(m)
+    assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
+    assert np.array_equal(egg_model.from_canonical(flat, 8, 3), m)
+
+
+def test_ternary_packing():
+    rng = np.random.default_rng(3)
+    for n in (1, 4, 5, 6, 1000):
+        f = rng.integers(-1, 2, n).astype(np.int8)
+        data = egg_model.pack_ternary(f)
+        assert len(data) == -(-n // 5) and np.array_equal(egg_model.unpack_ternary(data, n), f)
+    assert egg_model.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"), (bytes([81]), 4, "after the last")):
+        with pytest.raises(ValueError, match=says):
+            egg_model.unpack_ternary(data, count)
+
+
+@pytest.mark.parametrize("name", "ABD")
+def test_fitness_of_recorded_losses(name):
+    cfg, _, z = golden(name)
+    for k in range(STEPS):
+        assert np.array_equal(population_fitness(cfg, z["loss"][k].astype(np.int64)), z["fitness"][k])
+
+
+def test_exact_fitness_filters_in_logit_units():
+    rng = np.random.default_rng(4)
+    losses = rng.integers(0, 4000, 512)
+    coarse, fine = egg_config.make(CHUNK_SIZE=512), egg_config.make(CHUNK_SIZE=512, LOSS="exact")
+    d = (losses[1::2] - losses[::2]).mean()
+    moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
+    expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
+    assert np.array_equal(egg_model.chunk_fitness(losses * 256, fine), expected)
+    assert (egg_model.chunk_fitness(losses, coarse) != expected).sum() < 8          # the same but for the truncated mean
+
+
+def test_initial_model_of_the_default_configuration():
+    cfg, _, z = golden("E")
+    assert egg_model.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
+    assert egg_model.products_per_token(cfg) == 5767168
+
+
+# --- CPU engine ------------------------------------------------------------------------------------------------------------
+
+def hold_against_recording(name):
+    cfg, tokens, z = golden(name)
+    engine = egg_cpu.CpuEngine(cfg, tokens)
+    assert hashlib.sha256(engine.state().weights).digest() == hashlib.sha256(z["model_0"]).digest()
+    for k in range(STEPS):
+        losses = np.concatenate([engine.evaluate(i, cfg.CHUNK_SIZE) for i in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)])
+        assert np.array_equal(losses, z["loss"][k]), k
+        fitness = population_fitness(cfg, losses)
+        assert np.array_equal(fitness, z["fitness"][k])
+        assert engine.update(fitness) == z["updates"][k]
+        state = engine.state()
+        assert np.array_equal(state.overlay, z["scales"][k])
+        assert state.digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+        if k == 2 and "adam_3" in z:
+            assert np.array_equal(state.moments, z["adam_3"])
+    assert np.array_equal(engine.state().weights, z["model_6"])
+
+
+@pytest.mark.parametrize("name", "ABD")
+def test_recorded_runs(name):
+    hold_against_recording(name)
+
+
+@pytest.mark.parametrize("kind", [k for k in egg_simd.KINDS if k in egg_simd.available() and k != egg_simd.KIND])
+def test_recorded_run_with_other_instructions(kind):
+    code = f"import egg_simd, test_egg; assert egg_simd.KIND == {kind!r}; test_egg.hold_against_recording('A')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={**os.environ, "EGG_SIMD": kind}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_recorded_default_configuration():
+    cfg, tokens, z = golden("E")
+    engine = egg_cpu.CpuEngine(cfg, tokens)
+    for chunk in range(cfg.N_CHUNKS):
+        assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
+    engine.update(z["fitness_0"])
+    assert engine.state().digests() == tuple(str(z[part][0]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_losses_are_those_of_the_plain_reading(seed):
+    rng = np.random.default_rng(seed)
+    cfg = random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3)
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
+    engine = egg_cpu.CpuEngine(cfg, tokens)
+    state = engine.state()
+    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    state.step = 3
+    engine.load(state)
+    windows = egg_model.windows(cfg, tokens, 3, 0, 2)
+    reading = Reading(cfg, state)
+    expected = [reading.loss(windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
+    got = engine.evaluate(0, 4)
+    if cfg.LOSS == "deggs":
+        assert got.tolist() == expected
+    else:
+        assert np.abs(got - np.array(expected)).max() <= cfg.SEQ_LEN
+
+
+def test_exact_loss_in_fixed_point():
+    """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
+    cfg = egg_config.make(LOSS="exact")
+    c = egg_cpu.CpuEngine(cfg)._constants
+    rng = np.random.default_rng(5)
+    for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
+        exact = 256 * 6 * np.log(q / 2 ** 18)
+        assert -1.01 <= egg_cpu.position_loss(c, q, 0, 0) - exact <= 0.01, q
+    assert egg_cpu.position_loss(c, 1 << 36, 1 << 23, -(1 << 23)) > 1 << 32
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_validation_and_logits_are_those_of_the_plain_reading(seed):
+    rng = np.random.default_rng(100 + seed)
+    cfg = random_config(rng)
+    engine, state = egg_cpu.CpuEngine(cfg), egg_model.initial_state(cfg)
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
+    expected = 0.0
+    for window in windows:
+        z = Reading(cfg, state).logits(window[:-1]) / cfg.SOFTMAX_EXP_SCALE
+        expected += (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(cfg.SEQ_LEN), window[1:]]).sum()
+    nats, count = engine.validate(windows)
+    assert count == 3 * cfg.SEQ_LEN and nats == pytest.approx(expected, rel=1e-9)
+
+
+def test_generation_does_not_depend_on_the_cache():
+    """Greedy tokens one by one, from cached keys and values, are those of whole passes over the sequence, also beyond SEQ_LEN."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2)
+    engine, prompt = egg_cpu.CpuEngine(cfg), [5, 17, 250]
+    got = list(engine.generate(prompt, 30, seed=1, temp=0, penalty=0))
+    sequence, reading = list(prompt), Reading(cfg, engine.state())
+    for token in got:
+        assert token == reading.logits(sequence)[-1].argmax()
+        sequence.append(token)
+    assert len(got) == 30
+
+
+@pytest.mark.parametrize("name", ["gen_0"])
+def test_recorded_generation(name):
+    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    cfg, tokens, z = golden("E")
+    engine = egg_cpu.CpuEngine(cfg, tokens)
+    recorded = z[name].astype(np.int32)
+    start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
+    assert np.array_equal(recorded[:32], tokens[start:start + 32])
+    c, s = engine._constants, egg_model.sampling(cfg)
+    for t in range(31, len(recorded) - 1):
+        logits = last_logits(engine, recorded[:t + 1])
+        np.subtract.at(logits, recorded[:t + 1], 51)
+        # penalised already: nothing is left for the engine's own penalty
+        token = egg_cpu.choose_token(c, engine._tables, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
+                                     egg_model.sampling_random(engine.seed, t))
+        assert token == recorded[t + 1], t
+
+
+def last_logits(engine, tokens):
+    """int32 [VOCAB_SIZE]: the engine's logits after a sequence of at most SEQ_LEN tokens."""
+    cfg = engine.cfg
+    n = len(tokens)
+    keys, values = (np.zeros((cfg.N_LAYERS, 1, n, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+    x, last = np.empty((n, cfg.HIDDEN_DIM), np.uint8), np.zeros((egg_simd.ROWS, cfg.HIDDEN_DIM), np.uint8)
+    egg_cpu.hidden(engine._constants, engine._w, engine._tables, np.uint32(0), 0, tokens.reshape(1, -1), 1, n, 0, keys, values, x)
+    last[0] = x[-1]
+    z = np.empty((egg_simd.ROWS, -(-cfg.VOCAB_SIZE // 32) * 32), np.int32)
+    egg_cpu.logits(engine._constants, engine._w, 0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), 1, 0, last, 1, z)
+    return z[0, :cfg.VOCAB_SIZE].copy()
+
+
+def test_sampling():
+    """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2)
+    engine = egg_cpu.CpuEngine(cfg)
+    c, tables, unseen = engine._constants, engine._tables, np.zeros(256, np.uint8)
+
+    def choose(z, seen=unseen, random=0, **settings):
+        s = egg_model.sampling(cfg, **settings)
+        return egg_cpu.choose_token(c, tables, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+
+    z = np.full(256, -1000, np.int32)
+    z[[7, 99, 200]] = 10, 8, 4
+    seen = unseen.copy()
+    seen[7] = 1
+    assert choose(z, temp=0) == 7
+    assert choose(z, seen, temp=0, penalty=0.5) == 99 and choose(z, seen, temp=0, penalty=0.3) == 7      # 3 and 1.8 logit units
+    rng = np.random.default_rng(6)
+    draws = [choose(z, random=r, temp=1.0, min_p=0.0, penalty=0) for r in rng.integers(0, 2 ** 32, 6000)]
+    weights = np.exp(-np.array([0, 2, 6]) / 6)
+    expected = 6000 * weights / weights.sum()
+    counts = np.array([draws.count(t) for t in (7, 99, 200)])
+    assert counts.sum() == 6000 and ((counts - expected) ** 2 / expected).sum() < 18.4
+    assert 200 not in {choose(z, random=r, temp=1.0, min_p=0.5, penalty=0) for r in rng.integers(0, 2 ** 32, 500)}
+
+
+def test_sgd_accumulates_votes():
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
+                          LR_SCHEDULE=((0, 0.01),))
+    engine = egg_cpu.CpuEngine(cfg)
+    before, fitness = engine.state(), np.array([1, -1, 0, 1], np.int8)
+    changed, after = engine.update(fitness), engine.state()
+    votes, rate, reading = *np.zeros((2, before.weights.size), np.float32), Reading(cfg, before)
+    for t in egg_model.tensors(cfg):
+        total = 0
+        for q, sign in enumerate(fitness):
+            a, b = reading.noise(42 + q + t.seed_a, np.arange(t.cols)), reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
+            total = total + int(sign) * (np.outer(b, a) if t.matrix else a * b)
+        votes[t.weights:t.weights + t.size] = egg_model.to_canonical(total) if t.matrix else total
+        rate[t.weights:t.weights + t.size] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)
+    acc = rate * votes
+    step = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
+    assert changed == np.count_nonzero(step) > 100
+    assert np.array_equal(after.weights, before.weights + step) and np.array_equal(after.moments[:, 2], acc - step)
+    assert not after.moments[:, :2].any()
+
+
+def test_threads_give_the_same_bits():
+    cfg, tokens, z = golden("B")
+    one, two = egg_cpu.CpuEngine(cfg, tokens, threads=1), egg_cpu.CpuEngine(cfg, tokens)
+    assert np.array_equal(one.evaluate(0, 64), two.evaluate(0, 64))
+    one.update(z["fitness"][0])
+    two.update(z["fitness"][0])
+    assert one.state().digests() == two.state().digests()
