@@ -809,6 +809,178 @@ def _pack_kernel():
     return pack
 
 
+# --- one token at a time, without noise ----------------------------------------------------------------------------------------------
+
+def _token_kernel(cfg):
+    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is a channel.
+
+    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o, ln_2, up, down,
+    then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32 [heads][positions]."""
+    H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
+    SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
+    WORDS, H4 = H // 4, 4 * H
+
+    def matrix_vector(K):
+        @device
+        def multiply(x, at_x, packed, at, columns, y, at_y, t):
+            """y[at_y + c] = x . column c of a packed matrix, x from word at_x on: a warp makes eight columns."""
+            lane = t & 31
+            for block in range(t >> 5, columns // 8, 32):
+                s = int32(0)
+                base = at + block * (2 * K) + lane
+                for piece in range(K // 16):
+                    s = egg_ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
+                s = quad_sum(s)
+                if (lane & 3) == 0:
+                    y[at_y + block * 8 + (lane >> 2)] = s
+        return multiply
+
+    from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
+
+    @device
+    def block_sum(x, part, t):
+        x = egg_ptx.warp_sum(x)
+        cuda.syncthreads()
+        if (t & 31) == 0:
+            part[t >> 5] = x
+        cuda.syncthreads()
+        return egg_ptx.warp_sum(part[t & 31])
+
+    @device
+    def block_max(x, part, t):
+        x = egg_ptx.warp_max(x)
+        cuda.syncthreads()
+        if (t & 31) == 0:
+            part[t >> 5] = x
+        cuda.syncthreads()
+        return egg_ptx.warp_max(part[t & 31])
+
+    @device
+    def normed(h, weights, plan, p, part, t):
+        """Entry t of ln(h), h the thread's own channel."""
+        mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
+        if t >= H:
+            return int32(0)
+        product = int32(h * int32(weights[plan[p] + t]))
+        quotient = int32(uint32(abs(product)) // uint32(mean))
+        return clip(int32((quotient if product >= 0 else int32(-quotient)) + int32(weights[plan[p + 4] + t])))
+
+    @device
+    def scaled_down(v, part, t):
+        """Entry t of amax(v)."""
+        return quantise(v, amax_scale(block_max(int32(abs(v)), part, t)))
+
+    @cuda.jit(launch_bounds=1024)
+    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores, out):
+        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)     # H, then 4 H bytes: the vectors multiplied next
+        y = cuda.shared.array(H4, int32)
+        part = cuda.shared.array(32, int32)
+        top, total = cuda.shared.array(HEADS, int32), cuda.shared.array(HEADS, int64)
+        t = cuda.threadIdx.x
+        here = at[0]
+        token_id = tokens[here]
+        p = calls[0] * PLAN
+        h, call = int32(0), 1
+        if t < H:
+            block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
+            e = int32(int32(packed[block] << int32(24 - 8 * (t & 3))) >> int32(24))
+            h = clip(int32(e + int32(weights[plan[p + 8] + t])))
+        n = normed(h, weights, plan, p, part, t)
+        for layer in range(-1, L):
+            if layer >= 0:
+                if t < H:
+                    vector[t] = n
+                    if t < HEADS:
+                        top[t], total[t] = -2 ** 31, 0
+                cuda.syncthreads()
+                p = calls[call] * PLAN
+                for which in range(3):
+                    from_h(words, 0, packed, plan[p + 8 * which], H, y, which * H, t)
+                cuda.syncthreads()
+                if t < H and (t & 1) == 0:
+                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1]), int64(1) << int64(SCALE_BIT - 1)
+                    for which in range(2):
+                        a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
+                        y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
+                        y[which * H + t + 1] = int32((a * sin + b * cos + half) >> int64(SCALE_BIT))
+                cuda.syncthreads()
+                q = scaled_down(y[t] if t < H else int32(0), part, t)
+                k = scaled_down(y[H + t] if t < H else int32(0), part, t)
+                v = scaled_down(y[2 * H + t] if t < H else int32(0), part, t)
+                base = int64(layer) * positions
+                if t < H:
+                    vector[t] = q
+                    keys[(base + here) * H + t] = k
+                    values[(base + here) * H + t] = v
+                cuda.syncthreads()
+                for task in range(t, HEADS * (here + 1), 1024):
+                    head, past = task // (here + 1), task % (here + 1)
+                    s = int32(0)
+                    for i in range(D // 4):
+                        s = egg_ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i], s)
+                    scores[head * positions + past] = s
+                    cuda.atomic.max(top, head, s)
+                cuda.syncthreads()
+                for task in range(t, HEADS * (here + 1), 1024):
+                    head, past = task // (here + 1), task % (here + 1)
+                    d = int32(int32(top[head] >> int32(SHIFT_ATTN)) - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
+                    w = exps[min(d, int32(255))]
+                    scores[head * positions + past] = w
+                    cuda.atomic.add(total, head, int64(w))
+                cuda.syncthreads()
+                if t < H:
+                    head, num = t // D, int64(0)
+                    for past in range(here + 1):
+                        num += int64(int32(scores[head * positions + past] * int32(values[(base + past) * H + t])))
+                    vector[t] = clip(int32(float(num) / float(total[head])))
+                cuda.syncthreads()
+                from_h(words, 0, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
+                cuda.syncthreads()
+                h = scaled_down(int32(h + int32(y[t] >> int32(SHIFT_OUT))) if t < H else int32(0), part, t)
+                n = normed(h, weights, plan, calls[call + 2] * PLAN, part, t)
+                call += 3
+            if t < H:
+                vector[t] = n
+            cuda.syncthreads()
+            p = calls[call] * PLAN
+            from_h(words, 0, packed, plan[p], 4 * H, y, 0, t)
+            cuda.syncthreads()
+            for i in range(t, 4 * H, 1024):
+                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i]))) & 255]
+            cuda.syncthreads()
+            from_4h(words, WORDS, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
+            cuda.syncthreads()
+            p = calls[call + 2] * PLAN                       # the next norm carries the bias of this product
+            h = scaled_down(int32(int32(h + int32(y[t] >> int32(SHIFT_DOWN))) + int32(weights[plan[p + 8] + t])) if t < H else int32(0), part, t)
+            n = normed(h, weights, plan, p, part, t)
+            call += 3
+        if t < H:
+            out[t] = n
+
+    return token
+
+
+def _logits_kernel(cfg):
+    """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
+    H, V, SHIFT = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
+
+    @cuda.jit(launch_bounds=256)
+    def logits(at_packed, packed, n, z):
+        t = cuda.threadIdx.x
+        lane = t & 31
+        block = cuda.blockIdx.x * 8 + (t >> 5)
+        col = block * 8 + (lane >> 2)
+        if block * 8 < V:
+            s = int32(0)
+            for piece in range(H // 16):
+                s = egg_ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
+            s = quad_sum(s)
+            if (lane & 3) == 0 and col < V:
+                z[col] = int32(s >> int32(SHIFT))
+
+    return logits
+
+
 # --- the forward pass ----------------------------------------------------------------------------------------------------------------
 
 A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
@@ -818,6 +990,8 @@ SUMS_TYPES = (int64, A32, A8, AU32, int64, A32, A32)
 ROTATE_TYPES = (int64, int64, A32, A32, A32, A32, A8)
 ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
 HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, int64)                                # and exps, x, sb, losses
+TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
+LOGITS_TYPES = (int64, A32, A32, A32)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
 
 
@@ -869,6 +1043,13 @@ class _Plan:
             before = ("mlp_bias_down", layer)
         self.ln_f = self._add(self._normed("ln_f", 0, before[0], ("embedding",), before[1]))
         self.head = self._add(self._matrix("embedding", 0))
+
+    def token_calls(self):
+        """Rows of the plan in the order of the token kernel."""
+        calls = [self.embed, self.emb_mlp.up, self.emb_mlp.down]
+        for layer in self.layers:
+            calls += [layer.ln_1, layer.qkv, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down]
+        return np.array(calls + [self.ln_f], np.int32)
 
     def table(self):
         return np.array(self._rows, np.int64).astype(np.int32).ravel()
@@ -998,8 +1179,10 @@ class Forward:
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         self._noisy, self._clean = _General(cfg, True), _General(cfg, False)
-        self.packed_bytes = self._packing.bytes
-        self.kernels = [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.kernels + self._clean.kernels
+        self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
+        self.packed_bytes, self.token_scratch_bytes = self._packing.bytes, cfg.HIDDEN_DIM
+        self.kernels = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)
+                        ] + self._noisy.kernels + self._clean.kernels
 
     def tables(self):
         cfg = self.cfg
@@ -1007,7 +1190,7 @@ class Forward:
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
         self._tables = SimpleNamespace(
-            plan=cuda.to_device(self._plan.table()), exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
+            plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()), exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
             clean_exps=cuda.to_device(clean), gelu=cuda.to_device(egg_model.gelu_table()),
             rope=cuda.to_device(egg_model.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
 
@@ -1026,6 +1209,18 @@ class Forward:
     def validate(self, stream, weights, packed, windows, count, scratch, nats):
         self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count, self._tables.no_job, 0,
                            _blocks(count, 2), scratch, nats)
+
+    def cache_bytes(self, positions):
+        cfg = self.cfg
+        return 2 * cfg.N_LAYERS * positions * cfg.HIDDEN_DIM + 4 * cfg.N_HEADS * positions
+
+    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
+        cfg, tables = self.cfg, self._tables
+        half = cfg.N_LAYERS * positions * cfg.HIDDEN_DIM
+        keys, packed = cache[:half], packed.view(np.int32)
+        self._token[1, 1024, stream, 5 * cfg.HIDDEN_DIM](tables.calls, tables.plan, weights, packed, tokens, at, positions, rope, tables.exps, tables.gelu,
+                                     keys, cache[half:2 * half], keys.view(np.int32), cache[2 * half:].view(np.int32), scratch)
+        self._logits[_blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
 
 
 def build_forward(cfg, cc, shared_limit):
