@@ -71,8 +71,9 @@ class Constants(NamedTuple):
 
 class Weights(NamedTuple):
     """weights int8 canonical; packed int8 panels [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations
-    go into products as x + 128; overlay int8; table int64 [parameters, layers, FIELDS]."""
+    go into products as x + 128; tokens int8 [V, H], the embedding a token a row; overlay int8; table int64 [parameters, layers, FIELDS]."""
     weights: np.ndarray
+    tokens: np.ndarray
     packed: np.ndarray
     correction: np.ndarray
     overlay: np.ndarray
@@ -114,11 +115,8 @@ def draw(r, mask, gaussian):
 @njit
 def to_int(f):
     """trunc of a float32, saturating at int32."""
-    if f >= f32(2147483648.0):
-        return i32(2147483647)
-    if f <= f32(-2147483648.0):
-        return i32(-2147483648)
-    return i32(f)
+    inside = i32(max(f32(-2147483648.0), min(f32(2147483520.0), f)))
+    return inside if f < f32(2147483648.0) else i32(2147483647)
 
 
 @njit
@@ -179,35 +177,35 @@ def input_side(c, w, param, layer, S, noise, scale):
 
 
 @njit
-def project(c, x, n, noise, scale):
-    """sb = sum_r trunc(x[r] * noise(B, r) * f_row(r)), wrapping int32; x uint8, activation + 128."""
+def project(c, x, r, noise, scale):
+    """sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K], activation + 128."""
     s = i32(0)
     if c.mode < 2:
-        for i in range(n):
-            s = i32(s + sixty_fourths(i32(i32(i32(x[i]) - i32(128)) * noise[i])))
+        for i in range(noise.size):
+            s = i32(s + sixty_fourths(i32(i32(i32(x[r, i]) - i32(128)) * noise[i])))
     else:
-        for i in range(n):
-            s = i32(s + to_int(f32(f32(i32(i32(x[i]) - i32(128)) * noise[i]) * scale[i])))
+        for i in range(noise.size):
+            s = i32(s + to_int(f32(f32(i32(i32(x[r, i]) - i32(128)) * noise[i]) * scale[i])))
     return s
 
 
 @njit
-def project_down(c, x, H, noise, scale):
+def project_down(c, x, r, noise, scale):
     """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
-    s = i32(0)
+    s, H = i32(0), noise.size // 4
     if c.mode < 2:
         for i in range(H):
             p = i32(0)
             for sub in range(4):
                 j = i + sub * H
-                p = sixty_fourths(i32(i32(p * i32(64)) + i32(i32(i32(x[j]) - i32(128)) * noise[j])))
+                p = sixty_fourths(i32(i32(p * i32(64)) + i32(i32(i32(x[r, j]) - i32(128)) * noise[j])))
             s = i32(s + p)
     else:
         for i in range(H):
             p = i32(0)
             for sub in range(4):
                 j = i + sub * H
-                p = to_int(fma(f32(i32(i32(x[j]) - i32(128)) * noise[j]), scale[j], f32(p)))
+                p = to_int(fma(f32(i32(i32(x[r, j]) - i32(128)) * noise[j]), scale[j], f32(p)))
             s = i32(s + p)
     return s
 
@@ -241,32 +239,32 @@ def clip(x):
     return max(i32(-127), min(i32(127), x))
 
 
+# Rows are named by array and index: a slice would count references, which costs more than a row of a small model.
+
 @njit
-def layer_norm(h, weight, bias, n, x):
-    """x uint8 = ln(h) + 128."""
-    total = i32(0)
+def layer_norm(h, r, weight, bias, m, x, o):
+    """x[o] uint8 = ln(h[r]) + 128 with the weights and biases of member m."""
+    n, total = h.shape[1], i32(0)
     for i in range(n):
-        total = i32(total + abs(i32(h[i])))
+        total = i32(total + abs(i32(h[r, i])))
     reciprocal = 1.0 / max(1, total // n)
     for i in range(n):
-        p = i32(i32(h[i]) * weight[i])
+        p = i32(i32(h[r, i]) * weight[m, i])
         # half a unit off the integers, the product by the reciprocal truncates exactly like the division
         q = i32((abs(f64(p)) + 0.5) * reciprocal)
-        x[i] = np.uint8(clip(i32((q if p >= 0 else i32(-q)) + bias[i])) + i32(128))
+        x[o, i] = np.uint8(clip(i32((q if p >= 0 else i32(-q)) + bias[m, i])) + i32(128))
 
 
 @njit
-def amax(v, n, out):
-    """out int8 [n] = amax of int32 v (SPEC 5)."""
-    top = i32(0)
+def amax(v, r, out, o):
+    """out[o] int8 = amax of v[r] int32 (SPEC 5)."""
+    n, top = out.shape[1], i32(0)
     for i in range(n):
-        top = max(top, abs(v[i]))
+        top = max(top, abs(v[r, i]))
     scale = f32(f32(127) / f32(f32(top) + f32(1e-9)))
     for i in range(n):
-        y = f32(f32(v[i]) * scale)
-        whole = i32(y)
-        rest = f32(y - f32(whole))
-        out[i] = clip(i32(whole + i32(rest >= f32(0.5)) - i32(rest <= f32(-0.5))))
+        twice = i32(f32(f32(v[r, i]) * f32(scale + scale)))          # exactly twice: its truncation shows which side of a half
+        out[o, i] = i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1))
 
 
 @njit
@@ -282,16 +280,17 @@ def product(c, w, param, layer, x, rows, out):
 
 
 @njit
-def add_noise(y, s, noise, shift, n):
-    """y[c] += (sb * noise(A, c) * sign) >> shift; s is sb, already negated for an odd member (a product wraps either way alike)."""
-    for i in range(n):
-        y[i] = i32(y[i] + i32(i32(s * noise[i]) >> shift))
+def add_noise(y, r, s, noise, shift):
+    """y[r, c] += (sb * noise(A, c) * sign) >> shift; s is sb, already negated for an odd member (a product wraps either way alike)."""
+    for i in range(noise.size):
+        y[r, i] = i32(y[r, i] + i32(i32(s * noise[i]) >> shift))
 
 
 @njit
-def add_residual(h, y, shift, bias, n):
-    for i in range(n):
-        y[i] = i32(i32(i32(h[i]) + i32(y[i] >> shift)) + bias[i])
+def add_residual(h, r, y, o, shift, bias, m):
+    """y[o] = h[r] + (y[o] >> shift) + the bias of member m."""
+    for i in range(h.shape[1]):
+        y[o, i] = i32(i32(i32(h[r, i]) + i32(y[o, i] >> shift)) + bias[m, i])
 
 
 @njit
@@ -317,45 +316,42 @@ def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, ro
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         for r in range(count):
-            m = ((first + r) // per_member) & 1
-            layer_norm(h[first + r], norm_w[m], norm_b[m], H, x[r])
+            layer_norm(h, first + r, norm_w, norm_b, ((first + r) // per_member) & 1, x, r)
         product(c, w, up, layer, x, count, wide)
         for r in range(count):
             m = ((first + r) // per_member) & 1
-            row, bias, to = wide[r], b_up[m], u[r]
             if noisy:
-                s = project(c, x[r], H, up_b, up_s)
-                add_noise(row, i32(-s) if m else s, up_a, shift, 4 * H)
+                s = project(c, x, r, up_b, up_s)
+                add_noise(wide, r, i32(-s) if m else s, up_a, shift)
             for i in range(4 * H):
-                to[i] = np.uint8(clip(i32(i32(row[i] >> shift_up) + bias[i])))
+                u[r, i] = np.uint8(clip(i32(i32(wide[r, i] >> shift_up) + b_up[m, i])))
             look_up_bytes(tb.gelu, u, r * 4 * H, u, r * 4 * H, 4 * H)
         product(c, w, down, layer, u, count, y)
         for r in range(count):
             m = ((first + r) // per_member) & 1
             if noisy:
-                s = project_down(c, u[r], H, down_b, down_s)
-                add_noise(y[r], i32(-s) if m else s, down_a, shift, H)
-            add_residual(h[first + r], y[r], shift_down, b_down[m], H)
-            amax(y[r], H, h[first + r])
+                s = project_down(c, u, r, down_b, down_s)
+                add_noise(y, r, i32(-s) if m else s, down_a, shift)
+            add_residual(h, first + r, y, r, shift_down, b_down, m)
+            amax(y, r, h, first + r)
 
 
 @njit
-def rotate(y, angles, heads, D, bit):
-    """Rotary embedding of one row, in place: int32 [heads * D], angles int64 [D / 2, 2]."""
+def rotate(y, r, rope, t, D, bit):
+    """Rotary embedding of row r of int32 y at position t, in place; rope int64 [positions, D / 2, 2]."""
     half = np.int64(1) << (bit - 1)
-    for head in range(heads):
+    for base in range(0, y.shape[1], D):
         for i in range(D // 2):
-            j = head * D + 2 * i
-            e, o = np.int64(y[j]), np.int64(y[j + 1])
-            cos, sin = angles[i, 0], angles[i, 1]
-            y[j] = i32((e * cos - o * sin + half) >> bit)
-            y[j + 1] = i32((e * sin + o * cos + half) >> bit)
+            e, o = np.int64(y[r, base + 2 * i]), np.int64(y[r, base + 2 * i + 1])
+            cos, sin = rope[t, i, 0], rope[t, i, 1]
+            y[r, base + 2 * i] = i32((e * cos - o * sin + half) >> bit)
+            y[r, base + 2 * i + 1] = i32((e * sin + o * cos + half) >> bit)
 
 
 @njit
-def attend(c, tb, q, keys, values, first_row, start, n, a):
-    """Causal attention of one member: queries q uint8 [rows, H] (+ 128) from first_row on stand at positions start..start + n - 1;
-    keys, values int8 [positions, H]; a uint8 [rows, H] (+ 128) is filled.
+def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
+    """Causal attention of one member: queries q int8 [rows, H] from first_row on stand at positions start..start + n - 1; its keys and
+    values int8 [rows, H] begin at cache_row; a uint8 [rows, H] (+ 128) is filled.
 
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of byte limbs."""
     H, D = c.H, c.D
@@ -377,32 +373,31 @@ def attend(c, tb, q, keys, values, first_row, start, n, a):
             s = i32(0)
             at = (p // PANEL) * (D * PANEL) + (p % PANEL) * 4
             for d in range(D):
-                k = keys[p, base + d]
+                k = keys[cache_row + p, base + d]
                 s = i32(s + i32(k))
                 packed_k[at + (d >> 2) * (4 * PANEL) + (d & 3)] = k
             correction[p] = i32(-128 * s)
             at = (p >> 2) * (4 * PANEL) + (p & 3)
             for d in range(D):
-                packed_v[(d // PANEL) * (columns * PANEL) + at + (d % PANEL) * 4] = values[p, base + d]
+                packed_v[(d // PANEL) * (columns * PANEL) + at + (d % PANEL) * 4] = values[cache_row + p, base + d]
         for block in range(0, n, ROWS):
             count = min(ROWS, n - block)
             reach = start + block + count                      # positions the last row of the block sees
             for r in range(count):
                 for d in range(D):
-                    query[r, d] = q[first_row + block + r, base + d]
+                    query[r, d] = np.uint8(i32(q[first_row + block + r, base + d]) + i32(128))
             for p in range((reach + PANEL - 1) // PANEL):
                 tile(query, 0, D, packed_k, p * D * PANEL, correction, p * PANEL, 0, scores, p * PANEL, columns, D // 4)
             wide = (reach + 3) // 4 * 4
             for r in range(count):
                 seen = start + block + r + 1
-                row = scores[r]
-                top = row[0]
+                top = scores[r, 0]
                 for p in range(1, seen):
-                    top = max(top, row[p])
+                    top = max(top, scores[r, p])
                 top = i32(top >> shift)
                 total = np.int64(0)
                 for p in range(seen):
-                    e = tb.exp[min(i32(255), i32(top - i32(row[p] >> shift)))]
+                    e = tb.exp[min(i32(255), i32(top - i32(scores[r, p] >> shift)))]
                     weights[p] = e
                     total += e
                 for p in range(seen, wide):
@@ -425,19 +420,19 @@ def attend(c, tb, q, keys, values, first_row, start, n, a):
 
 @njit
 def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
-    """h = amax(h + attention block(h)) in place; appends this call's keys and values (int8 [members, positions, H]) at `start`."""
-    H, rows = c.H, members * n
+    """h = amax(h + attention block(h)) in place. keys, values int8 [members * positions, H] are the cache, where this call's are put at
+    positions start..start + n - 1 of each member."""
+    H, rows, context = c.H, members * n, keys.shape[0] // members
     padded = (rows + ROWS - 1) // ROWS * ROWS
     norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
     perturbed(c, w, LN_1, layer, S, noisy, norm_w)
     perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
-    x, q8, a = np.zeros((padded, H), np.uint8), np.empty((rows, H), np.uint8), np.zeros((padded, H), np.uint8)
-    y, small = np.empty((padded, H), i32), np.empty(H, np.int8)
+    x, q, a = np.zeros((padded, H), np.uint8), np.empty((rows, H), np.int8), np.zeros((padded, H), np.uint8)
+    y = np.empty((padded, H), i32)
     side_a, side_b, side_s = np.empty(H, i32), np.empty(H, i32), np.empty(H, f32)
     shift = i32(c.matrix_shift)
     for r in range(rows):
-        m = (r // n) & 1
-        layer_norm(h[r], norm_w[m], norm_b[m], H, x[r])
+        layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
     for which in range(3):
         param = W_Q + which
         product(c, w, param, layer, x, rows, y)
@@ -445,39 +440,37 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
             output_side(c, w, param, layer, S, side_a)
             input_side(c, w, param, layer, S, side_b, side_s)
         for r in range(rows):
-            m, t = r // n, r % n
+            m, position = r // n, start + r % n
             if noisy:
-                s = project(c, x[r], H, side_b, side_s)
-                add_noise(y[r], i32(-s) if m & 1 else s, side_a, shift, H)
+                s = project(c, x, r, side_b, side_s)
+                add_noise(y, r, i32(-s) if m & 1 else s, side_a, shift)
             if which < 2:
-                rotate(y[r], tb.rope[start + t], c.heads, c.D, c.rope_bit)
+                rotate(y, r, tb.rope, position, c.D, c.rope_bit)
             if which == 0:
-                amax(y[r], H, small)
-                for i in range(H):
-                    q8[r, i] = np.uint8(i32(small[i]) + i32(128))
+                amax(y, r, q, r)
             elif which == 1:
-                amax(y[r], H, keys[m, start + t])
+                amax(y, r, keys, m * context + position)
             else:
-                amax(y[r], H, values[m, start + t])
+                amax(y, r, values, m * context + position)
     for m in range(members):
-        attend(c, tb, q8, keys[m], values[m], m * n, start, n, a)
+        attend(c, tb, q, keys, values, m * context, m * n, start, n, a)
     product(c, w, W_O, layer, a, rows, y)
     if noisy:
         output_side(c, w, W_O, layer, S, side_a)
         input_side(c, w, W_O, layer, S, side_b, side_s)
-    zero, shift_out = np.zeros(H, i32), i32(c.out)
+    zero, shift_out = np.zeros((1, H), i32), i32(c.out)
     for r in range(rows):
         if noisy:
-            s = project(c, a[r], H, side_b, side_s)
-            add_noise(y[r], i32(-s) if (r // n) & 1 else s, side_a, shift, H)
-        add_residual(h[r], y[r], shift_out, zero, H)
-        amax(y[r], H, h[r])
+            s = project(c, a, r, side_b, side_s)
+            add_noise(y, r, i32(-s) if (r // n) & 1 else s, side_a, shift)
+        add_residual(h, r, y, r, shift_out, zero, 0)
+        amax(y, r, h, r)
 
 
 @njit
 def embed(c, w, S, noisy, tokens, n, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= n]; row r is position r % n of sequence min(r // n, last)."""
-    H, V, last = c.H, c.V, tokens.shape[0] - 1
+    H, last = c.H, tokens.shape[0] - 1
     t = w.table[EMBEDDING, 0]
     bias = np.empty((2, H), i32)
     perturbed(c, w, EMB_BIAS, 0, S, noisy, bias)
@@ -489,22 +482,24 @@ def embed(c, w, S, noisy, tokens, n, rows, h):
     shift = i32(c.matrix_shift)
     for r in range(rows):
         m = (r // n) & 1
+        sign = i32(1 - 2 * m)
         k = tokens[min(r // n, last), r % n]
         own = draw(hash_(seed_a, k), c.mask, c.gaussian)
         own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
-        for i in range(H):
-            e = i32(w.weights[t[AT_W] + ((i >> 2) * V + k) * 4 + (i & 3)])
-            if noisy:
+        if noisy:
+            for i in range(H):
                 p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
-                e = i32(e + i32((i32(-p) if m else p) >> shift))
-            h[r, i] = clip(i32(e + bias[m, i]))
+                h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]))
+        else:
+            for i in range(H):
+                h[r, i] = clip(i32(i32(w.tokens[k, i]) + bias[m, i]))
 
 
 @njit
 def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
 
-    keys, values int8 [1 or L, members, >= start + n, H]: the caches; one layer's worth is enough where nothing follows."""
+    keys, values int8 [1 or L, members * positions, H]: the caches; one layer's worth is enough where nothing follows."""
     rows, H = members * n, c.H
     h = np.empty((rows, H), np.int8)
     embed(c, w, S, noisy, tokens, n, rows, h)
@@ -517,8 +512,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     perturbed(c, w, LN_F, 0, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, 0, S, noisy, norm_b)
     for r in range(rows):
-        m = (r // n) & 1
-        layer_norm(h[r], norm_w[m], norm_b[m], H, x[r])
+        layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
 
 
 @njit
@@ -528,15 +522,14 @@ def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
     product(c, w, EMBEDDING, 0, x, count, z)
     shift, shift_logit = i32(c.matrix_shift), i32(c.logit)
     for r in range(count):
-        row = z[r]
         if noisy:
-            s = project(c, x[r], c.H, side_b, side_s)
+            s = project(c, x, r, side_b, side_s)
             s = i32(-s) if (first + r) // T else s
             for v in range(c.V):
-                row[v] = i32(i32(row[v] + i32(i32(s * side_a[v]) >> shift)) >> shift_logit)
+                z[r, v] = i32(i32(z[r, v] + i32(i32(s * side_a[v]) >> shift)) >> shift_logit)
         else:
             for v in range(c.V):
-                row[v] = i32(row[v] >> shift_logit)
+                z[r, v] = i32(z[r, v] >> shift_logit)
 
 
 @njit
@@ -586,7 +579,7 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
     T, H, V = windows.shape[1] - 1, c.H, c.V
     members = 2 if noisy else 1
     columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, members, T, H), np.int8), np.empty((1, members, T, H), np.int8)
+    keys, values = np.empty((1, members * T, H), np.int8), np.empty((1, members * T, H), np.int8)
     x = np.empty((members * T, H), np.uint8)
     side_a, side_b, side_s = np.empty(V, i32), np.empty(H, i32), np.empty(H, f32)
     z = np.empty((GROUP, columns), i32)
@@ -600,17 +593,16 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, side_s, T, first, x[first:first + count], count, z)
             for r in range(count):
-                row, member, target = z[r], (first + r) // T, tokens[0, (first + r) % T + 1]
-                top = row[0]
+                top, target = z[r, 0], z[r, tokens[0, (first + r) % T + 1]]
                 for v in range(V):
-                    top = max(top, row[v])
+                    top = max(top, z[r, v])
                 if noisy:
-                    losses[i, member] += position_loss(c, exp_sum(tb.exp, c.short_exp, top, z, r * columns, V), top, row[target])
+                    losses[i, (first + r) // T] += position_loss(c, exp_sum(tb.exp, c.short_exp, top, z, r * columns, V), top, target)
                 else:
                     q = 0.0
                     for v in range(V):
-                        q += exp64[min(exp64.size - 1, top - row[v])]
-                    nats[i] += np.log(q) + (top - row[target]) * unit
+                        q += exp64[min(exp64.size - 1, top - z[r, v])]
+                    nats[i] += np.log(q) + (top - target) * unit
 
 
 @njit
@@ -823,7 +815,7 @@ class CpuEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         packed, corrections = self._sizes
-        self._w = Weights(state.weights.copy(), np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
+        self._w = Weights(state.weights.copy(), np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8), np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
         self._pack()
@@ -837,6 +829,9 @@ class CpuEngine:
         return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
 
     def _pack(self):
+        """What is derived from the weights."""
+        embedding = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
+        self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = embedding.transpose(1, 0, 2)
         for t in self._tensors:
             if t.matrix:
                 self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
@@ -911,7 +906,7 @@ class CpuEngine:
         cfg, c = self.cfg, self._constants
         total = len(prompt) + count
         tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
-        keys, values = (np.zeros((cfg.N_LAYERS, 1, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+        keys, values = (np.zeros((cfg.N_LAYERS, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)

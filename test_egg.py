@@ -415,7 +415,7 @@ def last_logits(engine, tokens):
     """int32 [VOCAB_SIZE]: the engine's logits after a sequence of at most SEQ_LEN tokens."""
     cfg = engine.cfg
     n = len(tokens)
-    keys, values = (np.zeros((cfg.N_LAYERS, 1, n, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+    keys, values = (np.zeros((cfg.N_LAYERS, n, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
     x, last = np.empty((n, cfg.HIDDEN_DIM), np.uint8), np.zeros((egg_simd.ROWS, cfg.HIDDEN_DIM), np.uint8)
     egg_cpu.hidden(engine._constants, engine._w, engine._tables, np.uint32(0), 0, tokens.reshape(1, -1), 1, n, 0, keys, values, x)
     last[0] = x[-1]
