@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import egg_config
+from egg_engine import cores
 
 EXAMPLES = """\
 examples:
@@ -86,10 +87,6 @@ def number(kind, low, high, what):
             pass
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return parse
-
-
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parser():

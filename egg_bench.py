@@ -23,7 +23,7 @@ SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512
 def main(cfg, args):
     """Prints the figures of one device; args.gpu and args.threads as for a worker."""
     device = egg_engine.one_device(cfg, args.gpu)
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {_processor()}; Python {platform.python_version()}")
+    print(f"{platform.machine()}, {egg_engine.cores()} cores, {_processor()}; Python {platform.python_version()}")
     print(f"configuration: H {cfg.HIDDEN_DIM}, L {cfg.N_LAYERS}, T {cfg.SEQ_LEN}, V {cfg.VOCAB_SIZE}, {cfg.POPULATION_SIZE} members in "
           f"{cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, noise mode {cfg.ADAPTIVE_NOISE_MODE}, {egg_model.products_per_token(cfg) / 1e6:.2f} M multiply-adds a token")
     tokens = _tokens(cfg)

@@ -10,24 +10,30 @@ import functools
 import hashlib
 import os
 import pathlib
+import tempfile
 import time
 from typing import NamedTuple
 
 import numba
 import numpy as np
 
+import egg_engine
 import egg_model
 import egg_simd
 from egg_simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
 
 
 def _cache_directory():
-    """numba's own key sees neither the other modules nor the product kind: a directory a source state and kind does."""
+    """A directory a state of the sources and product kind, because numba's own key sees neither the other modules nor the kind."""
     here = pathlib.Path(__file__).parent
     source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py"))
-    key = hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return str(base / "egg" / f"cpu-{key}")
+    key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
+    path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return os.path.join(tempfile.gettempdir(), f"egg-{os.getuid()}", key)
+    return str(path)
 
 
 CACHE = _cache_directory()
@@ -46,7 +52,7 @@ GROUP = 32                  # rows that pass through an MLP or the head together
 
 
 class Constants(NamedTuple):
-    """The configuration as the kernels see it: all int64 but temp."""
+    """The configuration as the kernels see it, all int64."""
     H: int
     D: int
     heads: int
@@ -783,7 +789,7 @@ class CpuEngine:
         if cfg.SIMD not in ("auto", egg_simd.KIND):
             egg_simd.choose(cfg.SIMD)
             raise ValueError(f"SIMD = {cfg.SIMD}: set EGG_SIMD={cfg.SIMD} before the CPU engine is loaded; it uses {egg_simd.KIND}")
-        limit = len(os.sched_getaffinity(0))
+        limit = egg_engine.cores()
         if threads is not None and not 1 <= threads <= limit:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit

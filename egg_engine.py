@@ -15,6 +15,11 @@ class EngineError(Exception):
     """One line: what cannot be used on this machine, what to do."""
 
 
+def cores():
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def driver():
     """(CUDA major version of the NVIDIA driver, [compute capability of every visible GPU]); (0, []) where there is none."""
     try:
