@@ -4,10 +4,12 @@ Forward pass: `egg_kernels`. Update: `egg_votes`. Here: device memory, compiled 
 windows and token choice on the device.
 """
 
+import fcntl
 import hashlib
 import os
 import pathlib
 import pickle
+import subprocess
 import sys
 import time
 
@@ -30,14 +32,16 @@ CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, 
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
-SOURCES = ("egg_config.py", "egg_model.py", "egg_ptx.py", "egg_kernels.py", "egg_votes.py", "egg_cuda.py")
+COMPILERS = 8               # processes that compile kernels at once, at most
+HERE = pathlib.Path(__file__).resolve().parent
+SOURCES = ("egg_config.py", "egg_model.py", "egg_cpu.py", "egg_ptx.py", "egg_kernels.py", "egg_votes.py", "egg_cuda.py")
 
 
 # --- compiled kernels on disk ----------------------------------------------------------------------------------------------
 
 class KernelCache:
-    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled cells, which differ from
-    process to process. Here everything a kernel depends on is in the name of the directory."""
+    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled cells,
+    which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
 
     def __init__(self, path):
         self.cache_path = path
@@ -51,44 +55,90 @@ class KernelCache:
 
     def save_overload(self, signature, kernel):
         try:
-            self.cache_path.parent.mkdir(parents=True, exist_ok=True)
             part = self.cache_path.with_suffix(f".{os.getpid()}")
             part.write_bytes(dumps(kernel))
             part.replace(self.cache_path)
-        except OSError as error:                             # a full or read-only disk costs time, nothing else
-            print(f"egg: compiled kernels cannot be kept in {self.cache_path.parent}: {error.strerror}", file=sys.stderr, flush=True)
+        except OSError as error:                             # a full disk costs time, nothing else
+            print(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def cache_directory(cfg, device):
     """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
-    here = pathlib.Path(__file__).parent
-    key = hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES))
+    key = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES))
     import numba_cuda
     key.update(repr((cfg.fingerprint(), device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version)).encode())
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     return base / "egg" / f"cuda-{key.hexdigest()[:16]}"
 
 
-def compile_all(kernels, directory, device_name):
-    """Compiles or loads [(name, dispatcher, signature, dynamic shared bytes)], telling on stderr what is compiled; seconds it took."""
+def kernels(cfg, cc, shared_limit, token_type):
+    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all)."""
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit)
+    own = egg_votes.build(cfg, cc[0] == 9) | build(cfg, token_type)
+    made = {name: cuda.jit(function) for name, (function, _) in own.items()}
+    every = [(name, made[name], signature, egg_votes.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
+    return forward, made, every + [(k.py_func.__name__, k, signature, shared) for k, signature, shared in forward.kernels]
+
+
+def compile_all(every, directory, what, job):
+    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where there is something to compile.
+    job: (cfg, device, name of the token type), for the processes that help. Returns the seconds it took."""
     started = time.monotonic()
-    caches = [KernelCache(directory / f"{i:02d}-{name}") for i, (name, *_) in enumerate(kernels)]
-    missing = sum(not c.cache_path.exists() for c in caches)
-    erase = "\r\x1b[K"
-    terminal = missing and sys.stderr.isatty()
+    paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
+    missing, keep = sum(not path.exists() for path in paths), True
     if missing:
-        print(f"egg: compiling {missing} CUDA kernels for {device_name} (once for this configuration; kept in {directory})",
-              file=sys.stderr, flush=True)
-    for i, ((name, dispatcher, signature, shared), cache) in enumerate(zip(kernels, caches)):
-        if terminal:
-            print(f"{erase}egg: kernel {i + 1} of {len(kernels)}: {name}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
-        dispatcher._cache = cache
+        print(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}", file=sys.stderr, flush=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with open(directory / "lock", "w") as lock:      # workers that start together compile once
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _share_out([(i, path) for i, path in enumerate(paths) if not path.exists()], job)
+        except OSError as error:
+            keep = False
+            print(f"egg: cannot keep them there: {error.strerror}", file=sys.stderr, flush=True)
+    for (_, dispatcher, signature, shared), path in zip(every, paths):
+        if keep:
+            dispatcher._cache = KernelCache(path)
         egg_ptx.allow_shared(dispatcher, signature, shared)
         dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        print(f"{erase if terminal else ''}egg: CUDA kernels ready in {seconds:.1f} s", file=sys.stderr, flush=True)
+        print(f"egg: CUDA kernels ready in {seconds:.1f} s", file=sys.stderr, flush=True)
     return seconds
+
+
+def _share_out(missing, job):
+    """Has kernels, [(index, file)], compiled into their files by several processes; with one core there is nothing to share."""
+    count = min(COMPILERS, len(os.sched_getaffinity(0)), len(missing))
+    if count < 2:
+        return
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import egg_cuda; egg_cuda.compile_share()"
+    compilers = []
+    for share in range(count):
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process.stdin.write(pickle.dumps((job, missing[share::count])))
+        process.stdin.close()
+        compilers.append(process)
+    started, terminal = time.monotonic(), sys.stderr.isatty()
+    while any(process.poll() is None for process in compilers):
+        time.sleep(0.1)
+        if terminal:
+            done = sum(path.exists() for _, path in missing)
+            print(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+    if terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def compile_share():
+    """A compiling process: its share of the work comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
+    (cfg, device, token_type), share = pickle.load(sys.stdin.buffer)
+    cuda.select_device(device)
+    gpu = cuda.get_current_device()
+    every = kernels(cfg, gpu.compute_capability, egg_ptx.shared_limit(gpu), getattr(types, token_type))[2]
+    for i, path in share:
+        _, dispatcher, signature, _ = every[i]
+        dispatcher._cache = KernelCache(path)
+        dispatcher.compile(signature)
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------------
@@ -227,15 +277,10 @@ class CudaEngine:
         self.cfg, self.tokens = cfg, tokens
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
-        cc, limit = gpu.compute_capability, egg_ptx.shared_limit(gpu)
-        self._forward = egg_kernels.build_forward(cfg, cc, limit)
-        wide = tokens is None or tokens.dtype.itemsize > 1
-        own = {name: (cuda.jit(f), signature, shared) for name, (f, signature), shared in
-               [(*item, egg_votes.SHARED if item[0] == "products" else 0) for item in
-                (egg_votes.build(cfg, cc[0] == 9) | build(cfg, uint32 if wide else uint8)).items()]}
-        kernels = [(name, *k) for name, k in own.items()] + [(k[0].py_func.__name__, *k) for k in self._forward.kernels]
-        self.compile_seconds = compile_all(kernels, cache_directory(cfg, gpu), self.name)
-        self._kernels = {name: k[0] for name, k in own.items()}
+        token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
+        self._forward, self._kernels, every = kernels(cfg, gpu.compute_capability, egg_ptx.shared_limit(gpu), token_type)
+        directory = cache_directory(cfg, gpu) / token_type.name
+        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name))
         self._forward.tables()
         self._reserve()
         self.load(egg_model.initial_state(cfg))
@@ -394,8 +439,11 @@ def largest(size, most, budget):
 
 # --- figures for `bench` -----------------------------------------------------------------------------------------------------
 
+OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}   # int8 operations a clock and multiprocessor, dense; other cards: 2048
+
+
 def update_times(engine, fitness, repeats=5):
-    """{kernel: milliseconds} of one update, the fastest of `repeats` by CUDA events (the state moves on as by real updates)."""
+    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real updates)."""
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
@@ -413,7 +461,41 @@ def update_times(engine, fitness, repeats=5):
     return best
 
 
-def memory_used(engine):
-    """(bytes of device memory in use by everybody, bytes there are)."""
-    info = cuda.current_context().get_memory_info()
-    return info.total - info.free, info.total
+def _seconds(run, rounds=5):
+    """Median time of run(), after two calls that compile, capture and fill caches."""
+    times = []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[2:]))
+
+
+def bench(cfg, tokens, device):
+    """Prints the figures of one GPU: compilation, evaluation with and without noise, update by kernels, generation, memory."""
+    engine = CudaEngine(cfg, tokens, device)
+    gpu = cuda.get_current_device()
+    peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
+    work = 2 * egg_model.products_per_token(cfg)
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at its highest clock {peak / 1e12:.0f} TOP/s")
+
+    def rate(what, count, seconds):
+        print(f"{what:26s} {count / seconds / 1e6:8.2f} M tokens/s, {count / seconds * work / 1e12:5.0f} TOP/s, "
+              f"{count / seconds * work / peak:.1%} of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        return count / seconds
+
+    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    noisy = rate("evaluation of a chunk", chunk, _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE)))
+    windows = egg_model.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))
+    clean = rate("the same without noise", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
+    print(f"evaluation takes {clean / noisy - 1:+.1%} of the time without noise (validation: other windows, exact loss in float64)")
+    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
+    operations = 2 * cfg.N_PAIRS * sum(t.size for t in egg_model.tensors(cfg) if t.matrix)
+    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
+          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
+    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
+    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
+    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
+    memory = cuda.current_context().get_memory_info()
+    print(f"device memory in use {(memory.total - memory.free) / 2**30:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)

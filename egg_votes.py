@@ -23,7 +23,7 @@ DEPTH = 64                  # values of n in a stage of its shared memory
 STAGES = 3
 STAGE = 2 * TILE * DEPTH    # bytes
 SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
-SPLIT = 2048                # values of n a block adds up: the operands of all tiles over one split fit the second-level cache
+SPLIT = 4096                # values of n a block adds up; the operands of a split lie together and nearly fit the second-level cache
 PIECE = 1024                # values of n a block of operands makes of eight rows
 VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
 EIGHTS = 4                  # times eight elements of a vector share a warp
@@ -282,10 +282,11 @@ def build(cfg, wgmma):
 
     def vector_products(groups, operand, fit, rows, start, splits, votes):
         """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight rows' core matrices.
-        Grid: ceil(groups * splits / (THREADS / 32))."""
+        Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side: they share rows."""
         item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
-        group, split, lane = item // splits, item % splits, cuda.threadIdx.x & 31
-        if group >= groups.shape[0]:
+        split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
+        group = int32(item - split * groups.shape[0])
+        if split >= splits:
             return
         element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
         from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
@@ -296,17 +297,20 @@ def build(cfg, wgmma):
             forth[e] = 0
             back[e] = 0
         selector = int32(0x3210 + 0x1111 * ahead)
+        row = element + (lane >> 2)
+        here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
         for step in range(from_n, to_n, 16):
             n = int32(step + (lane & 3) * 4)
             minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
             minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
             plus = uint32(some ^ minus)
-            here, after = place(rows, element + (lane >> 2), n), place(rows, element + (lane >> 2), n + 4)
+            after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
             for e in range(EIGHTS):
                 x = uint32(operand[here + e * (SPLIT * 2)])
                 y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
                 forth[e] = dp4a(int32(x & plus), y, forth[e])
                 back[e] = dp4a(int32(x & minus), y, back[e])
+            here += 32
         for e in range(EIGHTS):
             total = int32(forth[e] - back[e])
             total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))

@@ -11,11 +11,10 @@ import re
 
 import numpy as np
 import pytest
-from numba import cuda, uint8, uint32
+from numba import cuda, uint32
 
 import egg_config
 import egg_cuda
-import egg_kernels
 import egg_model
 import egg_votes
 
@@ -26,19 +25,11 @@ SEED = 20240607
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
 
-def kernels(cfg, cc):
-    """[(name, function, signature, dynamic shared bytes)] of everything the engine launches on a card of compute capability cc."""
-    own = egg_votes.build(cfg, cc[0] == 9) | egg_cuda.build(cfg, uint8 if cfg.VOCAB_SIZE == 256 else uint32)
-    forward = egg_kernels.build_forward(cfg, cc, CARDS[cc] * 1024)
-    return ([(name, f, signature, egg_votes.SHARED if name == "products" else 0) for name, (f, signature) in own.items()]
-            + [(k.py_func.__name__, k.py_func, signature, shared) for k, signature, shared in forward.kernels])
-
-
 @pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
 def test_every_kernel_compiles(cc):
     target = (9, 0, "a") if cc == (9, 0) else cc
-    for name, function, signature, shared in kernels(egg_config.make(), cc):
-        ptx, _ = cuda.compile_ptx(function, signature, cc=target)
+    for name, dispatcher, signature, shared in egg_cuda.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]:
+        ptx, _ = cuda.compile_ptx(dispatcher.py_func, signature, cc=target)
         assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
         assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
         assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
@@ -199,6 +190,7 @@ def random_configurations(count):
 def compare(constants, seed):
     """What differs between the engines on one configuration: a text, empty where nothing does."""
     import egg_cpu
+    egg_cuda.COMPILERS = 1                                   # this process is one of many
     rng = np.random.default_rng(seed)
     cfg = egg_config.make(**constants, LR_SCHEDULE=((0, 1.2),))
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
