@@ -3,8 +3,9 @@
 What the CUDA engine uses:
 
     noise = build_noise(cfg)              device functions with the constants frozen, see there
-    forward = build_forward(cfg, cc, shared_limit)
-        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
+    forward = build_forward(cfg, cc, shared_limit, multiprocessors)
+        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have; multiprocessors:
+                        how many the device has
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (egg_ptx.allow_shared) before the first launch
         .tables()       uploads the constant tables; call once on the device, before the launches below
@@ -157,10 +158,9 @@ def quad_max(x):
 
 @device
 def quantise(v, scale):
-    """clip(roundf(v * scale)), halves away from zero."""
-    r = egg_ptx.trunc_f32(egg_ptx.add_rz(abs(float32(float32(v) * scale)), float32(0.5)))
-    r = min(r, int32(127))
-    return r if v >= 0 else int32(-r)
+    """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is nothing to clip."""
+    f = float32(float32(v) * scale)
+    return egg_ptx.trunc_f32(egg_ptx.add_rz(f, egg_ptx.half_like(f)))
 
 
 @device
@@ -809,6 +809,607 @@ def _pack_kernel():
     return pack
 
 
+# --- the fast path: cc 9.0, T = 64, H = 256 ------------------------------------------------------------------------------------------
+#
+# A pair is 128 rows, a warpgroup 64 of them (one member) by 128 columns: wgmma on operands that bulk copies bring to shared memory, a
+# ring of stages with a full and an empty barrier each, so that warpgroups drift apart and one multiplies while another does its
+# integer epilogue. Columns of the packed matrices are permuted within 16 so that a thread's accumulators are four neighbours: with
+# grp = 16 columns, acc[8 grp + 0, 1, 4, 5] = columns 16 grp + 4 q + 0..3 of row g, acc[8 grp + 2, 3, 6, 7] the same of row g + 8.
+# The hidden units of an MLP are stored in blocks of 128, units i + sub * H of 32 neighbouring i, so that the four units which share a
+# running integer (SPEC 4) lie in one chunk.
+
+FAST_T, FAST_H = 64, 256
+ROW_WORDS = 2 * FAST_T * FAST_H // 4        # int32 words of a pair's activations of width H
+MEMBER_BYTES, TILE_BYTES = FAST_T * FAST_H, TILE * FAST_H
+STAGES = 4                                  # tiles in the ring of `head` and `up`
+LAG = 2                                     # a stage is refilled this many steps after its use, so the warpgroups may drift
+FAST_SHARED = 200 * 1024                    # what the largest of its kernels needs, with its static part
+EMPTY = 8 * STAGES                          # offset of the empty barriers behind the full ones
+
+
+def _wgmma_tile():
+    """Device function: acc = 64 rows x 128 columns over K = 256 from shared memory, and wait for it."""
+    first, more, done = egg_ptx.wgmma_s8(128, True), egg_ptx.wgmma_s8(128, False), egg_ptx.wgmma_done(128)
+
+    @device
+    def tile(acc, a_desc, b_desc):
+        first(acc, a_desc, b_desc)
+        for k in range(1, FAST_H // 32):
+            more(acc, a_desc + 16 * k, b_desc + 16 * k)
+        done(acc)
+
+    @device
+    def tile_more(acc, a_desc, b_desc):
+        """The same, added to acc."""
+        egg_ptx.wgmma_fence()
+        for k in range(FAST_H // 32):
+            more(acc, a_desc + 16 * k, b_desc + 16 * k)
+        done(acc)
+    return tile, tile_more
+
+
+@device
+def descriptor(address):
+    return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(DESCRIPTOR)
+
+
+DESCRIPTOR = egg_ptx.wgmma_descriptor_strides(FAST_H)
+
+
+def _level_function(cfg):
+    """Device function of accumulator, signed sb and column noise: an int32 whose `shift`-fold right shift is the logit. Scaled by the
+    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k)."""
+    SHIFT = cfg.NOISE_SHIFT
+    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
+
+    @device
+    def level(a, s, n):
+        if fits:
+            return int32(int32(a * int32(1 << SHIFT)) + int32(s * n))
+        return int32(a + int32(int32(s * n) >> int32(SHIFT)))
+
+    return level, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+
+
+def _head_sm90(cfg, nz):
+    """_head_kernel of two pairs a block, four warpgroups. Launch [pairs / 2], 512 threads."""
+    V, MODE = cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    TILES = (V + TILE - 1) // TILE
+    STEPS, RAGGED = 2 * TILES, V % TILE
+    level, SHIFT = _level_function(cfg)
+    ONES, MOST = (1 << SHIFT) - 1, 255
+    LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
+    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # subtracted from columns beyond the vocabulary
+    noise, scaled = nz.noise, nz.scaled
+    position_loss = _loss_function(cfg)
+    multiply, _ = _wgmma_tile()
+    SHARED_B = 4 * MEMBER_BYTES
+
+    @device
+    def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
+        sum_ = int32(0)
+        for piece in range(FAST_H // 16):
+            sum_ = egg_ptx.dp4a(x[at_x + piece * 32], packed[at + (token >> 3) * (2 * FAST_H) + piece * 32 + (token & 7) * 4 + q], sum_)
+        n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
+        return int32(int32(quad_sum(sum_) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
+
+    @cuda.jit(launch_bounds=512)
+    def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+        sm = cuda.shared.array(0, int32)
+        exp = cuda.shared.array(256, int32)
+        column = cuda.shared.array(1024, int32)              # [warpgroup][parity of the tile][128]
+        barriers = cuda.shared.array(8, int64)
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        member = group & 1
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        tiles = base + SHARED_B
+        at = plan[call * PLAN]
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            egg_ptx.barrier_fence()
+        if t < 256:
+            exp[t] = exps[t]
+        cuda.syncthreads()
+        if t == 0:
+            egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
+            egg_ptx.copy_bulk(base, x, int64(cuda.blockIdx.x) * (2 * ROW_WORDS), SHARED_B, bar)
+            egg_ptx.copy_bulk(tiles, packed, at, TILE_BYTES, bar)
+            for i in range(1, STAGES):
+                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + int64(i % TILES) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        row = ((t & 127) >> 5) * 16 + (lane >> 2)            # within the member; and row + 8
+        sign = int32(1 - 2 * member)
+        s0, s1 = int32(sb[unit * 128 + member * 64 + row] * sign), int32(sb[unit * 128 + member * 64 + row + 8] * sign)
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
+        at_overlay = plan[call * PLAN + 2]
+        z0, z1 = int32(0), int32(0)
+        if unit < pairs:
+            at_x = int64(unit) * ROW_WORDS + ((member * 64 + row) >> 3) * (2 * FAST_H) + (row & 7) * 4 + q
+            at_window = unit * (FAST_T + 1) + row + 1
+            z0 = target_logit(packed, at, x, at_x, windows[at_window], s0, overlay, at_overlay, stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * FAST_H, windows[at_window + 8], s1, overlay, at_overlay, stream, q)
+        top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
+        total0, total1 = int64(0), int64(0)
+        a_desc = descriptor(base + group * MEMBER_BYTES)
+        acc = cuda.local.array(64, int32)
+        for step in range(STEPS):
+            stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
+            here = group * 256 + (step & 1) * 128
+            c = t & 127
+            v = tile * TILE + c
+            n = int32(0)
+            if RAGGED == 0 or v < V:
+                n = scaled(noise(stream, v), overlay[at_overlay + v], stream, v)
+            column[here + ((c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1))] = n
+            egg_ptx.named_barrier(1 + group, 128)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            multiply(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            if RAGGED != 0 and tile == TILES - 1:
+                for j in range(16):
+                    for e in range(2):
+                        if j * 8 + q * 2 + e >= RAGGED:
+                            acc[4 * j + e] = -HIDE
+                            acc[4 * j + 2 + e] = -HIDE
+            at_noise = egg_ptx.shared_address(column, here) + q * 16
+            if step < TILES:
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    top0 = int32(max(max(top0, level(acc[8 * j], s0, n[0])), level(acc[8 * j + 1], s0, n[1])))
+                    top0 = int32(max(max(top0, level(acc[8 * j + 4], s0, n[2])), level(acc[8 * j + 5], s0, n[3])))
+                    top1 = int32(max(max(top1, level(acc[8 * j + 2], s1, n[0])), level(acc[8 * j + 3], s1, n[1])))
+                    top1 = int32(max(max(top1, level(acc[8 * j + 6], s1, n[2])), level(acc[8 * j + 7], s1, n[3])))
+                if step == TILES - 1:                        # from here on: the largest level with the same logit
+                    top0, top1 = int32(quad_max(top0) | int32(ONES)), int32(quad_max(top1) | int32(ONES))
+            else:
+                e0, e1 = uint32(0), uint32(0)
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    for k in range(4):
+                        i = 8 * j + (k >> 1) * 4 + (k & 1)
+                        d = uint32(uint32(int32(top0 - level(acc[i], s0, n[k]))) >> uint32(SHIFT))
+                        e0 = uint32(e0 + uint32(exp[min(d, uint32(MOST))]))
+                        d = uint32(uint32(int32(top1 - level(acc[i + 2], s1, n[k]))) >> uint32(SHIFT))
+                        e1 = uint32(e1 + uint32(exp[min(d, uint32(MOST))]))
+                total0 += int64(e0)
+                total1 += int64(e1)
+                if RAGGED != 0 and tile == TILES - 1:        # the hidden columns counted as the smallest weight
+                    hidden = 0
+                    for j in range(16):
+                        for e in range(2):
+                            hidden += 1 if j * 8 + q * 2 + e >= RAGGED else 0
+                    total0 -= int64(hidden) * exp[MOST]
+                    total1 -= int64(hidden) * exp[MOST]
+            if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
+                old = step - LAG
+                stage = old & (STAGES - 1)
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (old // STAGES) & 1)
+                ahead = old + STAGES
+                ahead = ahead if ahead < TILES else ahead - TILES
+                egg_ptx.barrier_expect(bar + 8 * stage, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + stage * TILE_BYTES, packed, at + int64(ahead) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * stage)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 1)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 1)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 2)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 2)
+        if q == 0 and unit < pairs:
+            here = position_loss(total0, int32(top0 >> int32(SHIFT)), z0) + position_loss(total1, int32(top1 >> int32(SHIFT)), z1)
+            cuda.atomic.add(losses, 2 * unit + member, here)
+
+    return head, SHARED_B + STAGES * TILE_BYTES
+
+
+def _norm_sm90(cfg, nz, streams):
+    """n = ln(h) and the sums sb of n with `streams` input noises. Launch [pairs], 256 threads; a warp has 16 rows, four lanes a row two of
+    them. plan as _rows_kernel."""
+    H, MODE = FAST_H, cfg.ADAPTIVE_NOISE_MODE
+    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+    FLOAT = MODE < 2 and 127 * (128 + (loudest * loudest >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 22     # (|p| + 1/2) / mean is then exact
+    AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
+    FACTORS = streams * H if MODE == 2 else 1
+    vector = _vector(cfg, nz, True)
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+
+    @device
+    def divided(p, mean, reciprocal):
+        if FLOAT:
+            f = float32(p)
+            return egg_ptx.trunc_f32(cuda.fma(f, reciprocal, float32(egg_ptx.half_like(f) * reciprocal)))
+        quotient = int32(uint32(abs(p)) // uint32(mean))
+        return quotient if p >= 0 else int32(-quotient)
+
+    @device
+    def sizes(word):
+        """Sum of the four |bytes|."""
+        negative = egg_ptx.byte_permute(word, 0, 0xBA98)
+        return egg_ptx.dp4a(negative, -1, egg_ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
+
+    @cuda.jit(launch_bounds=256)
+    def norm(call, plan, weights, overlay, job, offset, s_stride, h, n, sb):
+        table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        table[t], table[H + t] = vector(weights, overlay, plan, p, seed, t)
+        table[2 * H + t], table[3 * H + t] = vector(weights, overlay, plan, p + 4, seed, t)
+        for s in range(streams):
+            stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
+            entry = overlay[plan[p + 13 + 2 * s] + t]
+            table[AT_C + s * H + t] = input_coefficient(entry, stream, t)
+            if MODE == 2:
+                factors[s * H + t] = factor(entry, stream, t)
+        cuda.syncthreads()
+        lane = t & 31
+        row = (t >> 5) * 16 + (lane >> 2)
+        at = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        member = row >> 6
+        sums = cuda.local.array(6, int32)
+        x = cuda.local.array(4, int32)
+        for i in range(6):
+            sums[i] = 0
+        total0, total1 = int32(0), int32(0)
+        for piece in range(16):
+            total0 = int32(total0 + sizes(h[at + piece * 32]))
+            total1 = int32(total1 + sizes(h[at + 2 * H + piece * 32]))
+        mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
+        mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
+        reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
+        address = egg_ptx.shared_address(table, (lane & 3) * 4)
+        at_w = address + member * (4 * H)
+        for piece in range(16):
+            w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
+            for half in range(2):
+                word = h[at + half * (2 * H) + piece * 32]
+                mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
+                for k in range(4):
+                    x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal) + b[k]))
+                n[at + half * (2 * H) + piece * 32] = pack4(x[0], x[1], x[2], x[3])
+                for s in range(streams):
+                    c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
+                    for k in range(4):
+                        f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                        sums[3 * half + s] = int32(sums[3 * half + s] + input_term(x[k], c[k], f))
+        for half in range(2):
+            for s in range(streams):
+                total = quad_sum(sums[3 * half + s])
+                if (lane & 3) == 0:
+                    sb[s * s_stride + unit * 128 + row + half * 8] = total
+
+    return norm
+
+
+def _up_sm90(cfg, nz):
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)] of two pairs a block, hidden units in blocks. Launch [pairs / 2], 512 threads.
+    plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
+    H, SHIFT, NOISE_SHIFT = FAST_H, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
+    STEPS, SHARED_B = 4 * H // TILE, 4 * MEMBER_BYTES
+    noise, scaled = nz.noise, nz.scaled
+    vector = _vector(cfg, nz, True)
+    multiply, _ = _wgmma_tile()
+
+    @cuda.jit(launch_bounds=512)
+    def up(call, at, plan, weights, packed, overlay, job, offset, gelu, x, sb, u):
+        sm = cuda.shared.array(0, int32)
+        table = cuda.shared.array(256, int8)                 # by x + 128
+        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias + 128][128]
+        barriers = cuda.shared.array(8, int64)
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        member = group & 1
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        tiles = base + SHARED_B
+        p = call * PLAN
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            egg_ptx.barrier_fence()
+        if t < 256:
+            table[t] = gelu[(t - 128) & 255]
+        cuda.syncthreads()
+        if t == 0:
+            egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
+            egg_ptx.copy_bulk(base, x, int64(cuda.blockIdx.x) * (2 * ROW_WORDS), SHARED_B, bar)
+            egg_ptx.copy_bulk(tiles, packed, at, TILE_BYTES, bar)
+            for i in range(1, STAGES):
+                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+        sign = int32(1 - 2 * member)
+        s0, s1 = int32(sb[unit * 128 + row] * sign), int32(sb[unit * 128 + row + 8] * sign)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        stream = uint32(seed + uint32(plan[p + 1]))
+        at_u = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane
+        a_desc = descriptor(base + group * MEMBER_BYTES)
+        acc = cuda.local.array(64, int32)
+        for step in range(STEPS):
+            stage = step & (STAGES - 1)
+            here = group * 512 + (step & 1) * 256
+            c = t & 127
+            i = (c >> 5) * H + step * 32 + (c & 31)          # the hidden unit of this column
+            column[here + c] = scaled(noise(stream, i), overlay[plan[p + 2] + i], stream, i)
+            plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
+            column[here + 128 + c] = int32((minus if member else plus) + int32(128))
+            egg_ptx.named_barrier(1 + group, 128)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            multiply(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            at_noise = egg_ptx.shared_address(column, here) + q * 16
+            to = at_u + (step >> 1) * ROW_WORDS + (step & 1) * 256
+            for j in range(8):
+                n, b = egg_ptx.load_shared4(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
+                for half in range(2):
+                    s = s0 if half == 0 else s1
+                    for k in range(4):
+                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                        acc[i] = table[uint32(min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255)))]
+                    i = 8 * j + half * 2
+                    u[to + half * (2 * H) + j * 32] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+            if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
+                old = step - LAG
+                stage = old & (STAGES - 1)
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (old // STAGES) & 1)
+                egg_ptx.barrier_expect(bar + 8 * stage, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + stage * TILE_BYTES, packed, at + (old + STAGES) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * stage)
+
+    return up, SHARED_B + STAGES * TILE_BYTES
+
+
+def _sums_sm90(cfg, nz):
+    """sb of the hidden units u of _up_sm90. Launch [pairs], 256 threads. plan as _sums_kernel."""
+    H, MODE = FAST_H, cfg.ADAPTIVE_NOISE_MODE
+    factor, input_coefficient, input_fold = nz.factor, nz.input_coefficient, nz.input_fold
+    FACTORS = 4 * H if MODE == 2 else 1
+
+    @cuda.jit(launch_bounds=256)
+    def sums(call, plan, overlay, job, offset, u, sb):
+        coefficient, factors = cuda.shared.array(1024, int32), cuda.shared.array(FACTORS, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
+        for i in range(t, 4 * H, 256):
+            entry = overlay[plan[call * PLAN + 13] + i]
+            coefficient[i] = input_coefficient(entry, stream, i)
+            if MODE == 2:
+                factors[i] = factor(entry, stream, i)
+        cuda.syncthreads()
+        lane = t & 31
+        row = (t >> 5) * 16 + (lane >> 2)
+        at = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane
+        address = egg_ptx.shared_address(coefficient, (lane & 3) * 4)
+        total = cuda.local.array(2, int32)
+        total[0], total[1] = 0, 0
+        pb = cuda.local.array(8, int32)
+        for piece in range(H // 16):                         # 16 neighbouring i
+            for k in range(8):
+                pb[k] = 0
+            where = at + (piece >> 2) * ROW_WORDS + ((piece >> 1) & 1) * 256 + (piece & 1) * 32
+            for sub in range(4):
+                c = egg_ptx.load_shared4(address + (sub * H + piece * 16) * 4)
+                for half in range(2):
+                    word = u[where + sub * 64 + half * (2 * H)]
+                    for k in range(4):
+                        f = factors[sub * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                        pb[4 * half + k] = input_fold(pb[4 * half + k], byte(word, k), c[k], f)
+            for k in range(8):
+                total[k >> 2] = int32(total[k >> 2] + pb[k])
+        for half in range(2):
+            s = quad_sum(total[half])
+            if (lane & 3) == 0:
+                sb[unit * 128 + row + half * 8] = s
+
+    return sums
+
+
+def _wide_sm90(cfg, nz, kind):
+    """Products of full width, so that a row's amax needs nothing outside the block: four warpgroups, member = group // 2, columns
+    128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
+
+    kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 as _rotate_kernel makes them. "o" and "down":
+    h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams four chunks of 256 hidden units.
+    plan: _product_kernel's 8 entries a matrix; "down": bias of the sum at 3. s_stride: rows of one sb array."""
+    H, T, D, BIT = FAST_H, FAST_T, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
+    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if kind == "down" else cfg.SHIFT_OUT
+    QKV, DOWN = kind == "qkv", kind == "down"
+    MATRICES, CHUNKS = 3 if QKV else 1, 4 if DOWN else 1
+    A_BYTES, B_BYTES = 2 * MEMBER_BYTES, 2 * TILE_BYTES
+    STAGE = A_BYTES + (B_BYTES if DOWN else 0)              # two stages; a resident matrix lies behind them
+    AT_B = A_BYTES if DOWN else 2 * A_BYTES
+    AT_ROPE = 2 * A_BYTES + B_BYTES
+    ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
+    noise, scaled = nz.noise, nz.scaled
+    vector = _vector(cfg, nz, True)
+    multiply, multiply_more = _wgmma_tile()
+
+    @device
+    def turn(e, o, cos, sin):
+        e, o, cos, sin, half = int64(e), int64(o), int64(cos), int64(sin), int64(1) << int64(BIT - 1)
+        return int32((e * cos - o * sin + half) >> int64(BIT)), int32((e * sin + o * cos + half) >> int64(BIT))
+
+    @cuda.jit(launch_bounds=512)
+    def wide(call, at, plan, weights, packed, overlay, job, offset, pairs, s_stride, rope, x, sb, h, q_out, k_out, v_out):
+        sm = cuda.shared.array(0, int32)
+        column, bias = cuda.shared.array(512, int32), cuda.shared.array(512, int32)      # [member][256]
+        tops = cuda.shared.array(256, int32)                 # [row][column half]
+        barriers = cuda.shared.array(5, int64)               # full, full, empty, empty, matrix
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        member, side = group >> 1, group & 1
+        which = cuda.blockIdx.x % MATRICES
+        first, every = cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        p = call * PLAN + which * 8
+        at_w = at + which * (B_BYTES // 4)
+        if t == 0:
+            for i in range(2):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + 16 + 8 * i, 16)
+            egg_ptx.barrier_init(bar + 32, 1)
+            egg_ptx.barrier_fence()
+        if QKV:
+            for i in range(t, T * D, 512):
+                sm[AT_ROPE // 4 + (i // D) * ROPE_ROW + i % D] = rope[i]
+        cuda.syncthreads()
+        steps = 0
+        if first < pairs:
+            steps = ((pairs - 1 - first) // every + 1) * CHUNKS
+        if t == 0:
+            if not DOWN:
+                egg_ptx.barrier_expect(bar + 32, B_BYTES)
+                egg_ptx.copy_bulk(base + AT_B, packed, at_w, B_BYTES, bar + 32)
+            for i in range(2):
+                if i < steps:
+                    unit, chunk = first + (i // CHUNKS) * every, i % CHUNKS
+                    egg_ptx.barrier_expect(bar + 8 * i, STAGE)
+                    egg_ptx.copy_bulk(base + i * STAGE, x, (int64(unit) * CHUNKS + chunk) * ROW_WORDS, A_BYTES, bar + 8 * i)
+                    if DOWN:
+                        egg_ptx.copy_bulk(base + i * STAGE + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, bar + 8 * i)
+        if not DOWN:
+            egg_ptx.barrier_wait(bar + 32, 0)
+        row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+        sign = int32(1 - 2 * member)
+        acc = cuda.local.array(64, int32)
+        for step in range(steps):
+            stage, chunk = step & 1, step % CHUNKS
+            unit = first + (step // CHUNKS) * every
+            if chunk == 0:
+                seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+                stream = uint32(seed + uint32(plan[p + 1]))
+                c = t & 255
+                column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+                if DOWN:
+                    plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
+                    bias[member * 256 + c] = minus if member else plus
+                egg_ptx.named_barrier(1 + member, 256)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step >> 1) & 1)
+            a_desc = descriptor(base + stage * STAGE + member * MEMBER_BYTES)
+            b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * TILE_BYTES)
+            if chunk == 0:
+                multiply(acc, a_desc, b_desc)
+            else:
+                multiply_more(acc, a_desc, b_desc)
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + 16 + 8 * stage)
+            if chunk == CHUNKS - 1:
+                s0 = int32(sb[which * s_stride + unit * 128 + row] * sign)
+                s1 = int32(sb[which * s_stride + unit * 128 + row + 8] * sign)
+                at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
+                at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
+                to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
+                top0, top1 = int32(0), int32(0)
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    for k in range(4):
+                        i = 8 * j + (k >> 1) * 4 + (k & 1)
+                        acc[i] = int32(acc[i] + int32(int32(s0 * n[k]) >> int32(NOISE_SHIFT)))
+                        acc[i + 2] = int32(acc[i + 2] + int32(int32(s1 * n[k]) >> int32(NOISE_SHIFT)))
+                if QKV:
+                    if which < 2:
+                        at_rope = base + AT_ROPE + ((row & 63) * ROPE_ROW) * 4
+                        for j in range(8):
+                            col = (side * 128 + j * 16) % D + q * 4
+                            for half in range(2):
+                                r = egg_ptx.load_shared4(at_rope + half * (8 * ROPE_ROW * 4) + col * 4)
+                                i = 8 * j + 2 * half
+                                acc[i], acc[i + 1] = turn(acc[i], acc[i + 1], r[0], r[1])
+                                acc[i + 4], acc[i + 5] = turn(acc[i + 4], acc[i + 5], r[2], r[3])
+                else:
+                    for j in range(8):
+                        for half in range(2):
+                            word = h[to + j * 32 + half * (2 * H)]
+                            for k in range(4):
+                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                acc[i] = int32(byte(word, k) + int32(acc[i] >> int32(SHIFT)))
+                    if DOWN:
+                        for j in range(8):
+                            b = egg_ptx.load_shared4(at_bias + j * 64)
+                            for k in range(4):
+                                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                                acc[i] = int32(acc[i] + b[k])
+                                acc[i + 2] = int32(acc[i + 2] + b[k])
+                for j in range(16):
+                    top0 = int32(max(max(top0, abs(acc[4 * j])), abs(acc[4 * j + 1])))
+                    top1 = int32(max(max(top1, abs(acc[4 * j + 2])), abs(acc[4 * j + 3])))
+                top0, top1 = quad_max(top0), quad_max(top1)
+                if q == 0:
+                    tops[row * 2 + side], tops[(row + 8) * 2 + side] = top0, top1
+                egg_ptx.named_barrier(1 + member, 256)
+                scale0, scale1 = (amax_scale(max(tops[row * 2], tops[row * 2 + 1])),
+                                  amax_scale(max(tops[row * 2 + 16], tops[row * 2 + 17])))
+                for j in range(16):
+                    for e in range(2):
+                        acc[4 * j + e] = quantise(acc[4 * j + e], scale0)
+                        acc[4 * j + 2 + e] = quantise(acc[4 * j + 2 + e], scale1)
+                if QKV and which == 2:
+                    # positions in the order of _rotate_kernel: rows g, g ^ 1 and the two 8 further are four neighbouring bytes
+                    odd = (lane >> 2) & 1
+                    slot = ((row & 63) >> 4) * 128 + ((lane >> 3) & 3) * 4
+                    for j in range(8):
+                        i = 8 * j
+                        left, right = pack4(acc[i], acc[i + 2], acc[i + 1], acc[i + 3]), pack4(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
+                        other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                        even_row, odd_row = (other, right) if odd else (left, other)
+                        c = side * 128 + j * 16 + q * 4 + odd * 2
+                        at_v = ((int64(unit) * 2 + member) * (H * T) + (c >> 3) * (8 * T) + (c & 7) * 16 + slot) >> 2
+                        v_out[at_v] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
+                        v_out[at_v + 4] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
+                else:
+                    for j in range(8):
+                        for half in range(2):
+                            i = 8 * j + 2 * half
+                            word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                            where = to + j * 32 + half * (2 * H)
+                            if not QKV:
+                                h[where] = word
+                            elif which == 0:
+                                q_out[where] = word
+                            else:
+                                k_out[where] = word
+            if t == 0 and step + 2 < steps:
+                egg_ptx.barrier_wait(bar + 16 + 8 * stage, (step >> 1) & 1)
+                unit, chunk = first + ((step + 2) // CHUNKS) * every, (step + 2) % CHUNKS
+                egg_ptx.barrier_expect(bar + 8 * stage, STAGE)
+                egg_ptx.copy_bulk(base + stage * STAGE, x, (int64(unit) * CHUNKS + chunk) * ROW_WORDS, A_BYTES, bar + 8 * stage)
+                if DOWN:
+                    egg_ptx.copy_bulk(base + stage * STAGE + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, bar + 8 * stage)
+
+    return wide, 2 * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
+
+
+def _pack_sm90():
+    """A canonical matrix [K / 4, N, 4] as the fast path wants it, see there. kind: 0 square, 1 up, 2 down."""
+    H = FAST_H
+
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, kind, n):
+        i = cuda.grid(1)
+        if i < n * (H if kind == 2 else H // 4):
+            chunk = 0
+            if kind == 2:
+                chunk, i = i // (H * H // 4), i % (H * H // 4)
+            block, rest = i // (2 * H), i % (2 * H)
+            col, k4 = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
+            col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            if kind == 1:
+                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+            if kind == 2:
+                k4 = ((k4 >> 3) & 3) * (H // 4) + (chunk * 2 + (k4 >> 5)) * 8 + (k4 & 7)
+            packed[target + chunk * (H * H // 4) + i] = weights[source + k4 * n + col]
+
+    return pack
+
+
 # --- one token at a time, without noise ----------------------------------------------------------------------------------------------
 
 def _token_kernel(cfg):
@@ -992,6 +1593,11 @@ ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
 HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, int64)                                # and exps, x, sb, losses
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
 LOGITS_TYPES = (int64, A32, A32, A32)
+NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
+UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, A8, A32, A32, A32)
+WIDE_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
+FAST_HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
+FAST_PACK_TYPES = (A32, A32, int64, int64, int64, int64)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
 
 
@@ -1029,7 +1635,7 @@ class _Plan:
         self._tensors = {(t.name, t.layer): t for t in egg_model.tensors(cfg)}
         self._packing, self._rows = packing, []
         self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",)) + self._embedding())
-        self.emb_mlp = self._mlp("emb_mlp", 0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up")
+        self.emb_mlp = self._mlp(0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up", "mlp_emb_bias_down")
         self.layers = []
         before = ("mlp_emb_bias_down", 0)
         for layer in range(cfg.N_LAYERS):
@@ -1039,7 +1645,7 @@ class _Plan:
                 sums_o=self._add(12 * [0] + self._input("w_o", layer)),
                 o=self._add(self._matrix("w_o", layer)),
                 ln_2=self._add(self._normed("ln_2", layer, None, ("w_up",))),
-                mlp=self._mlp("mlp", layer, "w_up", "w_down", "mlp_bias_up")))
+                mlp=self._mlp(layer, "w_up", "w_down", "mlp_bias_up", "mlp_bias_down")))
             before = ("mlp_bias_down", layer)
         self.ln_f = self._add(self._normed("ln_f", 0, before[0], ("embedding",), before[1]))
         self.head = self._add(self._matrix("embedding", 0))
@@ -1078,9 +1684,9 @@ class _Plan:
         t = self._tensors["embedding", 0]
         return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
 
-    def _mlp(self, name, layer, up, down, bias_up):
+    def _mlp(self, layer, up, down, bias_up, bias_down):
         return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up)), sums=self._add(12 * [0] + self._input(down, layer)),
-                               down=self._add(self._matrix(down, layer)))
+                               down=self._add(self._matrix(down, layer, bias_down)))
 
 
 class _General:
@@ -1110,6 +1716,9 @@ class _General:
         self.rotate = add(_rotate_kernel(cfg), ROTATE_TYPES)
         self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
         self.head = add(_head_kernel(cfg, nz, noisy), HEAD_TYPES + ((A32 if noisy else AF64), A32, A32, losses))
+
+    def launch_pack(self, stream, weights, packed):
+        """Nothing beyond what _Packing does."""
 
     def layout(self, units):
         """Byte ranges of the scratch arrays of `units` pairs, and their total."""
@@ -1171,16 +1780,105 @@ class _General:
                                                    tables.exps if self.noisy else tables.clean_exps, n, sb, losses)
 
 
+class _Fast:
+    """The noisy forward pass on cc 9.0 at T = 64, H = 256."""
+
+    def __init__(self, cfg, packing, multiprocessors):
+        self.cfg, self.blocks = cfg, multiprocessors
+        nz = build_noise(cfg)
+        self.kernels = []
+
+        def add(made, signature):
+            kernel, shared = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((kernel, signature, shared))
+            return kernel, shared
+
+        self.embed = add(_rows_kernel(cfg, nz, True, "embedding", 1), ROWS_TYPES + (A64,))
+        self.norms = {streams: add(_norm_sm90(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
+        self.up = add(_up_sm90(cfg, nz), UP_TYPES)
+        self.sums_down = add(_sums_sm90(cfg, nz), SUMS_TYPES)
+        self.wide = {kind: add(_wide_sm90(cfg, nz, kind), WIDE_TYPES) for kind in ("qkv", "o", "down")}
+        self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
+        self.sums_o = add(_sums_kernel(cfg, nz, False), SUMS_TYPES)
+        self.head = add(_head_sm90(cfg, nz), FAST_HEAD_TYPES)
+        self.pack = add(_pack_sm90(), FAST_PACK_TYPES)
+        self.at, self.copies, end = {}, [], packing.bytes
+        matrices = [t for t in egg_model.tensors(cfg) if t.matrix and t.name != "embedding"]
+        for t in sorted(matrices, key=lambda t: t.layer):    # a layer's q, k, v lie together
+            self.at[t.name, t.layer] = end // 4
+            kind = 2 if t.rows > t.cols else 1 if t.cols > t.rows else 0
+            self.copies.append((t.weights // 4, end // 4, kind, t.cols, t.size))
+            end += t.size
+        self.packed_bytes = end
+
+    def layout(self, units):
+        units = units + units % 2
+        rows = units * 128
+        sizes = dict(h=rows * FAST_H, n=rows * FAST_H, sb=12 * rows, u=4 * rows * FAST_H, q=(rows + 32) * FAST_H, k=(rows + 32) * FAST_H,
+                     v=rows * FAST_H)
+        out, end = {}, 0
+        for name, size in sizes.items():
+            out[name] = (end, end + size)
+            end = _aligned(end + size)
+        return out, rows, end
+
+    def launch_pack(self, stream, weights, packed):
+        for source, target, kind, columns, size in self.copies:
+            self.pack[0][_blocks(size // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind, columns)
+
+    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, units, scratch, losses):
+        layout, stride, _ = self.layout(units)
+        words = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
+        h, n, sb, u, q, k, v = (words[name] for name in ("h", "n", "sb", "u", "q", "k", "v"))
+        packed, cfg = packed.view(np.int32), self.cfg
+
+        def norm(call, streams):
+            self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
+
+        def wide(kind, call, name, layer, x):
+            kernel, shared = self.wide[kind]
+            blocks = self.blocks // 3 * 3 if kind == "qkv" else self.blocks
+            kernel[blocks, 512, stream, shared](call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, units, stride,
+                                                tables.rope, x, sb, h, q, k, v)
+
+        def mlp(calls, up, down, layer):
+            kernel, shared = self.up
+            kernel[_blocks(units, 2), 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset,
+                                                           tables.gelu, n, sb, u)
+            self.sums_down[0][units, 256, stream](calls.sums, tables.plan, overlay, job, offset, u, sb)
+            wide("down", calls.down, down, layer, u)
+
+        kernel, shared = self.embed
+        kernel[(units, 1), 256, stream, shared](plan.embed, tables.plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb,
+                                                u, losses)
+        mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        for i, layer in enumerate(plan.layers):
+            norm(layer.ln_1, 3)
+            wide("qkv", layer.qkv, "w_q", i, n)
+            self.attention[0][_blocks(2 * units * cfg.N_HEADS * 4, 4), 128, stream](units, tables.exps, q, k, v,
+                                                                                  scratch[layout["n"][0]:layout["n"][1]])
+            self.sums_o[0][(units, 1), 256, stream, self.sums_o[1]](layer.sums_o, tables.plan, overlay, job, offset, n, sb)
+            wide("o", layer.o, "w_o", i, n)
+            norm(layer.ln_2, 1)
+            mlp(layer.mlp, "w_up", "w_down", i)
+        norm(plan.ln_f, 1)
+        kernel, shared = self.head
+        kernel[_blocks(units, 2), 512, stream, shared](plan.head, tables.plan, packed, overlay, windows, units, job, offset, tables.exps, n, sb,
+                                                       losses)
+
+
 class Forward:
     """See the top of this file."""
 
-    def __init__(self, cfg, cc, shared_limit):
+    def __init__(self, cfg, cc, shared_limit, multiprocessors):
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        self._noisy, self._clean = _General(cfg, True), _General(cfg, False)
+        fast = tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (FAST_T, FAST_H) and shared_limit >= FAST_SHARED
+        self._noisy = _Fast(cfg, self._packing, multiprocessors) if fast else _General(cfg, True)
+        self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
-        self.packed_bytes, self.token_scratch_bytes = self._packing.bytes, cfg.HIDDEN_DIM
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
         self.kernels = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)
                         ] + self._noisy.kernels + self._clean.kernels
 
@@ -1202,6 +1900,7 @@ class Forward:
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
+        self._noisy.launch_pack(stream, weights, packed)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset, pairs, scratch, losses)
@@ -1223,6 +1922,6 @@ class Forward:
         self._logits[_blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
 
 
-def build_forward(cfg, cc, shared_limit):
+def build_forward(cfg, cc, shared_limit, multiprocessors=132):
     """The forward pass of a configuration on a device: see the top of this file."""
-    return Forward(cfg, cc, shared_limit)
+    return Forward(cfg, cc, shared_limit, multiprocessors)

@@ -58,6 +58,7 @@ def _pointer(context, builder, array_type, array, index):
 
 trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,), "int32 of a float32, toward zero, saturating.")
 add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
+half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,), "0.5 with the sign of x.")
 rcp_approx = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,), "about 1 / x: 1 unit in the last place.")
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
@@ -98,6 +99,18 @@ def load_matrix4(ctx, address):
     def codegen(context, builder, sig, args):
         f = _asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32],
                  "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+        r = builder.call(f, args)
+        return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
+    return sig, codegen
+
+
+@intrinsic
+def load_shared4(ctx, address):
+    """Four int32 from a shared address that is a multiple of 16."""
+    sig = types.UniTuple(types.int32, 4)(types.int32)
+
+    def codegen(context, builder, sig, args):
+        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32], "=r,=r,=r,=r,r,~{memory}", side_effect=True)
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
     return sig, codegen
@@ -180,6 +193,9 @@ def copy_bulk(ctx, address, source, index, nbytes, barrier):
         builder.call(f, [args[0], p, args[3], args[4]])
         return context.get_dummy_value()
     return sig, codegen
+
+
+wgmma_fence = _statement("wgmma.fence.sync.aligned;")         # before the first product that reads accumulators just touched
 
 
 def wgmma_descriptor_strides(k_bytes):
