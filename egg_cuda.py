@@ -1,7 +1,7 @@
 """The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `egg_cpu`.
 
-Forward pass: `egg_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as CUDA graphs,
-windows and token choice on the device.
+Forward pass: `egg_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as
+CUDA graphs, windows and token choice on the device.
 """
 
 import fcntl
@@ -14,12 +14,14 @@ import sys
 import time
 
 import numpy as np
+from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.serialize import dumps
 
+import egg_cpu
 import egg_kernels
 import egg_model
 import egg_ptx
@@ -40,8 +42,8 @@ SOURCES = ("egg_config.py", "egg_model.py", "egg_cpu.py", "egg_ptx.py", "egg_ker
 # --- compiled kernels on disk ----------------------------------------------------------------------------------------------
 
 class KernelCache:
-    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled cells,
-    which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
+    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled
+    cells, which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
 
     def __init__(self, path):
         self.cache_path = path
@@ -59,16 +61,16 @@ class KernelCache:
             part.write_bytes(dumps(kernel))
             part.replace(self.cache_path)
         except OSError as error:                             # a full disk costs time, nothing else
-            print(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}", file=sys.stderr, flush=True)
+            _tell(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}\n")
 
 
 def cache_directory(cfg, device):
     """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
     key = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES))
     import numba_cuda
-    key.update(repr((cfg.fingerprint(), device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version)).encode())
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return base / "egg" / f"cuda-{key.hexdigest()[:16]}"
+    versions = device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version
+    key.update(repr((cfg.fingerprint(), *versions)).encode())
+    return pathlib.Path(egg_cpu.CACHE).parent / f"cuda-{key.hexdigest()[:16]}"
 
 
 def kernels(cfg, cc, shared_limit, token_type):
@@ -81,13 +83,13 @@ def kernels(cfg, cc, shared_limit, token_type):
 
 
 def compile_all(every, directory, what, job):
-    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where there is something to compile.
+    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where something is compiled.
     job: (cfg, device, name of the token type), for the processes that help. Returns the seconds it took."""
     started = time.monotonic()
     paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
     missing, keep = sum(not path.exists() for path in paths), True
     if missing:
-        print(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}", file=sys.stderr, flush=True)
+        _tell(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}\n")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with open(directory / "lock", "w") as lock:      # workers that start together compile once
@@ -95,7 +97,7 @@ def compile_all(every, directory, what, job):
                 _share_out([(i, path) for i, path in enumerate(paths) if not path.exists()], job)
         except OSError as error:
             keep = False
-            print(f"egg: cannot keep them there: {error.strerror}", file=sys.stderr, flush=True)
+            _tell(f"egg: cannot keep them there: {error.strerror}\n")
     for (_, dispatcher, signature, shared), path in zip(every, paths):
         if keep:
             dispatcher._cache = KernelCache(path)
@@ -103,7 +105,7 @@ def compile_all(every, directory, what, job):
         dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        print(f"egg: CUDA kernels ready in {seconds:.1f} s", file=sys.stderr, flush=True)
+        _tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
@@ -124,13 +126,17 @@ def _share_out(missing, job):
         time.sleep(0.1)
         if terminal:
             done = sum(path.exists() for _, path in missing)
-            print(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+            _tell(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
     if terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        _tell("\r\x1b[K")
+
+
+def _tell(text):
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def compile_share():
-    """A compiling process: its share of the work comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
+    """A compiling process: its share comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
     (cfg, device, token_type), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu = cuda.get_current_device()
@@ -173,8 +179,9 @@ def build(cfg, token_type):
             windows[i] = int32(tokens[start + (i - row * (T + 1))])
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
-        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from logits z.
-        One block. settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed."""
+        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
+        logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d
+        kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
         top_of = cuda.shared.array(CHOOSERS, float32)
         sums = cuda.shared.array(CHOOSERS, int64)
         best = cuda.shared.array(1, int32)
@@ -236,28 +243,35 @@ def build(cfg, token_type):
 
 
 class Replay:
-    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time, replayed then."""
+    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time,
+    replayed from then on."""
 
     def __init__(self, stream, enqueue):
         self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
 
     def __call__(self):
-        from cuda.bindings import driver
-
-        def ok(result):
-            if int(result[0]):
-                raise RuntimeError(f"CUDA graph: {result[0].name}")
-            return result[1] if len(result) > 1 else None
-
         self._runs += 1
         if self._runs == 1:
             return self._enqueue()
         handle = driver.CUstream(int(self._stream.handle))
         if self._graph is None:
-            ok(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            _driver(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             self._enqueue()
-            self._graph = ok(driver.cuGraphInstantiate(ok(driver.cuStreamEndCapture(handle)), 0))
-        ok(driver.cuGraphLaunch(self._graph, handle))
+            graph = _driver(driver.cuStreamEndCapture(handle))
+            self._graph = _driver(driver.cuGraphInstantiate(graph, 0))
+            _driver(driver.cuGraphDestroy(graph))
+        _driver(driver.cuGraphLaunch(self._graph, handle))
+
+    def __del__(self):
+        if self._graph is not None:
+            driver.cuGraphExecDestroy(self._graph)
+
+
+def _driver(result):
+    """The value of a driver call, (error code, value...). Raises RuntimeError with the name of the error."""
+    if int(result[0]):
+        raise RuntimeError(f"CUDA graph: {result[0].name}")
+    return result[1] if len(result) > 1 else None
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------------
@@ -265,8 +279,8 @@ class Replay:
 class CudaEngine:
     """The verbs of an engine (see egg_cpu.CpuEngine) on GPU `device`.
 
-    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits easily, else
-    windows are cut on the host. Raises ValueError (one line) where the device is missing or too small."""
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits
+    easily, else windows are cut on the host. Raises ValueError (one line) where the device is missing or too small."""
 
     def __init__(self, cfg, tokens=None, device=0):
         try:
@@ -291,17 +305,19 @@ class CudaEngine:
         free = cuda.current_context().get_memory_info().free
         need = 13 * n + self._forward.packed_bytes + egg_votes.Update.bytes_needed(cfg)
         if need > free:
-            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} GiB are free")
+            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
         self._weights, self._overlay = cuda.device_array(n, np.int8), cuda.device_array(egg_model.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
         self._exps = cuda.to_device(egg_model.exp_table(cfg))
         self._votes = egg_votes.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
-        steps = self._votes.launches(self.stream, self._job, self._weights, self._moments, self._overlay)
-        steps.append(("pack", lambda: self._forward.pack(self.stream, self._weights, self._packed)))
+        forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
+        steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
+        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
         self._update_steps = steps
-        self._update = Replay(self.stream, lambda: [f() for _, f in steps])
+        self._update = Replay(stream, lambda: [launch() for _, launch in steps])
         self._rate = None                                    # the learning rate that is on the device
         self._tokens = None
         if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
@@ -329,7 +345,8 @@ class CudaEngine:
         windows, losses, run = self._evaluations[count]
         self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
         if self._tokens is None:
-            windows.copy_to_device(egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2).ravel(), self.stream)
+            cut = egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+            windows.copy_to_device(cut.ravel(), self.stream)
         else:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
             self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
@@ -339,8 +356,10 @@ class CudaEngine:
         return out
 
     def _evaluation(self, pairs):
-        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch memory takes at most half of what is free."""
-        forward, width = self._forward, self.cfg.SEQ_LEN + 1
+        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free memory."""
+        forward, stream, width = self._forward, self.stream, self.cfg.SEQ_LEN + 1
+        weights, packed, overlay = self._weights, self._packed, self._overlay
+        tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
         windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
         most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
         if not most:
@@ -348,13 +367,13 @@ class CudaEngine:
         scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
 
         def enqueue():
-            if self._tokens is not None:
-                self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream](self._tokens, self._place, windows)
+            if tokens is not None:
+                cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
-                forward.evaluate(self.stream, self._weights, self._packed, self._overlay, windows[at * width:(at + n) * width],
-                                 self._job, at, n, scratch, losses[2 * at:2 * (at + n)])
-        return windows, losses, Replay(self.stream, enqueue)
+                forward.evaluate(stream, weights, packed, overlay, windows[at * width:(at + n) * width], job, at, n, scratch,
+                                 losses[2 * at:2 * (at + n)])
+        return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
@@ -368,7 +387,8 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        votes.fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS].copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        fit = votes.fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS]
+        fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if lr != self._rate:
             rates = [egg_votes.optimizer(cfg, lr, t.lr_scale).lr for t in egg_model.tensors(cfg)]
@@ -378,7 +398,8 @@ class CudaEngine:
         self._job.copy_to_device(np.array([self.seed, 0], np.uint32), self.stream)
 
     def validate(self, windows):
-        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
+        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
+        [n, SEQ_LEN + 1] windows."""
         forward, T = self._forward, self.cfg.SEQ_LEN
         windows = np.ascontiguousarray(windows, np.int32)
         most = largest(forward.clean_scratch_bytes, len(windows), cuda.current_context().get_memory_info().free // 2)
@@ -389,7 +410,8 @@ class CudaEngine:
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
             nats = cuda.device_array(len(part) * T, np.float64)
-            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), scratch, nats)
+            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), scratch,
+                             nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T
@@ -405,7 +427,7 @@ class CudaEngine:
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
         rope = cuda.to_device(egg_model.rope_table(cfg, total).ravel())
-        cache, scratch = cuda.device_array(forward.cache_bytes(total), np.int8), cuda.device_array(max(1, forward.token_scratch_bytes), np.int8)
+        cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
         z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
         settings, floor = cuda.to_device(np.array([s.temp, s.penalty], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
         draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
@@ -414,7 +436,7 @@ class CudaEngine:
             forward.token(stream, self._weights, self._packed, tokens, at, total, rope, cache, scratch, z)
             self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
 
-        advance = Replay(stream, enqueue)
+        advance = Replay(stream, enqueue)                    # lives as long as this generator
         done, told = 0, len(prompt)
         while told < total:
             reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
@@ -477,7 +499,7 @@ def bench(cfg, tokens, device):
     gpu = cuda.get_current_device()
     peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
     work = 2 * egg_model.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at its highest clock {peak / 1e12:.0f} TOP/s")
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock {peak / 1e12:.0f} TOP/s")
 
     def rate(what, count, seconds):
         print(f"{what:26s} {count / seconds / 1e6:8.2f} M tokens/s, {count / seconds * work / 1e12:5.0f} TOP/s, "
@@ -488,7 +510,7 @@ def bench(cfg, tokens, device):
     noisy = rate("evaluation of a chunk", chunk, _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE)))
     windows = egg_model.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))
     clean = rate("the same without noise", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
-    print(f"evaluation takes {clean / noisy - 1:+.1%} of the time without noise (validation: other windows, exact loss in float64)")
+    print(f"noise adds {clean / noisy - 1:.1%} to the time (without it: validation, the same work with the exact loss in float64)")
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in egg_model.tensors(cfg) if t.matrix)

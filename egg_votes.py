@@ -1,9 +1,9 @@
 """The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold, noise-scale overlay.
 
 A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
-noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves the larger side of every
-matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned to the plain side's n
-("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices of n bound the memory.
+noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves the larger side
+of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned to the plain
+side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices of n bound the memory.
 """
 
 from typing import NamedTuple
@@ -15,15 +15,15 @@ from numba.cuda import libdevice
 import egg_model
 from egg_cpu import optimizer
 from egg_kernels import build_noise
-from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence, shared_address,
-                     wgmma_descriptor_strides, wgmma_done, wgmma_s8)
+from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
+                     shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
 STAGES = 3
 STAGE = 2 * TILE * DEPTH    # bytes
 SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
-SPLIT = 4096                # values of n a block adds up; the operands of a split lie together and nearly fit the second-level cache
+SPLIT = 4096                # values of n a block adds up; the operands of a split lie together and nearly fit the L2 cache
 PIECE = 1024                # values of n a block of operands makes of eight rows
 VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
 EIGHTS = 4                  # times eight elements of a vector share a warp
@@ -41,11 +41,11 @@ WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
 class Plan(NamedTuple):
     """What the kernels walk over; int32 arrays.
 
-    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range of n in use.
-    tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS, whether the
-    signed side is its rows, and which of them is the first.
+    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range of n used.
+    tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
+    whether the signed side is its rows, and which of them is the first.
     vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 6], in the order of egg_model.tensors; blocks [blocks, 2]: a tensor, and the first of its elements to move."""
+    tensors [tensors, 6], in the order of egg_model.tensors; blocks [blocks, 2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -118,8 +118,8 @@ def ones(fit):
     return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
 
 
-A1, A2, F1, F2 = types.Array(int32, 1, "C"), types.Array(int32, 2, "C"), types.Array(float32, 1, "C"), types.Array(float32, 2, "C")
-B1, S1, U1 = types.Array(uint8, 1, "C"), types.Array(int8, 1, "C"), types.Array(uint32, 1, "C")
+A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, int8, uint32))
+A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 
 
 def build(cfg, wgmma):
@@ -128,8 +128,8 @@ def build(cfg, wgmma):
     masks, gaussian, sgd = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd"
     noise = build_noise(cfg).noise
     o = optimizer(cfg, 1.0, 1.0)
-    beta1, one_less_beta1, beta2, one_less_beta2 = float32(o.beta1), float32(o.one_less_beta1), float32(o.beta2), float32(o.one_less_beta2)
-    eps, decay = float32(o.eps), float32(o.decay)
+    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
+    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
     first_product, next_product, products_done = wgmma_s8(TILE, True), wgmma_s8(TILE, False), wgmma_done(TILE)
     strides = wgmma_descriptor_strides(DEPTH)
@@ -150,12 +150,14 @@ def build(cfg, wgmma):
 
     @device
     def place(rows, row, n):
-        """Index of the operand word that holds n.. (from the slice's start) of row.., both multiples of what a word and a core matrix hold."""
-        return ((int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)) * 32 + (row & 7) * 4 + (n % 16 // 4)
+        """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4) on."""
+        matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
+        return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
 
     def operands(rows, seed, fit, start, width, out):
-        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT / 16][8][16 bytes], and 16 more n.
-        fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE + 1), eight rows and PIECE values of n each."""
+        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT / 16][8][16 bytes],
+        and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE + 1), eight rows
+        and PIECE values of n each."""
         pieces = int32(width // PIECE + 1)
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -180,7 +182,7 @@ def build(cfg, wgmma):
 
     @device
     def fetch(to, operand, at):
-        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each group of eight rows."""
+        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight rows."""
         t = cuda.threadIdx.x
         for i in range(4):
             copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
@@ -191,8 +193,8 @@ def build(cfg, wgmma):
         return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
 
     def products(tiles, operand, rows, start, votes):
-        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits * tiles, the tiles of one split
-        side by side, so that the operands they share stay in the second-level cache."""
+        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits * tiles, the
+        tiles of one split side by side, so that the operands they share stay in the L2 cache."""
         sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
         split = int32(cuda.blockIdx.x // tiles.shape[0])
@@ -214,8 +216,8 @@ def build(cfg, wgmma):
         g, q = lane >> 2, lane & 3
         # ldmatrix: where this lane's rows of the first core matrices lie
         plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
-        signed_lane = STAGE // 2 + (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
-        acc = cuda.local.array((4, 8, 4), int32)             # mma.sync: 4 x 8 tiles of 16 x 8 a warp, which has 64 x 64 of the block
+        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16 + STAGE // 2
+        acc = cuda.local.array((4, 8, 4), int32)             # mma.sync: 4 x 8 tiles of 16 x 8, a warp's quarter of the block
         upper, lower = cuda.local.array(64, int32), cuda.local.array(64, int32)          # wgmma: 64 plain rows each
         for i in range(4):
             for j in range(8):
@@ -254,7 +256,8 @@ def build(cfg, wgmma):
                             b = load_matrix4(int32(here + signed_lane + j * (16 * DEPTH) + k * 256))
                             for half in range(2):
                                 c = acc[i, 2 * j + half]
-                                c[0], c[1], c[2], c[3] = mma_s8(a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1], c[0], c[1], c[2], c[3])
+                                c[0], c[1], c[2], c[3] = mma_s8(a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
+                                                                c[0], c[1], c[2], c[3])
             slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
@@ -281,8 +284,8 @@ def build(cfg, wgmma):
                                 cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one, acc[i, j, 2 * half + k])
 
     def vector_products(groups, operand, fit, rows, start, splits, votes):
-        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight rows' core matrices.
-        Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side: they share rows."""
+        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight
+        rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side: they share rows."""
         item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
         split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
         group = int32(item - split * groups.shape[0])
@@ -319,10 +322,11 @@ def build(cfg, wgmma):
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
     def optimize(blocks, tensors, rates, votes, weights, moments, touched, changed):
-        """Moves every weight by its vote and clears the vote. rates float32 [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set
-        where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+        """Moves every weight by its vote and clears the vote. rates float32 [tensors]; moments float32 [weights, 3]; touched uint8
+        [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
-        base, size, cols, matrix = tensors[tensor, WEIGHTS], tensors[tensor, SIZE], tensors[tensor, WIDTH], tensors[tensor, MATRIX]
+        base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
+        cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
         rate = rates[tensor]
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
@@ -366,7 +370,8 @@ def build(cfg, wgmma):
         """The overlay's step; clears `touched`. A thread an entry."""
         i = cuda.grid(1)
         if i < overlay.size:
-            overlay[i] = int8(max(int32(-127), min(int32(127), int32(int32(overlay[i]) + (increase if touched[i] else decrease)))))
+            o = int32(int32(overlay[i]) + (increase if touched[i] else decrease))
+            overlay[i] = int8(max(int32(-127), min(int32(127), o)))
             touched[i] = 0
 
     return {
@@ -381,8 +386,8 @@ def build(cfg, wgmma):
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
-    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least). Set `rates`,
-    `fit` and the seed, enqueue `launches`, read `changed`."""
+    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least).
+    Set `rates`, `fit` (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
@@ -407,21 +412,23 @@ class Update:
         return len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
 
     def launches(self, stream, seed, weights, moments, overlay):
-        """[(kernel's name, function that enqueues it)] of an update. seed uint32 [>= 1], weights int8 [n], moments float32 [n, 3], overlay int8: on
-        the device."""
+        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8 [n], moments
+        float32 [n, 3], overlay int8."""
         rows, tiles, vectors, tensors, blocks = self.tables
         fit, n_rows, width = self.fit.view(np.int32), np.int32(len(self.plan.rows)), np.int32(self.width)
         pieces = np.int32(self.width // VECTOR_SPLIT)
-        out = []
+        kernels, out = self.kernels, []
 
         def add(name, grid, shared, *args):
-            out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
+            out.append((name, lambda: kernels[name][int(grid), THREADS, stream, shared](*args)))
 
         for start in map(np.int32, self.starts):
             add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width, self.operands)
             add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start, self.votes)
-            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows, start, pieces, self.votes)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched, self.changed)
+            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
+                start, pieces, self.votes)
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched,
+            self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
         return out

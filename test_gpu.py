@@ -1,5 +1,5 @@
-"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held against the golden
-recordings and, on random configurations, against the CPU engine."""
+"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
+against the golden recordings and, on random configurations, against the CPU engine."""
 
 import concurrent.futures
 import hashlib
@@ -19,7 +19,7 @@ import egg_model
 import egg_votes
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}          # KiB of shared memory a block can have
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}    # KiB of shared memory a block can have
 SEED = 20240607
 
 
@@ -92,6 +92,10 @@ def golden(name):
     return np.load(GOLDEN / f"{name}.npz")
 
 
+def digests_after(data, step):
+    return tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales"))
+
+
 def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
@@ -110,7 +114,7 @@ def test_golden(name):
         fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses])
         assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
         assert engine.update(fitness) == data["updates"][step]
-        assert engine.state().digests() == tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales")), f"update {step}"
+        assert engine.state().digests() == digests_after(data, step), f"update {step}"
     assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
 
 
@@ -127,16 +131,16 @@ def test_golden_default_configuration():
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         if step == 0:
             assert np.array_equal([x[:256] for x in losses], data["loss_head"])
-        assert [digest(x.astype(np.int32)) for x in losses] == [str(d) for d in data["loss_sha256"][step]], f"losses of step {step}"
+        assert [digest(x.astype(np.int32)) for x in losses] == data["loss_sha256"][step].tolist(), f"losses of step {step}"
         fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses])
         assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
         engine.update(fitness)
-        assert engine.state().digests() == tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales")), f"update {step}"
+        assert engine.state().digests() == digests_after(data, step), f"update {step}"
 
 
 @pytest.mark.gpu
 def test_load_and_pieces_of_a_chunk():
-    """A chunk in pieces, and after a detour through another state, is the same chunk; tokens on the host give the windows of tokens on the device."""
+    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the host."""
     data = golden("A")
     cfg = egg_config.make(**json.loads(str(data["config"])))
     engine = egg_cuda.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
@@ -162,7 +166,7 @@ EXTREMES = (
 
 
 def random_configurations(count):
-    """Constants for egg_config.make: the extremes, then draws over the whole range of shapes and switches that stay within a second of CPU time."""
+    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little time."""
     rng = np.random.default_rng(SEED)
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
@@ -172,16 +176,18 @@ def random_configurations(count):
         c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4), SEQ_LEN=8 * between(1, 128),
                  VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk, POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
                  ADAPTIVE_NOISE_MODE=pick(0, 1, 2), ADAPTIVE_NOISE_INIT=pick(64, 40, -5, 100), DEVICE_GAUSSIAN=gaussian,
-                 DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1), LOSS=pick("deggs", "exact"),
-                 OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1), CHUNK_MEAN_FILTER=pick(0, 1),
-                 USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6), SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
+                 DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1),
+                 LOSS=pick("deggs", "exact"), OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1),
+                 CHUNK_MEAN_FILTER=pick(0, 1), USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6),
+                 SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
                  SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40), SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
         if len(out) < len(EXTREMES):
             c.update(EXTREMES[len(out)])
         elif c["HIDDEN_DIM"] % c["HEAD_DIM"]:
             continue
         cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
-        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (egg_model.products_per_token(cfg) + cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS)
+        attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
+        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (egg_model.products_per_token(cfg) + attention)
         if len(out) < len(EXTREMES) or work < 1 << 34 and egg_model.n_weights(cfg) < 1 << 24:
             out.append(c)
     return out
@@ -201,7 +207,8 @@ def compare(constants, seed):
     gpu.load(state)
     wrong = []
     for step in range(3):
-        losses = [[e.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)] for e in (cpu, gpu)]
+        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
         if not np.array_equal(*losses):
             wrong.append(f"losses of step {step}")
         fitness = np.concatenate([egg_model.chunk_fitness(x, cfg) for x in losses[0]])
@@ -212,7 +219,8 @@ def compare(constants, seed):
     if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
         wrong.append(f"validation {nats} {nats_gpu}")
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
-    settings = dict(temp=float(rng.choice([0.0, 0.6, 1.5])), min_p=float(rng.choice([0.0, 0.08, 0.5])), penalty=float(rng.choice([0.0, 0.2, 1.0])))
+    settings = {name: float(rng.choice(values)) for name, values in
+                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
     sequences = [list(e.generate(prompt, 24, seed + 1, **settings)) for e in (cpu, gpu)]
     if sequences[0] != sequences[1]:
         wrong.append(f"tokens {sequences} with {settings}")
@@ -221,7 +229,7 @@ def compare(constants, seed):
 
 @pytest.mark.gpu
 def test_random_configurations_against_the_cpu_engine():
-    """56 configurations: losses, three updates, validation, generation. Most of the time is compilation, so processes share the work."""
+    """56 configurations: losses, three updates, validation, generation. Most of the time is compilation: processes share it."""
     import egg_cpu
     egg_cpu.warm_up(egg_config.make(), lambda line: None)
     drawn = random_configurations(56)
@@ -233,7 +241,7 @@ def test_random_configurations_against_the_cpu_engine():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("egg_cpu.CACHE", str(tmp_path / "cpu"))
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
     first = egg_cuda.CudaEngine(cfg)
     assert "compiling" in capfd.readouterr().err
