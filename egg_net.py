@@ -456,8 +456,10 @@ class Coordinator:
                 return
             self._let_in(connection, V1, author)
             self._handle(connection, version, opcode, payload)
-        elif opcode == HELLO and connection.hello is None:
-            connection.version, connection.hello, connection.challenge = V2, payload, os.urandom(NONCE.size)
+            return
+        connection.version = V2
+        if opcode == HELLO and connection.hello is None:
+            connection.hello, connection.challenge = payload, os.urandom(NONCE.size)
             self._say(connection, CHALLENGE, CHALLENGED.pack(connection.challenge, bool(self.access.secret)))
         elif opcode == JOIN and connection.hello is not None:
             given, text = payload[:PROOF.size], payload[PROOF.size:]

@@ -832,9 +832,9 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
 
 # --- the coordinator as a command, and training ------------------------------------------------------------------------------
 
-def coordinator_process(directory, port=0):
-    """A coordinator on CFG in a process of its own: (process, port)."""
-    constants = CFG.constants()
+def coordinator_process(directory, port=0, cfg=CFG):
+    """A coordinator in a process of its own: (process, port)."""
+    constants = cfg.constants()
     program = ("import sys, egg_net, egg_config\n"
                f"cfg = egg_config.make(**{constants!r})\n"
                "try:\n"
