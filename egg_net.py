@@ -252,7 +252,8 @@ class Coordinator:
         self.listener.close()
         self.selector.close()
         self.shelf.close()
-        self.log.close()
+        with contextlib.suppress(OSError):           # what a full disk did not take is lost
+            self.log.close()
 
     def summary(self):
         done = self.run.step - self.first_step

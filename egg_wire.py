@@ -95,7 +95,7 @@ def next_frame(buffer, allowed):
         return None
     magic, version, opcode, size = HEADER.unpack_from(buffer)
     if magic != MAGIC:
-        raise FrameError(f"wrong magic {magic!r}: not an egg peer")
+        raise FrameError("wrong magic: not an egg peer")
     if version not in allowed:
         raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
     least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))

@@ -531,10 +531,12 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     for at in [*range(egg_snapshot.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
-        try:
-            assert at >= egg_snapshot.HEAD.size + 4 and egg_snapshot.unpack(CFG, bytes(bad)).digests() == state.digests()       # a bit that zstd does not use
-        except ValueError as error:
-            assert "snapshot" in str(error)
+        if at < egg_snapshot.HEAD.size + 4:
+            with pytest.raises(ValueError, match="snapshot"):
+                egg_snapshot.unpack(CFG, bytes(bad))
+        else:
+            with contextlib.suppress(ValueError):                # zstd does not use every bit
+                assert egg_snapshot.unpack(CFG, bytes(bad)).digests() == state.digests()
     for bad in (b"", data[:100], data[:-1], data + b"x", egg_history.MAGIC):
         with pytest.raises(ValueError):
             egg_snapshot.unpack(CFG, bad)
@@ -629,7 +631,7 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
 
 def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(tmp_path):
     """The limit on the size of a file stands for the disk: a write that does not fit fails in the middle."""
-    filled(tmp_path, 3)
+    filled(tmp_path, 60)                                         # so that it is larger than coordinator.log, which grows too
     size = (tmp_path / egg_history.FILE).stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     program = ("import resource, sys, egg_net, egg_config, egg_history\n"
@@ -641,7 +643,7 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
                "    sys.exit(f'egg: {error}')\n")
     process = subprocess.Popen([sys.executable, "-c", program], cwd=pathlib.Path(egg_net.__file__).parent, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
-    port = int(re.search(r":(\d+), step 3", process.stdout.readline())[1])
+    port = int(re.search(r":(\d+), step 60", process.stdout.readline())[1])
     work_in_thread(port, FakeEngine(pause=0.001), retry=True)
     _, err = process.communicate(timeout=20)
     kept = re.fullmatch(r"egg: .*history.egg: File too large: step (\d+) is not kept, all before it are; mend this and start the same command "
@@ -649,7 +651,7 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     assert process.returncode == 1 and kept, err
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
     run = egg_history.open_run(CFG, tmp_path)
-    assert run.step == int(kept[1]) > 3 and run.said == []
+    assert run.step == int(kept[1]) > 60 and run.said == []
     run.close()
 
 
