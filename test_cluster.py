@@ -782,3 +782,198 @@ def chaos(directory, seed, steps, kills):
 def test_chaos_changes_no_bit(tmp_path):
     steps, kills = chaos(tmp_path, 1, steps=25, kills=5)
     assert steps >= 25 and kills >= 5
+
+
+# --- hostile bytes ------------------------------------------------------------------------------------------------------------------
+
+OPCODES = [0, 1, 2, 3, 16, *range(32, 44), 77, 255]
+FRAME = st.tuples(st.sampled_from([1, 1, 2, 2, 2, 0, 9]), st.sampled_from(OPCODES), st.one_of(st.none(), st.integers(0, 0xFFFFFFFF)),
+                  st.one_of(st.binary(max_size=130), st.sampled_from([bytes(n) for n in (0, 24, 28, 32, 33, 44, 48, 64)])))
+
+
+def hostile(parts):
+    """bytes of frames with wrong versions, opcodes and lengths."""
+    return b"".join(egg_wire.HEADER.pack(b"JOBS", version, opcode, len(body) if size is None else size) + body for version, opcode, size, body in parts)
+
+
+BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hostile),
+                  st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")), deadline=None, database=None, derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           suppress_health_check=list(hypothesis.HealthCheck))
+
+
+@FUZZ
+@hypothesis.given(BYTES, st.integers(1, 50))
+def test_the_frame_parser_takes_any_bytes(data, piece):
+    """However the bytes come: frames or a FrameError, never more held than the longest frame that is allowed."""
+    def parse(pieces):
+        buffer, got = bytearray(), []
+        try:
+            for part in pieces:
+                buffer += part
+                while one := egg_wire.next_frame(buffer, LIMITS):
+                    got.append(one)
+        except egg_wire.FrameError as error:
+            return got, str(error)
+        return got, bytes(buffer)
+
+    whole_, split = parse([data]), parse([data[k:k + piece] for k in range(0, len(data), piece)])
+    assert whole_ == split
+    for version, opcode, payload in whole_[0]:
+        least, most = LIMITS[version].get(opcode, (0, egg_wire.OTHER_LIMIT))
+        assert least <= len(payload) <= most
+
+
+@FUZZ
+@hypothesis.given(BYTES)
+def test_snapshots_histories_and_cards_take_any_bytes(data):
+    with pytest.raises(ValueError):
+        egg_snapshot.unpack(CFG, data)
+    with contextlib.suppress(egg_wire.FrameError):
+        egg_net._card(data)
+    for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b'{"role": "worker", "config": {}, "data": "zz"}', b"1" * 5000):
+        with pytest.raises(egg_wire.FrameError):
+            egg_net._card(text)
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory):
+    """A coordinator with an honest worker, for hostile clients: (server, engine). In the end it has served throughout."""
+    cfg, directory = changed(CONNECTIONS_PER_ADDRESS=200, SNAPSHOT_EVERY=0), tmp_path_factory.mktemp("besieged")
+    engine = FakeEngine(cfg, pause=0.002)
+    with Server(directory, cfg, save=True, stay=True) as server:
+        thread = work_in_thread(server.port, engine, cfg, name="honest")
+        until(lambda: server.run.step > 0)
+        yield server, engine
+        assert not server.failure, server.failure
+        before = server.run.step
+        until(lambda: server.run.step > before + 2)
+        packed, steps = whole(server.run), server.run.step
+        server.stop()
+        thread.join(10)
+    rebuilt = FakeEngine(cfg)
+    for step in range(steps):                                    # what hostile results could not change
+        rebuilt.update(egg_model.unpack_ternary(packed[step], cfg.N_PAIRS))
+    assert server.lines.text.count("\n") < steps + 400 and engine.loads <= 1
+
+
+@FUZZ
+@hypothesis.given(st.lists(BYTES, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
+    """Before and after the introduction, with and without reading what it answers; nothing is thrown and the honest go on."""
+    server, _ = besieged
+    with contextlib.suppress(OSError, egg_net.NetError, egg_worker.OldCoordinator):
+        link = Peer2(server.port, server.coordinator.cfg, name="hostile").link if introduced else None
+        sock = link.sock if link else socket.create_connection(("127.0.0.1", server.port))
+        try:
+            sock.settimeout(0.001 if not patient else 0.01)
+            for part in parts:
+                sock.sendall(part)
+                with contextlib.suppress(TimeoutError):
+                    sock.recv(1 << 16)
+        finally:
+            sock.close()
+    assert not server.failure and server.thread.is_alive()
+
+
+def test_slow_clients_do_not_hold_up_the_others(besieged):
+    server, engine = besieged
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(150)]
+    step = server.run.step
+    for turn in range(20):
+        for i, sock in enumerate(crowd):
+            with contextlib.suppress(OSError):
+                sock.send(egg_wire.frame(JOIN, bytes(8000), version=V2)[turn:turn + 1])
+        time.sleep(0.01)
+    until(lambda: server.run.step > step + 5)
+    assert max(len(c.inbox) for c in list(server.coordinator.connections)) < 1 << 17
+    [sock.close() for sock in crowd]
+
+
+# --- status, history, load ------------------------------------------------------------------------------------------------------------
+
+def test_status_as_a_table_and_as_json(tmp_path):
+    import json
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    egg = [sys.executable, pathlib.Path(egg_net.__file__).parent / "egg.py", "status", "127.0.0.1", "--port"]
+    with Server(tmp_path, access=egg_auth.Access(SECRET)) as server:
+        engine = FakeEngine(pause=0.01)
+        work_in_thread(server.port, engine, access=egg_auth.Access(SECRET), name="node7/cuda:0")
+        until(lambda: server.run.step >= 2)
+        table = subprocess.run([*egg, str(server.port), "--secret-file", secret], capture_output=True, text=True)
+        told = json.loads(subprocess.run([*egg, str(server.port), "--secret-file", secret, "--json"], capture_output=True, text=True).stdout)
+        without = subprocess.run([*egg, str(server.port)], capture_output=True, text=True)
+    assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ", table.stdout), table
+    assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ +\d\.\d s$", table.stdout, re.M)
+    assert told["step"] >= 2 and told["chunks"] == 4 and told["steps"] is None and told["tokens_per_second"] > 0
+    worker, = told["workers"]
+    assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2 and worker["chunks"] >= 8 and worker["last_seen"] < 5
+    assert without.returncode == 1 and without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
+
+
+def test_a_history_of_100000_steps_opens_quickly(tmp_path):
+    cfg = egg_config.load("laptop", environ={})
+    run = egg_history.open_run(cfg, tmp_path)
+    fitness = egg_model.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    run.copy(100_000, lambda k: (fitness, k, 0))
+    run.close()
+    started = time.monotonic()
+    run = egg_history.open_run(cfg, tmp_path)
+    seconds = time.monotonic() - started
+    assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
+    run.close()
+
+
+def load(directory, workers=1000, seconds=20.0):
+    """Simulated workers of protocol 2 on loopback against a real coordinator process: dict of results/s, answer times, memory, CPU.
+    By hand: python -c 'import test_cluster; print(test_cluster.load("/tmp/load"))'"""
+    import selectors
+    cfg = changed(POPULATION_SIZE=32 * 4000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0, DIGEST_EVERY=1 << 20)
+    os.makedirs(directory, exist_ok=True)
+    process, port = coordinator_process(directory, 0, cfg)
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    limits, selector, times, done = egg_wire.limits(cfg), selectors.DefaultSelector(), [], 0
+    digest = bytes(32)
+    peers = [Peer2(port, cfg, name=f"w{i}") for i in range(workers)]
+    for peer in peers:
+        peer.asked, peer.step, peer.buffer = time.perf_counter(), 0, bytearray()
+        peer.ask(0, digest, 0)
+        peer.link.sock.setblocking(False)
+        selector.register(peer.link.sock, selectors.EVENT_READ, peer)
+    cpu = open(f"/proc/{process.pid}/stat").read().split()[13:15]
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        for key, _ in selector.select(1.0):
+            peer = key.data
+            peer.buffer += peer.link.sock.recv(1 << 16)
+            while got := egg_wire.next_frame(peer.buffer, limits):
+                assert got[1] == JOB_RESPONSE, got
+                _, step, position, size = egg_wire.RESPONSE.unpack_from(got[2])
+                times.append(time.perf_counter() - peer.asked)
+                out = b""
+                if size:
+                    peer.step = step
+                elif position != egg_wire.NOTHING:
+                    head = egg_wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD))
+                    out = peer.link.frame(RESULT, head, GOOD)
+                    done += 1
+                ask = peer.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, peer.step, 0), egg_wire.STATED.pack(0, digest))
+                peer.asked = time.perf_counter()
+                peer.link.sock.send(out + ask)
+    took = time.perf_counter() - started
+    after = open(f"/proc/{process.pid}/stat").read().split()[13:15]
+    memory = int(re.search(r"VmHWM:\s+(\d+)", open(f"/proc/{process.pid}/status").read())[1]) / 1024
+    process.kill()
+    process.wait()
+    times.sort()
+    ticks = sum(map(int, after)) - sum(map(int, cpu))
+    return {"workers": workers, "results/s": round(done / took), "median ms": round(1e3 * times[len(times) // 2], 2),
+            "99% ms": round(1e3 * times[int(len(times) * 0.99)], 2), "MB": round(memory), "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
+
+
+def test_many_workers_are_served(tmp_path):
+    did = load(tmp_path, 100, 1.5)
+    assert did["results/s"] > 300 and did["MB"] < 300, did
