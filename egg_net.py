@@ -120,6 +120,7 @@ LOOK_EVERY = 0.05          # seconds between looks at leases and half frames
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that computes or waits
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not counted on for an audit
+AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come: after a restart one is there before others
 LEASE_FACTOR, LEASE_LEAST = 4.0, 2.0     # a silent worker's chunk goes to another after so many times a chunk's usual time, in seconds
 #                                          at least; one with heartbeats has LEASE_FACTOR times longer
 STATES_KEPT = 8            # digests of so many steps are remembered
@@ -197,7 +198,9 @@ class Coordinator:
         self.connections, self.idle = set(), deque()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64, cfg.CONNECTIONS_PER_ADDRESS)
-        self.alone, self.usual = True, None          # at most one author is at work; seconds that a chunk takes half of the workers
+        self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
+        self.several_at = time.monotonic()           # when there was last more than one, or might have been
+        self.patience = AUDIT_PATIENCE if peers else 0.0
         self.states = {}                             # step -> {digest: authors}
         self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
         self.disputes, self.random = set(), random.SystemRandom()
@@ -438,7 +441,9 @@ class Coordinator:
     def _count_authors(self, now):
         active = {c.author for c in self.connections if c.author and c.trusted and c.step is not None
                   and (c.waiting or now - c.heard < ACTIVE_SECONDS)}
-        self.alone = len(active) < 2
+        if len(active) > 1:
+            self.several_at = now
+        self.alone = len(active) < 2 and now - self.several_at >= self.patience
         if self.alone and len(self.work.results) > len(self.work.done):
             self.work.settle(self.alone)
             self._complete_if_done()
