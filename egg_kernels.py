@@ -107,7 +107,7 @@ def build_noise(cfg):
         if MODE == 0:
             return p
         if MODE == 1:
-            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+            return egg_ptx.trunc_64th(p)
         return egg_ptx.trunc_f32(float32(float32(p) * f))
 
     @device
@@ -117,8 +117,7 @@ def build_noise(cfg):
         if MODE == 0:
             return int32(pb + p)
         if MODE == 1:
-            p = int32(p + int32(pb << int32(6)))
-            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+            return egg_ptx.trunc_64th(int32(p + int32(pb << int32(6))))
         return egg_ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
@@ -135,7 +134,7 @@ def clip(x):
 @device
 def byte(word, k):
     """Byte k of an int32, sign-extended."""
-    return int32(int32(word << int32(24 - 8 * k)) >> int32(24))
+    return egg_ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
 
 
 @device
@@ -828,22 +827,17 @@ EMPTY = 8 * STAGES                          # offset of the empty barriers behin
 
 
 def _wgmma_tile():
-    """Device functions (start, start_more, done): begin acc = 64 rows x 128 columns over K = 256 from shared memory; begin the same,
-    added to acc; wait for it. Between, acc must not be touched."""
-    first, more, done = egg_ptx.wgmma_s8(128, True), egg_ptx.wgmma_s8(128, False), egg_ptx.wgmma_done(128)
+    """Device functions (start, done): begin acc = 64 rows x 128 columns over K = 256 from shared memory, added to acc where keep is not 0;
+    and wait for it. Between, acc must not be touched."""
+    product, done = egg_ptx.wgmma_s8(128), egg_ptx.wgmma_done(128)
 
     @device
-    def start(acc, a_desc, b_desc):
-        first(acc, a_desc, b_desc)
-        for k in range(1, FAST_H // 32):
-            more(acc, a_desc + 16 * k, b_desc + 16 * k)
-
-    @device
-    def start_more(acc, a_desc, b_desc):
+    def start(acc, a_desc, b_desc, keep):
         egg_ptx.wgmma_fence()
-        for k in range(FAST_H // 32):
-            more(acc, a_desc + 16 * k, b_desc + 16 * k)
-    return start, start_more, done
+        product(acc, a_desc, b_desc, keep)
+        for k in range(1, FAST_H // 32):
+            product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+    return start, done
 
 
 @device
@@ -866,9 +860,10 @@ def _copies(cfg):
     return 32 if _exp_entries(cfg) <= 96 else 8
 
 
-def _level_function(cfg):
-    """Device function of accumulator, signed sb and column noise: an int32 whose `shift`-fold right shift is the logit. Scaled by the
-    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k)."""
+def _level_functions(cfg):
+    """level(acc, s, n): of accumulator, signed sb and column noise, an int32 whose `shift`-fold right shift is the logit; scaled by the
+    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k). below(top, acc, -s, n) = top - level;
+    and the shift."""
     SHIFT = cfg.NOISE_SHIFT
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
     fits = cfg.ADAPTIVE_NOISE_MODE < 2 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
@@ -879,7 +874,13 @@ def _level_function(cfg):
             return int32(int32(a * int32(1 << SHIFT)) + int32(s * n))
         return int32(a + int32(int32(s * n) >> int32(SHIFT)))
 
-    return level, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+    @device
+    def below(top, a, minus, n):
+        if fits:
+            return int32(int32(top + int32(a * int32(-(1 << SHIFT)))) + int32(minus * n))
+        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(SHIFT))))
+
+    return level, below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
 
 
 def _head_sm90(cfg, nz):
@@ -887,14 +888,14 @@ def _head_sm90(cfg, nz):
     V, MODE = cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
     TILES = (V + TILE - 1) // TILE
     STEPS, RAGGED = 2 * TILES, V % TILE
-    level, SHIFT = _level_function(cfg)
+    level, below, SHIFT = _level_functions(cfg)
     ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
     EXPS = (MOST + 1) * COPIES
     LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
     HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # subtracted from columns beyond the vocabulary
     noise, scaled = nz.noise, nz.scaled
     position_loss = _loss_function(cfg)
-    start, _, done = _wgmma_tile()
+    start, done = _wgmma_tile()
     SHARED_B = 4 * MEMBER_BYTES
 
     @device
@@ -950,18 +951,23 @@ def _head_sm90(cfg, nz):
         total0, total1 = int64(0), int64(0)
         a_desc = descriptor(base + group * MEMBER_BYTES)
         acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        c = t & 127
+        slot = (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
+        minus0, minus1 = int32(-s0), int32(-s1)
+        at_exp = int32(egg_ptx.shared_address(exp, 0) + copy * 4)
         for step in range(STEPS):
             stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
             here = group * 256 + (step & 1) * 128
-            c = t & 127
-            v = tile * TILE + c
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            v = tile * TILE + c                              # while the tensor cores work: the noise of the tile's columns
             n = int32(0)
             if RAGGED == 0 or v < V:
-                n = scaled(noise(stream, v), overlay[at_overlay + v], stream, v)
-            column[here + ((c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1))] = n
+                n = scaled(noise(stream, v), overlay[uint64(at_overlay + v)], stream, v)
+            column[here + slot] = n
             egg_ptx.named_barrier(1 + group, 128)
-            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
             done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
@@ -987,10 +993,10 @@ def _head_sm90(cfg, nz):
                     n = egg_ptx.load_shared4(at_noise + j * 64)
                     for k in range(4):
                         i = 8 * j + (k >> 1) * 4 + (k & 1)
-                        d = uint32(uint32(int32(top0 - level(acc[i], s0, n[k]))) >> uint32(SHIFT))
-                        e0 = uint32(e0 + uint32(exp[uint32(uint32(min(d, uint32(MOST)) * uint32(COPIES)) + uint32(copy))]))
-                        d = uint32(uint32(int32(top1 - level(acc[i + 2], s1, n[k]))) >> uint32(SHIFT))
-                        e1 = uint32(e1 + uint32(exp[uint32(uint32(min(d, uint32(MOST)) * uint32(COPIES)) + uint32(copy))]))
+                        d = min(uint32(uint32(below(top0, acc[i], minus0, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e0 = uint32(e0 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
+                        d = min(uint32(uint32(below(top1, acc[i + 2], minus1, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e1 = uint32(e1 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
                 total0 += int64(e0)
                 total1 += int64(e1)
                 if RAGGED != 0 and tile == TILES - 1:        # the hidden columns counted as the smallest weight
@@ -1047,7 +1053,7 @@ def _embed_sm90(cfg, nz):
         address = egg_ptx.shared_address(table, (lane & 3) * 4)
         x = cuda.local.array(8, int32)
         for piece in range(H // 16):
-            word = packed[at_e + piece * 32]
+            word = packed[uint64(at_e + piece * 32)]
             even, odd = egg_ptx.load_shared4(address + piece * 64), egg_ptx.load_shared4(address + piece * 64 + 4 * H)
             c = egg_ptx.load_shared4(address + piece * 64 + 8 * H)
             for k in range(4):
@@ -1055,8 +1061,8 @@ def _embed_sm90(cfg, nz):
                 e = byte(word, k)
                 x[k] = clip(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]))
                 x[4 + k] = clip(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]))
-            h[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
-            h[at_h + piece * 32 + ROW_WORDS // 2] = pack4(x[4], x[5], x[6], x[7])
+            h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
+            h[uint64(at_h + piece * 32 + ROW_WORDS // 2)] = pack4(x[4], x[5], x[6], x[7])
 
     return embed
 
@@ -1111,8 +1117,8 @@ def _norm_sm90(cfg, nz, streams):
             sums[i] = 0
         total0, total1 = int32(0), int32(0)
         for piece in range(16):
-            total0 = int32(total0 + sizes(h[at + piece * 32]))
-            total1 = int32(total1 + sizes(h[at + 2 * H + piece * 32]))
+            total0 = int32(total0 + sizes(h[uint64(at + piece * 32)]))
+            total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
         mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
         mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
         reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
@@ -1121,11 +1127,11 @@ def _norm_sm90(cfg, nz, streams):
         for piece in range(16):
             w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
             for half in range(2):
-                word = h[at + half * (2 * H) + piece * 32]
+                word = h[uint64(at + half * (2 * H) + piece * 32)]
                 mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
                 for k in range(4):
                     x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal) + b[k]))
-                n[at + half * (2 * H) + piece * 32] = pack4(x[0], x[1], x[2], x[3])
+                n[uint64(at + half * (2 * H) + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 for s in range(streams):
                     c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
                     for k in range(4):
@@ -1141,69 +1147,89 @@ def _norm_sm90(cfg, nz, streams):
 
 
 def _up_sm90(cfg, nz):
-    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)] of two pairs a block, hidden units in blocks. Launch [pairs / 2], 512 threads.
-    plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a block
+    takes every gridDim-th two pairs. plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
     H, SHIFT, NOISE_SHIFT = FAST_H, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
-    STEPS, SHARED_B, STAGES, LAG = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 1
+    TILES, SHARED_B, STAGES = 4 * H // TILE, 4 * MEMBER_BYTES, 3
     AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = _vector(cfg, nz, True)
-    start, _, done = _wgmma_tile()
+    start, done = _wgmma_tile()
 
     @cuda.jit(launch_bounds=512)
-    def up(call, at, plan, weights, packed, overlay, job, offset, gelu, x, sb, u):
+    def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
         sm = cuda.shared.array(0, int32)
         table = cuda.shared.array(0, int8)                   # [x + 128][lane][4] behind the tiles: a look-up has no bank conflicts
         column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias + 128][128]
-        barriers = cuda.shared.array(8, int64)
+        barriers = cuda.shared.array(16, int64)              # full, empty; then full, empty of each warpgroup's rows
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
         q = lane & 3
-        unit = 2 * cuda.blockIdx.x + (group >> 1)
         member = group & 1
         base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
-        tiles = base + SHARED_B
+        tiles, rows_full, rows_empty = base + SHARED_B, bar + 64 + 8 * group, bar + 96 + 8 * group
+        rows_at = base + group * MEMBER_BYTES
         p = call * PLAN
+        steps = 0
+        if 2 * cuda.blockIdx.x < pairs:
+            steps = (((pairs + 1) // 2 - 1 - cuda.blockIdx.x) // cuda.gridDim.x + 1) * TILES
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
                 egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            for i in range(4):
+                egg_ptx.barrier_init(bar + 64 + 8 * i, 1)
+                egg_ptx.barrier_init(bar + 96 + 8 * i, 4)
             egg_ptx.barrier_fence()
         for i in range(t, 256 * 32, 512):
             table[AT_TABLE + i * 4] = gelu[((i >> 5) - 128) & 255]
         at_lane = uint32(AT_TABLE + lane * 4)
         cuda.syncthreads()
-        if t == 0:
-            egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
-            egg_ptx.copy_bulk(base, x, int64(cuda.blockIdx.x) * (2 * ROW_WORDS), SHARED_B, bar)
-            egg_ptx.copy_bulk(tiles, packed, at, TILE_BYTES, bar)
-            for i in range(1, STAGES):
-                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
-                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        if steps > 0:
+            if (t & 127) == 0:
+                egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
+            if t == 0:
+                for i in range(STAGES):
+                    egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                    egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
-        s0, s1 = int32(sb[unit * 128 + row] * sign), int32(sb[unit * 128 + row + 8] * sign)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-        stream = uint32(seed + uint32(plan[p + 1]))
-        at_u = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane
-        a_desc = descriptor(base + group * MEMBER_BYTES)
+        a_desc = descriptor(rows_at)
         acc = cuda.local.array(64, int32)
-        for step in range(STEPS):
-            stage = step % STAGES
+        for i in range(64):
+            acc[i] = 0
+        stage, phase = 0, 0
+        base_seed, seed_a, at_overlay = uint32(uint32(job[0] + job[1]) + uint32(offset)), uint32(plan[p + 1]), plan[p + 2]
+        for step in range(steps):
+            tile, turn = step % TILES, (step // TILES) & 1
             here = group * 512 + (step & 1) * 256
             c = t & 127
-            i = (c >> 5) * H + step * 32 + (c & 31)          # the hidden unit of this column
-            column[here + c] = scaled(noise(stream, i), overlay[plan[p + 2] + i], stream, i)
+            egg_ptx.barrier_wait(rows_full, turn)
+            egg_ptx.barrier_wait(bar + 8 * stage, phase)
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            i = (c >> 5) * H + tile * 32 + (c & 31)          # the hidden unit of this column
+            seed = uint32(base_seed + uint32(unit))
+            stream = uint32(seed + seed_a)
+            column[here + c] = scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i)
             plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
             column[here + 128 + c] = int32((minus if member else plus) + int32(128))
+            s0, s1 = int32(sb[uint64(unit * 128 + row)] * sign), int32(sb[uint64(unit * 128 + row + 8)] * sign)
             egg_ptx.named_barrier(1 + group, 128)
-            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
             done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             at_noise = egg_ptx.shared_address(column, here) + q * 16
-            to = at_u + (step >> 1) * ROW_WORDS + (step & 1) * 256
+            to = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane + (tile >> 1) * ROW_WORDS + (tile & 1) * 256
+            if tile == TILES - 1:
+                unit += 2 * cuda.gridDim.x
+                if lane == 0:
+                    egg_ptx.barrier_arrive(rows_empty)
+                if (t & 127) == 0 and step + 1 < steps:
+                    egg_ptx.barrier_wait(rows_empty, turn)
+                    egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                    egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
             for j in range(8):
                 n, b = egg_ptx.load_shared4(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
                 for half in range(2):
@@ -1214,13 +1240,16 @@ def _up_sm90(cfg, nz):
                         v = min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255))
                         acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
                     i = 8 * j + half * 2
-                    u[to + half * (2 * H) + j * 32] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-            if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
-                old = step - LAG
-                stage = old % STAGES
-                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (old // STAGES) & 1)
-                egg_ptx.barrier_expect(bar + 8 * stage, TILE_BYTES)
-                egg_ptx.copy_bulk(tiles + stage * TILE_BYTES, packed, at + (old + STAGES) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * stage)
+                    u[uint64(to + half * (2 * H) + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+            if t == 0 and step >= 1 and step - 1 + STAGES < steps:      # refill the stage before this one
+                old = stage - 1 if stage > 0 else STAGES - 1
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * old, phase if stage > 0 else phase ^ 1)
+                egg_ptx.barrier_expect(bar + 8 * old, TILE_BYTES)
+                ahead = (step - 1 + STAGES) % TILES
+                egg_ptx.copy_bulk(tiles + old * TILE_BYTES, packed, at + ahead * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * old)
+            stage += 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ 1
 
     return up, AT_TABLE + 256 * 32 * 4
 
@@ -1246,7 +1275,23 @@ def _wide_sm90(cfg, nz, kind):
     COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
     noise, scaled, factor, input_coefficient, input_fold = nz.noise, nz.scaled, nz.factor, nz.input_coefficient, nz.input_fold
     vector = _vector(cfg, nz, True)
-    start, start_more, done = _wgmma_tile()
+    start, done = _wgmma_tile()
+
+    @device
+    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member):
+        """The noise of column c, and for "down" its bias and the input side, for one member's 256 threads."""
+        stream = uint32(seed + uint32(plan[p + 1]))
+        column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+        if DOWN:
+            plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
+            bias[member * 256 + c] = minus if member else plus
+            stream = uint32(seed + uint32(plan[p + 8]))
+            for i in range(c, 4 * H, 256):
+                entry = overlay[plan[p + 9] + i]
+                coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
+                if MODE == 2:
+                    factors[member * (4 * H) + i] = factor(entry, stream, i)
+        egg_ptx.named_barrier(1 + member, 256)
 
     @device
     def add_sums(total, sm, at, chunk, coefficient, factors, t, member):
@@ -1319,34 +1364,22 @@ def _wide_sm90(cfg, nz, kind):
             egg_ptx.barrier_wait(bar + 32, 0)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
-        total = int32(0)
+        total, base_seed = int32(0), uint32(uint32(job[0] + job[1]) + uint32(offset))
         acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
         for step in range(steps):
             stage, chunk = step & 1, step % CHUNKS
             unit = first + (step // CHUNKS) * every
-            if chunk == 0:
-                seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-                stream = uint32(seed + uint32(plan[p + 1]))
-                c = t & 255
-                column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-                if DOWN:
-                    plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
-                    bias[member * 256 + c] = minus if member else plus
-                    total = int32(0)
-                    stream = uint32(seed + uint32(plan[p + 8]))
-                    for i in range(c, 4 * H, 256):
-                        entry = overlay[plan[p + 9] + i]
-                        coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
-                        if MODE == 2:
-                            factors[member * (4 * H) + i] = factor(entry, stream, i)
-                egg_ptx.named_barrier(1 + member, 256)
+            if DOWN and chunk == 0:
+                total = int32(0)
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
             egg_ptx.barrier_wait(bar + 8 * stage, (step >> 1) & 1)
             a_desc = descriptor(base + stage * STAGE + member * MEMBER_BYTES)
             b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * TILE_BYTES)
-            if chunk == 0:
-                start(acc, a_desc, b_desc)
-            else:
-                start_more(acc, a_desc, b_desc)
+            start(acc, a_desc, b_desc, int32(chunk))
+            if not DOWN:                                     # while the tensor cores work
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
             if DOWN:
                 total = add_sums(total, sm, (stage * STAGE + member * MEMBER_BYTES) // 4, chunk, coefficient, factors, t & 255, member)
             done(acc)
@@ -1360,8 +1393,8 @@ def _wide_sm90(cfg, nz, kind):
                     egg_ptx.named_barrier(1 + member, 256)
                     s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
                 else:
-                    s0 = int32(sb[which * s_stride + unit * 128 + row] * sign)
-                    s1 = int32(sb[which * s_stride + unit * 128 + row + 8] * sign)
+                    s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
+                    s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
                 at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
                 at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
@@ -1385,7 +1418,7 @@ def _wide_sm90(cfg, nz, kind):
                 else:
                     for j in range(8):
                         for half in range(2):
-                            word = h[to + j * 32 + half * (2 * H)]
+                            word = h[uint64(to + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                                 acc[i] = int32(byte(word, k) + int32(acc[i] >> int32(SHIFT)))
@@ -1421,14 +1454,14 @@ def _wide_sm90(cfg, nz, kind):
                         even_row, odd_row = (other, right) if odd else (left, other)
                         c = side * 128 + j * 16 + odd * 8 + q * 2
                         at_v = ((int64(unit) * 2 + member) * (H * T) + (c >> 3) * (8 * T) + (c & 7) * 16 + slot) >> 2
-                        v_out[at_v] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
-                        v_out[at_v + 4] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
+                        v_out[uint64(at_v)] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
+                        v_out[uint64(at_v + 4)] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
                 else:
                     for j in range(8):
                         for half in range(2):
                             i = 8 * j + 2 * half
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                            where = to + j * 32 + half * (2 * H)
+                            where = uint64(to + j * 32 + half * (2 * H))
                             if not QKV:
                                 h[where] = word
                             elif which == 0:
@@ -1505,8 +1538,8 @@ def _attention_sm90(cfg, nz):
         for head in range(HEADS):
             for i in range(D // 32):
                 where = at + (head * (D // 16) + 2 * i) * 32
-                query[4 * i], query[4 * i + 1] = q_in[where], q_in[where + 2 * H]
-                query[4 * i + 2], query[4 * i + 3] = q_in[where + 32], q_in[where + 2 * H + 32]
+                query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
+                query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
             top0, top1 = int32(LOWEST), int32(LOWEST)
             for j in range(8):
                 if j < 4 or wide:
@@ -1571,7 +1604,7 @@ def _attention_sm90(cfg, nz):
                             sum0 = int32(sum0 + input_term(x[k], c[k], f))
                         else:
                             sum1 = int32(sum1 + input_term(x[k], c[k], f))
-                    a[at + half * (2 * H) + (channel >> 4) * 32] = pack4(x[0], x[1], x[2], x[3])
+                    a[uint64(at + half * (2 * H) + (channel >> 4) * 32)] = pack4(x[0], x[1], x[2], x[3])
         sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
         if (lane & 3) == 0:
             sb[unit * 128 + row], sb[unit * 128 + row + 8] = sum0, sum1
@@ -1676,8 +1709,7 @@ def _token_kernel(cfg):
         h, call = int32(0), 1
         if t < H:
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
-            e = int32(int32(packed[block] << int32(24 - 8 * (t & 3))) >> int32(24))
-            h = clip(int32(e + int32(weights[plan[p + 8] + t])))
+            h = clip(int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t])))
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
             if layer >= 0:
@@ -1788,7 +1820,7 @@ LOGITS_TYPES = (int64, A32, A32, A32)
 EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
 FAST_ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
 NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
-UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, A8, A32, A32, A32)
+UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32)
 WIDE_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
 FAST_HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
 FAST_PACK_TYPES = (A32, A32, int64, int64, int64, int64)
@@ -2035,8 +2067,8 @@ class _Fast:
 
         def mlp(calls, up, down, layer):
             kernel, shared = self.up
-            kernel[_blocks(units, 2), 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset,
-                                                           tables.gelu, n, sb, u)
+            kernel[self.blocks, 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units,
+                                                     tables.gelu, n, sb, u)
             wide("down", calls.down, down, layer, u)
 
         self.embed[0][units, 256, stream](plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
