@@ -473,16 +473,20 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
                     s = int32(sb[z * stride + row] * int32(1 - 2 * member))
                 for j in range(8):
                     for k in range(2):
-                        c = (warp & 1) * 64 + j * 8 + q * 2 + k
-                        v = acc[(i * 8 + j) * 4 + half * 2 + k]
+                        m, c = (i * 8 + j) * 4 + half * 2 + k, (warp & 1) * 64 + j * 8 + q * 2 + k
                         if noisy:
-                            v = int32(v + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
-                        c0 = col0 + c
+                            acc[m] = int32(acc[m] + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
                         if up:
-                            v = clip(int32(int32(v >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
-                            u[(row >> 3) * (8 * N) + (c0 >> 4) * 128 + (row & 7) * 16 + (c0 & 15)] = table[v & 255]
-                        elif c0 < N:
-                            y[(z * stride + row) * N + c0] = v
+                            acc[m] = clip(int32(int32(acc[m] >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
+        for i in range(4):
+            row = row0 + (warp >> 1) * 32 + i * 8 + g
+            for j in range(8):
+                for k in range(2):
+                    v, c = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k], col0 + (warp & 1) * 64 + j * 8 + q * 2 + k
+                    if up:
+                        u[uint64((row >> 3) * (8 * N) + (c >> 4) * 128 + (row & 7) * 16 + (c & 15))] = table[v & 255]
+                    elif c < N:
+                        y[uint64((z * stride + row) * N + c)] = v
 
     return product, 2 * STAGE
 
@@ -820,10 +824,7 @@ def _pack_kernel():
 FAST_T, FAST_H = 64, 256
 ROW_WORDS = 2 * FAST_T * FAST_H // 4        # int32 words of a pair's activations of width H
 MEMBER_BYTES, TILE_BYTES = FAST_T * FAST_H, TILE * FAST_H
-STAGES = 4                                  # tiles in the ring of `head` and `up`
-LAG = 2                                     # a stage is refilled this many steps after its use, so the warpgroups may drift
-FAST_SHARED = 200 * 1024                    # what the largest of its kernels needs, with its static part
-EMPTY = 8 * STAGES                          # offset of the empty barriers behind the full ones
+FAST_SHARED = 210 * 1024                    # what the largest of its kernels needs, with its static part
 
 
 def _wgmma_tile():
@@ -896,7 +897,8 @@ def _head_sm90(cfg, nz):
     noise, scaled = nz.noise, nz.scaled
     position_loss = _loss_function(cfg)
     start, done = _wgmma_tile()
-    SHARED_B = 4 * MEMBER_BYTES
+    SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
+    EMPTY = 8 * STAGES
 
     @device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
@@ -956,6 +958,7 @@ def _head_sm90(cfg, nz):
         c = t & 127
         slot = (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
         minus0, minus1 = int32(-s0), int32(-s1)
+        entry = overlay[at_overlay + c]                      # V is at least 256
         at_exp = int32(egg_ptx.shared_address(exp, 0) + copy * 4)
         for step in range(STEPS):
             stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
@@ -963,10 +966,10 @@ def _head_sm90(cfg, nz):
             egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
             start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
             v = tile * TILE + c                              # while the tensor cores work: the noise of the tile's columns
-            n = int32(0)
+            column[here + slot] = scaled(noise(stream, v), entry, stream, v) if RAGGED == 0 or v < V else int32(0)
+            v = v + TILE if tile < TILES - 1 else c
             if RAGGED == 0 or v < V:
-                n = scaled(noise(stream, v), overlay[uint64(at_overlay + v)], stream, v)
-            column[here + slot] = n
+                entry = overlay[uint64(at_overlay + v)]      # of the next tile
             egg_ptx.named_barrier(1 + group, 128)
             done(acc)
             if lane == 0:
@@ -1150,7 +1153,7 @@ def _up_sm90(cfg, nz):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a block
     takes every gridDim-th two pairs. plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
     H, SHIFT, NOISE_SHIFT = FAST_H, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
-    TILES, SHARED_B, STAGES = 4 * H // TILE, 4 * MEMBER_BYTES, 3
+    TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
     AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = _vector(cfg, nz, True)
@@ -1398,7 +1401,7 @@ def _wide_sm90(cfg, nz, kind):
                 at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
                 at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
-                top0, top1 = int32(0), int32(0)
+                top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
                 for j in range(8):
                     n = egg_ptx.load_shared4(at_noise + j * 64)
                     for k in range(4):
@@ -1430,9 +1433,10 @@ def _wide_sm90(cfg, nz, kind):
                                 acc[i] = int32(acc[i] + b[k])
                                 acc[i + 2] = int32(acc[i + 2] + b[k])
                 for j in range(16):
-                    top0 = int32(max(max(top0, abs(acc[4 * j])), abs(acc[4 * j + 1])))
-                    top1 = int32(max(max(top1, abs(acc[4 * j + 2])), abs(acc[4 * j + 3])))
-                top0, top1 = quad_max(top0), quad_max(top1)
+                    top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
+                    top1, low1 = (int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])),
+                                  int32(min(min(low1, acc[4 * j + 2]), acc[4 * j + 3])))
+                top0, top1 = quad_max(int32(max(top0, int32(-low0)))), quad_max(int32(max(top1, int32(-low1))))
                 if q == 0:
                     tops[row * 2 + side], tops[(row + 8) * 2 + side] = top0, top1
                 egg_ptx.named_barrier(1 + member, 256)

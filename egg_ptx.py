@@ -63,7 +63,8 @@ rcp_approx = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.floa
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
-trunc_64th = _operation("div.s32 $0, $1, 64;", types.int32, (types.int32,), "p / 64 toward zero; the assembler knows the shortest way.")
+trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }", types.int32, (types.int32,),
+                        "p / 64 toward zero.")
 warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Sum over the warp, cc >= 8.0.", side_effect=True)
 warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Maximum over the warp, cc >= 8.0.", side_effect=True)
 
