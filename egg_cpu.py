@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+import egg_config
 import egg_engine
 import egg_model
 import egg_simd
@@ -418,10 +419,10 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                     tile(limbs, limb * ROWS * columns, columns, packed_v, p * columns * PANEL, nothing, 0, 0,
                          sums, limb * ROWS * D + p * PANEL, D, wide // 4)
             for r in range(count):
-                reciprocal_of = f64(totals[r])
+                total_weight = f64(totals[r])
                 for d in range(D):
                     num = f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0      # exact: below 2^45
-                    a[first_row + block + r, base + d] = np.uint8(clip(i32(num / reciprocal_of)) + i32(128))
+                    a[first_row + block + r, base + d] = np.uint8(clip(i32(num / total_weight)) + i32(128))
 
 
 @njit
@@ -821,7 +822,8 @@ class CpuEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         packed, corrections = self._sizes
-        self._w = Weights(state.weights.copy(), np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8), np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
+        tokens = np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8)
+        self._w = Weights(state.weights.copy(), tokens, np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
         self._pack()
@@ -895,7 +897,8 @@ class CpuEngine:
     def _rescale(self, at, changed):
         """The overlay rule of SPEC 9 for one row or column array."""
         part = self._w.overlay[at:at + changed.size]
-        part[:] = np.clip(np.where(changed, part + np.int32(self.cfg.ADAPTIVE_NOISE_INC), part - np.int32(self.cfg.ADAPTIVE_NOISE_DEC)), -127, 127)
+        by = np.where(changed, self.cfg.ADAPTIVE_NOISE_INC, -self.cfg.ADAPTIVE_NOISE_DEC)
+        part[:] = np.clip(part + by, -127, 127)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
@@ -917,6 +920,8 @@ class CpuEngine:
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
         new, start = np.array(prompt, np.int32).reshape(1, -1), 0
+        if not new.size or new.min() < 0 or new.max() >= cfg.VOCAB_SIZE:
+            raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
         for _ in range(count):
             seen[new[0]] = 1
             n = new.shape[1]
@@ -941,7 +946,6 @@ def optimizer(cfg, lr, lr_scale):
 
 def warm_up(cfg, say=print):
     """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
-    import egg_config
     started = time.monotonic()
     compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")

@@ -107,7 +107,7 @@ def build_noise(cfg):
         if MODE == 0:
             return p
         if MODE == 1:
-            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+            return egg_ptx.trunc_64th(p)
         return egg_ptx.trunc_f32(float32(float32(p) * f))
 
     @device
@@ -117,8 +117,7 @@ def build_noise(cfg):
         if MODE == 0:
             return int32(pb + p)
         if MODE == 1:
-            p = int32(p + int32(pb << int32(6)))
-            return int32(int32(p + int32(int32(p >> int32(31)) & int32(63))) >> int32(6))
+            return egg_ptx.trunc_64th(int32(p + int32(pb << int32(6))))
         return egg_ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
@@ -135,7 +134,7 @@ def clip(x):
 @device
 def byte(word, k):
     """Byte k of an int32, sign-extended."""
-    return int32(int32(word << int32(24 - 8 * k)) >> int32(24))
+    return egg_ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
 
 
 @device
@@ -474,16 +473,20 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
                     s = int32(sb[z * stride + row] * int32(1 - 2 * member))
                 for j in range(8):
                     for k in range(2):
-                        c = (warp & 1) * 64 + j * 8 + q * 2 + k
-                        v = acc[(i * 8 + j) * 4 + half * 2 + k]
+                        m, c = (i * 8 + j) * 4 + half * 2 + k, (warp & 1) * 64 + j * 8 + q * 2 + k
                         if noisy:
-                            v = int32(v + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
-                        c0 = col0 + c
+                            acc[m] = int32(acc[m] + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
                         if up:
-                            v = clip(int32(int32(v >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
-                            u[(row >> 3) * (8 * N) + (c0 >> 4) * 128 + (row & 7) * 16 + (c0 & 15)] = table[v & 255]
-                        elif c0 < N:
-                            y[(z * stride + row) * N + c0] = v
+                            acc[m] = clip(int32(int32(acc[m] >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
+        for i in range(4):
+            row = row0 + (warp >> 1) * 32 + i * 8 + g
+            for j in range(8):
+                for k in range(2):
+                    v, c = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k], col0 + (warp & 1) * 64 + j * 8 + q * 2 + k
+                    if up:
+                        u[uint64((row >> 3) * (8 * N) + (c >> 4) * 128 + (row & 7) * 16 + (c & 15))] = table[v & 255]
+                    elif c < N:
+                        y[uint64((z * stride + row) * N + c)] = v
 
     return product, 2 * STAGE
 
@@ -821,31 +824,21 @@ def _pack_kernel():
 FAST_T, FAST_H = 64, 256
 ROW_WORDS = 2 * FAST_T * FAST_H // 4        # int32 words of a pair's activations of width H
 MEMBER_BYTES, TILE_BYTES = FAST_T * FAST_H, TILE * FAST_H
-STAGES = 4                                  # tiles in the ring of `head` and `up`
-LAG = 2                                     # a stage is refilled this many steps after its use, so the warpgroups may drift
-FAST_SHARED = 200 * 1024                    # what the largest of its kernels needs, with its static part
-EMPTY = 8 * STAGES                          # offset of the empty barriers behind the full ones
+FAST_SHARED = 210 * 1024                    # what the largest of its kernels needs, with its static part
 
 
 def _wgmma_tile():
-    """Device function: acc = 64 rows x 128 columns over K = 256 from shared memory, and wait for it."""
-    first, more, done = egg_ptx.wgmma_s8(128, True), egg_ptx.wgmma_s8(128, False), egg_ptx.wgmma_done(128)
+    """Device functions (start, done): begin acc = 64 rows x 128 columns over K = 256 from shared memory, added to acc where keep is not 0;
+    and wait for it. Between, acc must not be touched."""
+    product, done = egg_ptx.wgmma_s8(128), egg_ptx.wgmma_done(128)
 
     @device
-    def tile(acc, a_desc, b_desc):
-        first(acc, a_desc, b_desc)
-        for k in range(1, FAST_H // 32):
-            more(acc, a_desc + 16 * k, b_desc + 16 * k)
-        done(acc)
-
-    @device
-    def tile_more(acc, a_desc, b_desc):
-        """The same, added to acc."""
+    def start(acc, a_desc, b_desc, keep):
         egg_ptx.wgmma_fence()
-        for k in range(FAST_H // 32):
-            more(acc, a_desc + 16 * k, b_desc + 16 * k)
-        done(acc)
-    return tile, tile_more
+        product(acc, a_desc, b_desc, keep)
+        for k in range(1, FAST_H // 32):
+            product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+    return start, done
 
 
 @device
@@ -856,9 +849,22 @@ def descriptor(address):
 DESCRIPTOR = egg_ptx.wgmma_descriptor_strides(FAST_H)
 
 
-def _level_function(cfg):
-    """Device function of accumulator, signed sb and column noise: an int32 whose `shift`-fold right shift is the logit. Scaled by the
-    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k)."""
+def _exp_entries(cfg):
+    """Entries of EXP up to the one that all further ones equal."""
+    exps = egg_model.exp_table(cfg)
+    last = exps[min(255, exps.size - 1)]
+    return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
+
+
+def _copies(cfg):
+    """How many copies of EXP, one a bank, fit: a look-up by 32 lanes then has no bank conflicts, or few."""
+    return 32 if _exp_entries(cfg) <= 96 else 8
+
+
+def _level_functions(cfg):
+    """level(acc, s, n): of accumulator, signed sb and column noise, an int32 whose `shift`-fold right shift is the logit; scaled by the
+    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k). below(top, acc, -s, n) = top - level;
+    and the shift."""
     SHIFT = cfg.NOISE_SHIFT
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
     fits = cfg.ADAPTIVE_NOISE_MODE < 2 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
@@ -869,7 +875,13 @@ def _level_function(cfg):
             return int32(int32(a * int32(1 << SHIFT)) + int32(s * n))
         return int32(a + int32(int32(s * n) >> int32(SHIFT)))
 
-    return level, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+    @device
+    def below(top, a, minus, n):
+        if fits:
+            return int32(int32(top + int32(a * int32(-(1 << SHIFT)))) + int32(minus * n))
+        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(SHIFT))))
+
+    return level, below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
 
 
 def _head_sm90(cfg, nz):
@@ -877,14 +889,16 @@ def _head_sm90(cfg, nz):
     V, MODE = cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
     TILES = (V + TILE - 1) // TILE
     STEPS, RAGGED = 2 * TILES, V % TILE
-    level, SHIFT = _level_function(cfg)
-    ONES, MOST = (1 << SHIFT) - 1, 255
+    level, below, SHIFT = _level_functions(cfg)
+    ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
+    EXPS = (MOST + 1) * COPIES
     LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
     HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # subtracted from columns beyond the vocabulary
     noise, scaled = nz.noise, nz.scaled
     position_loss = _loss_function(cfg)
-    multiply, _ = _wgmma_tile()
-    SHARED_B = 4 * MEMBER_BYTES
+    start, done = _wgmma_tile()
+    SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
+    EMPTY = 8 * STAGES
 
     @device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
@@ -897,7 +911,7 @@ def _head_sm90(cfg, nz):
     @cuda.jit(launch_bounds=512)
     def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
         sm = cuda.shared.array(0, int32)
-        exp = cuda.shared.array(256, int32)
+        exp = cuda.shared.array(EXPS, int32)                 # [entry][copy]
         column = cuda.shared.array(1024, int32)              # [warpgroup][parity of the tile][128]
         barriers = cuda.shared.array(8, int64)
         t = cuda.threadIdx.x
@@ -913,8 +927,9 @@ def _head_sm90(cfg, nz):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
                 egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
             egg_ptx.barrier_fence()
-        if t < 256:
-            exp[t] = exps[t]
+        for i in range(t, EXPS, 512):
+            exp[i] = exps[i // COPIES]
+        copy = lane & (COPIES - 1)
         cuda.syncthreads()
         if t == 0:
             egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
@@ -938,18 +953,25 @@ def _head_sm90(cfg, nz):
         total0, total1 = int64(0), int64(0)
         a_desc = descriptor(base + group * MEMBER_BYTES)
         acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        c = t & 127
+        slot = (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
+        minus0, minus1 = int32(-s0), int32(-s1)
+        entry = overlay[at_overlay + c]                      # V is at least 256
+        at_exp = int32(egg_ptx.shared_address(exp, 0) + copy * 4)
         for step in range(STEPS):
             stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
             here = group * 256 + (step & 1) * 128
-            c = t & 127
-            v = tile * TILE + c
-            n = int32(0)
-            if RAGGED == 0 or v < V:
-                n = scaled(noise(stream, v), overlay[at_overlay + v], stream, v)
-            column[here + ((c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1))] = n
-            egg_ptx.named_barrier(1 + group, 128)
             egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            multiply(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            v = tile * TILE + c                              # while the tensor cores work: the noise of the tile's columns
+            column[here + slot] = scaled(noise(stream, v), entry, stream, v) if RAGGED == 0 or v < V else int32(0)
+            v = v + TILE if tile < TILES - 1 else c
+            if RAGGED == 0 or v < V:
+                entry = overlay[uint64(at_overlay + v)]      # of the next tile
+            egg_ptx.named_barrier(1 + group, 128)
+            done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             if RAGGED != 0 and tile == TILES - 1:
@@ -974,10 +996,10 @@ def _head_sm90(cfg, nz):
                     n = egg_ptx.load_shared4(at_noise + j * 64)
                     for k in range(4):
                         i = 8 * j + (k >> 1) * 4 + (k & 1)
-                        d = uint32(uint32(int32(top0 - level(acc[i], s0, n[k]))) >> uint32(SHIFT))
-                        e0 = uint32(e0 + uint32(exp[min(d, uint32(MOST))]))
-                        d = uint32(uint32(int32(top1 - level(acc[i + 2], s1, n[k]))) >> uint32(SHIFT))
-                        e1 = uint32(e1 + uint32(exp[min(d, uint32(MOST))]))
+                        d = min(uint32(uint32(below(top0, acc[i], minus0, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e0 = uint32(e0 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
+                        d = min(uint32(uint32(below(top1, acc[i + 2], minus1, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e1 = uint32(e1 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
                 total0 += int64(e0)
                 total1 += int64(e1)
                 if RAGGED != 0 and tile == TILES - 1:        # the hidden columns counted as the smallest weight
@@ -985,8 +1007,8 @@ def _head_sm90(cfg, nz):
                     for j in range(16):
                         for e in range(2):
                             hidden += 1 if j * 8 + q * 2 + e >= RAGGED else 0
-                    total0 -= int64(hidden) * exp[MOST]
-                    total1 -= int64(hidden) * exp[MOST]
+                    total0 -= int64(hidden) * exp[MOST * COPIES]
+                    total1 -= int64(hidden) * exp[MOST * COPIES]
             if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
                 old = step - LAG
                 stage = old & (STAGES - 1)
@@ -1004,6 +1026,48 @@ def _head_sm90(cfg, nz):
             cuda.atomic.add(losses, 2 * unit + member, here)
 
     return head, SHARED_B + STAGES * TILE_BYTES
+
+
+def _embed_sm90(cfg, nz):
+    """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs], 256 threads; four lanes a position.
+    plan as _rows_kernel."""
+    H, NOISE_SHIFT = FAST_H, cfg.NOISE_SHIFT
+    vector = _vector(cfg, nz, True)
+    noise, factor = nz.noise, nz.factor
+
+    @cuda.jit(launch_bounds=256)
+    def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
+        table, factors = cuda.shared.array(768, int32), cuda.shared.array(256, float32)     # bias even, odd, noise
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        if t < 2:
+            losses[2 * unit + t] = 0
+        table[t], table[H + t] = vector(weights, overlay, plan, p + 8, seed, t)
+        stream = uint32(seed + uint32(H))
+        table[2 * H + t] = noise(stream, t)
+        factors[t] = factor(overlay[plan[p + 22] + t], stream, t)
+        cuda.syncthreads()
+        lane, row = t & 31, t >> 2
+        token = windows[unit * (FAST_T + 1) + row]
+        n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
+        at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
+        at_h = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        address = egg_ptx.shared_address(table, (lane & 3) * 4)
+        x = cuda.local.array(8, int32)
+        for piece in range(H // 16):
+            word = packed[uint64(at_e + piece * 32)]
+            even, odd = egg_ptx.load_shared4(address + piece * 64), egg_ptx.load_shared4(address + piece * 64 + 4 * H)
+            c = egg_ptx.load_shared4(address + piece * 64 + 8 * H)
+            for k in range(4):
+                d = egg_ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[piece * 16 + (lane & 3) * 4 + k]))
+                e = byte(word, k)
+                x[k] = clip(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]))
+                x[4 + k] = clip(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]))
+            h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
+            h[uint64(at_h + piece * 32 + ROW_WORDS // 2)] = pack4(x[4], x[5], x[6], x[7])
+
+    return embed
 
 
 def _norm_sm90(cfg, nz, streams):
@@ -1056,8 +1120,8 @@ def _norm_sm90(cfg, nz, streams):
             sums[i] = 0
         total0, total1 = int32(0), int32(0)
         for piece in range(16):
-            total0 = int32(total0 + sizes(h[at + piece * 32]))
-            total1 = int32(total1 + sizes(h[at + 2 * H + piece * 32]))
+            total0 = int32(total0 + sizes(h[uint64(at + piece * 32)]))
+            total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
         mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
         mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
         reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
@@ -1066,11 +1130,11 @@ def _norm_sm90(cfg, nz, streams):
         for piece in range(16):
             w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
             for half in range(2):
-                word = h[at + half * (2 * H) + piece * 32]
+                word = h[uint64(at + half * (2 * H) + piece * 32)]
                 mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
                 for k in range(4):
                     x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal) + b[k]))
-                n[at + half * (2 * H) + piece * 32] = pack4(x[0], x[1], x[2], x[3])
+                n[uint64(at + half * (2 * H) + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 for s in range(streams):
                     c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
                     for k in range(4):
@@ -1086,66 +1150,89 @@ def _norm_sm90(cfg, nz, streams):
 
 
 def _up_sm90(cfg, nz):
-    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)] of two pairs a block, hidden units in blocks. Launch [pairs / 2], 512 threads.
-    plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a block
+    takes every gridDim-th two pairs. plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
     H, SHIFT, NOISE_SHIFT = FAST_H, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
-    STEPS, SHARED_B = 4 * H // TILE, 4 * MEMBER_BYTES
+    TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
+    AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = _vector(cfg, nz, True)
-    multiply, _ = _wgmma_tile()
+    start, done = _wgmma_tile()
 
     @cuda.jit(launch_bounds=512)
-    def up(call, at, plan, weights, packed, overlay, job, offset, gelu, x, sb, u):
+    def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
         sm = cuda.shared.array(0, int32)
-        table = cuda.shared.array(256, int8)                 # by x + 128
+        table = cuda.shared.array(0, int8)                   # [x + 128][lane][4] behind the tiles: a look-up has no bank conflicts
         column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias + 128][128]
-        barriers = cuda.shared.array(8, int64)
+        barriers = cuda.shared.array(16, int64)              # full, empty; then full, empty of each warpgroup's rows
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
         q = lane & 3
-        unit = 2 * cuda.blockIdx.x + (group >> 1)
         member = group & 1
         base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
-        tiles = base + SHARED_B
+        tiles, rows_full, rows_empty = base + SHARED_B, bar + 64 + 8 * group, bar + 96 + 8 * group
+        rows_at = base + group * MEMBER_BYTES
         p = call * PLAN
+        steps = 0
+        if 2 * cuda.blockIdx.x < pairs:
+            steps = (((pairs + 1) // 2 - 1 - cuda.blockIdx.x) // cuda.gridDim.x + 1) * TILES
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
                 egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            for i in range(4):
+                egg_ptx.barrier_init(bar + 64 + 8 * i, 1)
+                egg_ptx.barrier_init(bar + 96 + 8 * i, 4)
             egg_ptx.barrier_fence()
-        if t < 256:
-            table[t] = gelu[(t - 128) & 255]
+        for i in range(t, 256 * 32, 512):
+            table[AT_TABLE + i * 4] = gelu[((i >> 5) - 128) & 255]
+        at_lane = uint32(AT_TABLE + lane * 4)
         cuda.syncthreads()
-        if t == 0:
-            egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
-            egg_ptx.copy_bulk(base, x, int64(cuda.blockIdx.x) * (2 * ROW_WORDS), SHARED_B, bar)
-            egg_ptx.copy_bulk(tiles, packed, at, TILE_BYTES, bar)
-            for i in range(1, STAGES):
-                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
-                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        if steps > 0:
+            if (t & 127) == 0:
+                egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
+            if t == 0:
+                for i in range(STAGES):
+                    egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                    egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
-        s0, s1 = int32(sb[unit * 128 + row] * sign), int32(sb[unit * 128 + row + 8] * sign)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-        stream = uint32(seed + uint32(plan[p + 1]))
-        at_u = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane
-        a_desc = descriptor(base + group * MEMBER_BYTES)
+        a_desc = descriptor(rows_at)
         acc = cuda.local.array(64, int32)
-        for step in range(STEPS):
-            stage = step & (STAGES - 1)
+        for i in range(64):
+            acc[i] = 0
+        stage, phase = 0, 0
+        base_seed, seed_a, at_overlay = uint32(uint32(job[0] + job[1]) + uint32(offset)), uint32(plan[p + 1]), plan[p + 2]
+        for step in range(steps):
+            tile, turn = step % TILES, (step // TILES) & 1
             here = group * 512 + (step & 1) * 256
             c = t & 127
-            i = (c >> 5) * H + step * 32 + (c & 31)          # the hidden unit of this column
-            column[here + c] = scaled(noise(stream, i), overlay[plan[p + 2] + i], stream, i)
+            egg_ptx.barrier_wait(rows_full, turn)
+            egg_ptx.barrier_wait(bar + 8 * stage, phase)
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            i = (c >> 5) * H + tile * 32 + (c & 31)          # the hidden unit of this column
+            seed = uint32(base_seed + uint32(unit))
+            stream = uint32(seed + seed_a)
+            column[here + c] = scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i)
             plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
             column[here + 128 + c] = int32((minus if member else plus) + int32(128))
+            s0, s1 = int32(sb[uint64(unit * 128 + row)] * sign), int32(sb[uint64(unit * 128 + row + 8)] * sign)
             egg_ptx.named_barrier(1 + group, 128)
-            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            multiply(acc, a_desc, descriptor(tiles + stage * TILE_BYTES))
+            done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             at_noise = egg_ptx.shared_address(column, here) + q * 16
-            to = at_u + (step >> 1) * ROW_WORDS + (step & 1) * 256
+            to = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane + (tile >> 1) * ROW_WORDS + (tile & 1) * 256
+            if tile == TILES - 1:
+                unit += 2 * cuda.gridDim.x
+                if lane == 0:
+                    egg_ptx.barrier_arrive(rows_empty)
+                if (t & 127) == 0 and step + 1 < steps:
+                    egg_ptx.barrier_wait(rows_empty, turn)
+                    egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                    egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
             for j in range(8):
                 n, b = egg_ptx.load_shared4(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
                 for half in range(2):
@@ -1153,71 +1240,31 @@ def _up_sm90(cfg, nz):
                     for k in range(4):
                         i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                         v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
-                        acc[i] = table[uint32(min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255)))]
+                        v = min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255))
+                        acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
                     i = 8 * j + half * 2
-                    u[to + half * (2 * H) + j * 32] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-            if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
-                old = step - LAG
-                stage = old & (STAGES - 1)
-                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (old // STAGES) & 1)
-                egg_ptx.barrier_expect(bar + 8 * stage, TILE_BYTES)
-                egg_ptx.copy_bulk(tiles + stage * TILE_BYTES, packed, at + (old + STAGES) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * stage)
+                    u[uint64(to + half * (2 * H) + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+            if t == 0 and step >= 1 and step - 1 + STAGES < steps:      # refill the stage before this one
+                old = stage - 1 if stage > 0 else STAGES - 1
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * old, phase if stage > 0 else phase ^ 1)
+                egg_ptx.barrier_expect(bar + 8 * old, TILE_BYTES)
+                ahead = (step - 1 + STAGES) % TILES
+                egg_ptx.copy_bulk(tiles + old * TILE_BYTES, packed, at + ahead * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * old)
+            stage += 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ 1
 
-    return up, SHARED_B + STAGES * TILE_BYTES
-
-
-def _sums_sm90(cfg, nz):
-    """sb of the hidden units u of _up_sm90. Launch [pairs], 256 threads. plan as _sums_kernel."""
-    H, MODE = FAST_H, cfg.ADAPTIVE_NOISE_MODE
-    factor, input_coefficient, input_fold = nz.factor, nz.input_coefficient, nz.input_fold
-    FACTORS = 4 * H if MODE == 2 else 1
-
-    @cuda.jit(launch_bounds=256)
-    def sums(call, plan, overlay, job, offset, u, sb):
-        coefficient, factors = cuda.shared.array(1024, int32), cuda.shared.array(FACTORS, float32)
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
-        for i in range(t, 4 * H, 256):
-            entry = overlay[plan[call * PLAN + 13] + i]
-            coefficient[i] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                factors[i] = factor(entry, stream, i)
-        cuda.syncthreads()
-        lane = t & 31
-        row = (t >> 5) * 16 + (lane >> 2)
-        at = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane
-        address = egg_ptx.shared_address(coefficient, (lane & 3) * 4)
-        total = cuda.local.array(2, int32)
-        total[0], total[1] = 0, 0
-        pb = cuda.local.array(8, int32)
-        for piece in range(H // 16):                         # 16 neighbouring i
-            for k in range(8):
-                pb[k] = 0
-            where = at + (piece >> 2) * ROW_WORDS + ((piece >> 1) & 1) * 256 + (piece & 1) * 32
-            for sub in range(4):
-                c = egg_ptx.load_shared4(address + (sub * H + piece * 16) * 4)
-                for half in range(2):
-                    word = u[where + sub * 64 + half * (2 * H)]
-                    for k in range(4):
-                        f = factors[sub * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
-                        pb[4 * half + k] = input_fold(pb[4 * half + k], byte(word, k), c[k], f)
-            for k in range(8):
-                total[k >> 2] = int32(total[k >> 2] + pb[k])
-        for half in range(2):
-            s = quad_sum(total[half])
-            if (lane & 3) == 0:
-                sb[unit * 128 + row + half * 8] = s
-
-    return sums
+    return up, AT_TABLE + 256 * 32 * 4
 
 
 def _wide_sm90(cfg, nz, kind):
     """Products of full width, so that a row's amax needs nothing outside the block: four warpgroups, member = group // 2, columns
     128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
 
-    kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 as _rotate_kernel makes them. "o" and "down":
+    kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 much as _rotate_kernel makes them. "o" and "down":
     h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams four chunks of 256 hidden units.
-    plan: _product_kernel's 8 entries a matrix; "down": bias of the sum at 3. s_stride: rows of one sb array."""
+    plan: _product_kernel's 8 entries a matrix; "down": bias of the sum at 3, and 8 seed, 9 overlay of the input side, for it makes its
+    own sb (of the hidden units in shared memory, while the tensor cores work). s_stride: rows of one sb array."""
     H, T, D, BIT = FAST_H, FAST_T, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
     NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if kind == "down" else cfg.SHIFT_OUT
     QKV, DOWN = kind == "qkv", kind == "down"
@@ -1227,9 +1274,48 @@ def _wide_sm90(cfg, nz, kind):
     AT_B = A_BYTES if DOWN else 2 * A_BYTES
     AT_ROPE = 2 * A_BYTES + B_BYTES
     ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
-    noise, scaled = nz.noise, nz.scaled
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
+    noise, scaled, factor, input_coefficient, input_fold = nz.noise, nz.scaled, nz.factor, nz.input_coefficient, nz.input_fold
     vector = _vector(cfg, nz, True)
-    multiply, multiply_more = _wgmma_tile()
+    start, done = _wgmma_tile()
+
+    @device
+    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member):
+        """The noise of column c, and for "down" its bias and the input side, for one member's 256 threads."""
+        stream = uint32(seed + uint32(plan[p + 1]))
+        column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+        if DOWN:
+            plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
+            bias[member * 256 + c] = minus if member else plus
+            stream = uint32(seed + uint32(plan[p + 8]))
+            for i in range(c, 4 * H, 256):
+                entry = overlay[plan[p + 9] + i]
+                coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
+                if MODE == 2:
+                    factors[member * (4 * H) + i] = factor(entry, stream, i)
+        egg_ptx.named_barrier(1 + member, 256)
+
+    @device
+    def add_sums(total, sm, at, chunk, coefficient, factors, t, member):
+        """total + this thread's share of sb for one row (t // 4 of the member) over a chunk of hidden units at word `at`."""
+        lane = t & 31
+        address = egg_ptx.shared_address(coefficient, member * (4 * H) + chunk * 64 + (lane & 3) * 4)
+        where = at + (t >> 5) * (2 * H) + lane
+        pb = cuda.local.array(4, int32)
+        for piece in range(4):                               # 16 neighbouring i
+            for k in range(4):
+                pb[k] = 0
+            for sub in range(4):
+                c = egg_ptx.load_shared4(int32(address + sub * (4 * H) + piece * 64))
+                word = sm[uint32(where + (piece >> 1) * 256 + sub * 64 + (piece & 1) * 32)]
+                for k in range(4):
+                    f = float32(0)
+                    if MODE == 2:
+                        f = factors[member * (4 * H) + sub * H + chunk * 64 + piece * 16 + (lane & 3) * 4 + k]
+                    pb[k] = input_fold(pb[k], byte(word, k), c[k], f)
+            total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
+        return total
 
     @device
     def turn(e, o, cos, sin):
@@ -1240,6 +1326,8 @@ def _wide_sm90(cfg, nz, kind):
     def wide(call, at, plan, weights, packed, overlay, job, offset, pairs, s_stride, rope, x, sb, h, q_out, k_out, v_out):
         sm = cuda.shared.array(0, int32)
         column, bias = cuda.shared.array(512, int32), cuda.shared.array(512, int32)      # [member][256]
+        coefficient, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)     # [member][4 H]
+        row_sums = cuda.shared.array(SUMS, int32)
         tops = cuda.shared.array(256, int32)                 # [row][column half]
         barriers = cuda.shared.array(5, int64)               # full, full, empty, empty, matrix
         t = cuda.threadIdx.x
@@ -1279,35 +1367,41 @@ def _wide_sm90(cfg, nz, kind):
             egg_ptx.barrier_wait(bar + 32, 0)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
+        total, base_seed = int32(0), uint32(uint32(job[0] + job[1]) + uint32(offset))
         acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
         for step in range(steps):
             stage, chunk = step & 1, step % CHUNKS
             unit = first + (step // CHUNKS) * every
-            if chunk == 0:
-                seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-                stream = uint32(seed + uint32(plan[p + 1]))
-                c = t & 255
-                column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-                if DOWN:
-                    plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
-                    bias[member * 256 + c] = minus if member else plus
-                egg_ptx.named_barrier(1 + member, 256)
+            if DOWN and chunk == 0:
+                total = int32(0)
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
             egg_ptx.barrier_wait(bar + 8 * stage, (step >> 1) & 1)
             a_desc = descriptor(base + stage * STAGE + member * MEMBER_BYTES)
             b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * TILE_BYTES)
-            if chunk == 0:
-                multiply(acc, a_desc, b_desc)
-            else:
-                multiply_more(acc, a_desc, b_desc)
+            start(acc, a_desc, b_desc, int32(chunk))
+            if not DOWN:                                     # while the tensor cores work
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
+            if DOWN:
+                total = add_sums(total, sm, (stage * STAGE + member * MEMBER_BYTES) // 4, chunk, coefficient, factors, t & 255, member)
+            done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + 16 + 8 * stage)
             if chunk == CHUNKS - 1:
-                s0 = int32(sb[which * s_stride + unit * 128 + row] * sign)
-                s1 = int32(sb[which * s_stride + unit * 128 + row + 8] * sign)
+                if DOWN:
+                    total = quad_sum(total)
+                    if q == 0:
+                        row_sums[member * 64 + ((t & 255) >> 2)] = total
+                    egg_ptx.named_barrier(1 + member, 256)
+                    s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
+                else:
+                    s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
+                    s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
                 at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
                 at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
-                top0, top1 = int32(0), int32(0)
+                top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
                 for j in range(8):
                     n = egg_ptx.load_shared4(at_noise + j * 64)
                     for k in range(4):
@@ -1327,7 +1421,7 @@ def _wide_sm90(cfg, nz, kind):
                 else:
                     for j in range(8):
                         for half in range(2):
-                            word = h[to + j * 32 + half * (2 * H)]
+                            word = h[uint64(to + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                                 acc[i] = int32(byte(word, k) + int32(acc[i] >> int32(SHIFT)))
@@ -1339,9 +1433,10 @@ def _wide_sm90(cfg, nz, kind):
                                 acc[i] = int32(acc[i] + b[k])
                                 acc[i + 2] = int32(acc[i + 2] + b[k])
                 for j in range(16):
-                    top0 = int32(max(max(top0, abs(acc[4 * j])), abs(acc[4 * j + 1])))
-                    top1 = int32(max(max(top1, abs(acc[4 * j + 2])), abs(acc[4 * j + 3])))
-                top0, top1 = quad_max(top0), quad_max(top1)
+                    top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
+                    top1, low1 = (int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])),
+                                  int32(min(min(low1, acc[4 * j + 2]), acc[4 * j + 3])))
+                top0, top1 = quad_max(int32(max(top0, int32(-low0)))), quad_max(int32(max(top1, int32(-low1))))
                 if q == 0:
                     tops[row * 2 + side], tops[(row + 8) * 2 + side] = top0, top1
                 egg_ptx.named_barrier(1 + member, 256)
@@ -1352,7 +1447,8 @@ def _wide_sm90(cfg, nz, kind):
                         acc[4 * j + e] = quantise(acc[4 * j + e], scale0)
                         acc[4 * j + 2 + e] = quantise(acc[4 * j + 2 + e], scale1)
                 if QKV and which == 2:
-                    # positions in the order of _rotate_kernel: rows g, g ^ 1 and the two 8 further are four neighbouring bytes
+                    # positions in the order of _rotate_kernel: rows g, g ^ 1 and the two 8 further are four neighbouring bytes;
+                    # channels permuted within 16 like the columns of the matrices
                     odd = (lane >> 2) & 1
                     slot = ((row & 63) >> 4) * 128 + ((lane >> 3) & 3) * 4
                     for j in range(8):
@@ -1360,16 +1456,16 @@ def _wide_sm90(cfg, nz, kind):
                         left, right = pack4(acc[i], acc[i + 2], acc[i + 1], acc[i + 3]), pack4(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
                         other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
                         even_row, odd_row = (other, right) if odd else (left, other)
-                        c = side * 128 + j * 16 + q * 4 + odd * 2
+                        c = side * 128 + j * 16 + odd * 8 + q * 2
                         at_v = ((int64(unit) * 2 + member) * (H * T) + (c >> 3) * (8 * T) + (c & 7) * 16 + slot) >> 2
-                        v_out[at_v] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
-                        v_out[at_v + 4] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
+                        v_out[uint64(at_v)] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
+                        v_out[uint64(at_v + 4)] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
                 else:
                     for j in range(8):
                         for half in range(2):
                             i = 8 * j + 2 * half
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                            where = to + j * 32 + half * (2 * H)
+                            where = uint64(to + j * 32 + half * (2 * H))
                             if not QKV:
                                 h[where] = word
                             elif which == 0:
@@ -1385,6 +1481,139 @@ def _wide_sm90(cfg, nz, kind):
                     egg_ptx.copy_bulk(base + stage * STAGE + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, bar + 8 * stage)
 
     return wide, 2 * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
+
+
+def _attention_sm90(cfg, nz):
+    """a of q, k, v from _wide_sm90, and the sums sb of a. Launch [pairs], 256 threads; a warp has 16 positions of one member, all heads.
+
+    As _attention_kernel, with a whole row of scores in registers, and the byte limbs summed by Horner's rule: 64 positions fit int32.
+    plan as _sums_kernel."""
+    H, T, D, HEADS, SHIFT, MODE = FAST_H, FAST_T, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
+    MOST, COPIES, LIMBS, LOWEST = _exp_entries(cfg) - 1, _copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
+    EXPS, QUERY, FACTORS = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1
+    HALF = 2 * MEMBER_BYTES
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+
+    @device
+    def quotient(num, den, reciprocal):
+        """num / den toward zero, |num| <= 127 den."""
+        size = abs(num)
+        q = egg_ptx.trunc_f32(float32(float32(size) * reciprocal))
+        rest = int32(size - int32(q * den))
+        q = int32(q - 1) if rest < 0 else q
+        q = int32(q + 1) if rest >= den else q
+        return q if num >= 0 else int32(-q)
+
+    @cuda.jit(launch_bounds=256)
+    def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
+        sm = cuda.shared.array(0, int32)                     # keys, values of the pair
+        exp = cuda.shared.array(EXPS, int32)
+        coefficient, factors = cuda.shared.array(256, int32), cuda.shared.array(FACTORS, float32)
+        barriers = cuda.shared.array(1, int64)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        lane, warp = t & 31, t >> 5
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        if t == 0:
+            egg_ptx.barrier_init(bar, 1)
+            egg_ptx.barrier_fence()
+            egg_ptx.barrier_expect(bar, 2 * HALF)
+            egg_ptx.copy_bulk(base, k_in, int64(unit) * ROW_WORDS, HALF, bar)
+            egg_ptx.copy_bulk(base + HALF, v_in, int64(unit) * ROW_WORDS, HALF, bar)
+        for i in range(t, EXPS, 256):
+            exp[i] = exps[i // COPIES]
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
+        entry = overlay[plan[call * PLAN + 13] + t]
+        coefficient[t] = input_coefficient(entry, stream, t)
+        if MODE == 2:
+            factors[t] = factor(entry, stream, t)
+        cuda.syncthreads()
+        egg_ptx.barrier_wait(bar, 0)
+        member, block = warp >> 2, warp & 3
+        row = warp * 16 + (lane >> 2)
+        position, two = block * 16 + (lane >> 2), (lane & 3) * 2
+        at = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        wide = block >= 2                                    # sees more than 32 positions
+        copy = lane & (COPIES - 1)
+        at_c = egg_ptx.shared_address(coefficient, (lane & 3) * 4)
+        query, s, limbs = cuda.local.array(QUERY, int32), cuda.local.array(32, int32), cuda.local.array(24, int32)
+        o = cuda.local.array(8, int32)
+        x = cuda.local.array(4, int32)
+        sum0, sum1 = int32(0), int32(0)
+        for head in range(HEADS):
+            for i in range(D // 32):
+                where = at + (head * (D // 16) + 2 * i) * 32
+                query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
+                query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
+            top0, top1 = int32(LOWEST), int32(LOWEST)
+            for j in range(8):
+                if j < 4 or wide:
+                    r = (int32(0), int32(0), int32(0), int32(0))
+                    for i in range(D // 32):
+                        where = uint32((member * 8 + j) * (2 * H) + (head * (D // 16) + 2 * i) * 32 + lane)
+                        r = egg_ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], sm[where],
+                                           sm[uint32(where + 32)], r[0], r[1], r[2], r[3])
+                    for e in range(2):
+                        c = j * 8 + two + e
+                        top0 = int32(max(top0, r[e])) if c <= position else top0
+                        top1 = int32(max(top1, r[2 + e])) if c <= position + 8 else top1
+                    s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = r[0], r[1], r[2], r[3]
+            top0, top1 = int32(quad_max(top0) >> int32(SHIFT)), int32(quad_max(top1) >> int32(SHIFT))
+            den0, den1 = int32(0), int32(0)
+            for j in range(8):
+                if j < 4 or wide:
+                    for e in range(2):
+                        c = j * 8 + two + e
+                        d = uint32(min(uint32(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT)))), uint32(MOST)))
+                        w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                        w = w if c <= position else int32(0)
+                        s[4 * j + e] = w
+                        den0 = int32(den0 + w)
+                        d = uint32(min(uint32(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT)))), uint32(MOST)))
+                        w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                        w = w if c <= position + 8 else int32(0)
+                        s[4 * j + 2 + e] = w
+                        den1 = int32(den1 + w)
+            den0, den1 = quad_sum(den0), quad_sum(den1)
+            reciprocal0, reciprocal1 = float32(float32(1) / float32(den0)), float32(float32(1) / float32(den1))
+            for g in range(2):
+                if g == 0 or wide:
+                    for n in range(LIMBS):
+                        pick = n * 0x11 + 0x40
+                        for i in range(4):
+                            m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
+                            limbs[(g * 3 + n) * 4 + i] = egg_ptx.byte_permute(egg_ptx.byte_permute(s[m], s[m + 1], pick),
+                                                                              egg_ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
+            for d in range(D // 16):
+                channel = head * D + d * 16
+                for tile in range(2):
+                    r = (int32(0), int32(0), int32(0), int32(0))
+                    v = egg_ptx.load_matrix4(int32(base + HALF + (member * H + channel + tile * 8) * T + lane * 16))
+                    for i in range(LIMBS):
+                        n = LIMBS - 1 - i
+                        r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
+                        m = n * 4
+                        r = egg_ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[0], v[1], r[0], r[1], r[2], r[3])
+                        if wide:
+                            m = n * 4 + 12
+                            r = egg_ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
+                    for k in range(4):
+                        o[tile * 4 + k] = r[k]
+                c = egg_ptx.load_shared4(at_c + channel * 4)
+                for half in range(2):
+                    for k in range(4):
+                        m = (k >> 1) * 4 + half * 2 + (k & 1)
+                        x[k] = quotient(o[m], den0, reciprocal0) if half == 0 else quotient(o[m], den1, reciprocal1)
+                        f = factors[channel + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                        if half == 0:
+                            sum0 = int32(sum0 + input_term(x[k], c[k], f))
+                        else:
+                            sum1 = int32(sum1 + input_term(x[k], c[k], f))
+                    a[uint64(at + half * (2 * H) + (channel >> 4) * 32)] = pack4(x[0], x[1], x[2], x[3])
+        sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+        if (lane & 3) == 0:
+            sb[unit * 128 + row], sb[unit * 128 + row + 8] = sum0, sum1
+
+    return attention, 2 * HALF
 
 
 def _pack_sm90():
@@ -1484,8 +1713,7 @@ def _token_kernel(cfg):
         h, call = int32(0), 1
         if t < H:
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
-            e = int32(int32(packed[block] << int32(24 - 8 * (t & 3))) >> int32(24))
-            h = clip(int32(e + int32(weights[plan[p + 8] + t])))
+            h = clip(int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t])))
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
             if layer >= 0:
@@ -1593,8 +1821,10 @@ ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
 HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, int64)                                # and exps, x, sb, losses
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
 LOGITS_TYPES = (int64, A32, A32, A32)
+EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
+FAST_ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
 NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
-UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, A8, A32, A32, A32)
+UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32)
 WIDE_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
 FAST_HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
 FAST_PACK_TYPES = (A32, A32, int64, int64, int64, int64)
@@ -1686,7 +1916,7 @@ class _Plan:
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
         return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up)), sums=self._add(12 * [0] + self._input(down, layer)),
-                               down=self._add(self._matrix(down, layer, bias_down)))
+                               down=self._add(self._matrix(down, layer, bias_down) + self._input(down, layer)))
 
 
 class _General:
@@ -1793,13 +2023,11 @@ class _Fast:
             self.kernels.append((kernel, signature, shared))
             return kernel, shared
 
-        self.embed = add(_rows_kernel(cfg, nz, True, "embedding", 1), ROWS_TYPES + (A64,))
+        self.embed = add(_embed_sm90(cfg, nz), EMBED_TYPES)
         self.norms = {streams: add(_norm_sm90(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
         self.up = add(_up_sm90(cfg, nz), UP_TYPES)
-        self.sums_down = add(_sums_sm90(cfg, nz), SUMS_TYPES)
         self.wide = {kind: add(_wide_sm90(cfg, nz, kind), WIDE_TYPES) for kind in ("qkv", "o", "down")}
-        self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
-        self.sums_o = add(_sums_kernel(cfg, nz, False), SUMS_TYPES)
+        self.attention = add(_attention_sm90(cfg, nz), FAST_ATTENTION_TYPES)
         self.head = add(_head_sm90(cfg, nz), FAST_HEAD_TYPES)
         self.pack = add(_pack_sm90(), FAST_PACK_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes
@@ -1830,7 +2058,7 @@ class _Fast:
         layout, stride, _ = self.layout(units)
         words = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
         h, n, sb, u, q, k, v = (words[name] for name in ("h", "n", "sb", "u", "q", "k", "v"))
-        packed, cfg = packed.view(np.int32), self.cfg
+        packed = packed.view(np.int32)
 
         def norm(call, streams):
             self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
@@ -1843,21 +2071,18 @@ class _Fast:
 
         def mlp(calls, up, down, layer):
             kernel, shared = self.up
-            kernel[_blocks(units, 2), 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset,
-                                                           tables.gelu, n, sb, u)
-            self.sums_down[0][units, 256, stream](calls.sums, tables.plan, overlay, job, offset, u, sb)
+            kernel[self.blocks, 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units,
+                                                     tables.gelu, n, sb, u)
             wide("down", calls.down, down, layer, u)
 
-        kernel, shared = self.embed
-        kernel[(units, 1), 256, stream, shared](plan.embed, tables.plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb,
-                                                u, losses)
+        self.embed[0][units, 256, stream](plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
+        norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
             wide("qkv", layer.qkv, "w_q", i, n)
-            self.attention[0][_blocks(2 * units * cfg.N_HEADS * 4, 4), 128, stream](units, tables.exps, q, k, v,
-                                                                                  scratch[layout["n"][0]:layout["n"][1]])
-            self.sums_o[0][(units, 1), 256, stream, self.sums_o[1]](layer.sums_o, tables.plan, overlay, job, offset, n, sb)
+            kernel, shared = self.attention
+            kernel[units, 256, stream, shared](layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
             wide("o", layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)

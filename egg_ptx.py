@@ -63,6 +63,8 @@ rcp_approx = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.floa
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
+trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }", types.int32, (types.int32,),
+                        "p / 64 toward zero.")
 warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Sum over the warp, cc >= 8.0.", side_effect=True)
 warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Maximum over the warp, cc >= 8.0.", side_effect=True)
 
@@ -102,6 +104,10 @@ def load_matrix4(ctx, address):
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
     return sig, codegen
+
+
+load_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,),
+                         "An int32 at a shared address. For tables only: nothing orders it but the address it depends on.")
 
 
 @intrinsic
@@ -203,27 +209,24 @@ def wgmma_descriptor_strides(k_bytes):
     return (128 >> 4) << 16 | (8 * k_bytes >> 4) << 32
 
 
-def wgmma_s8(columns, first):
-    """Intrinsic f(acc, a_desc, b_desc): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one warpgroup, both operands
-    K-major in shared memory. acc: a local int32 array of columns / 2; `first` overwrites it. With w = warp of the group, acc[4j],
-    acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
+def wgmma_s8(columns):
+    """Intrinsic f(acc, a_desc, b_desc, keep): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one warpgroup, both
+    operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep (int32) is 0. With w = warp of the
+    group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
     count = columns // 2
 
     @intrinsic
-    def emit(ctx, acc, a_desc, b_desc):
-        sig = types.void(acc, types.int64, types.int64)
+    def emit(ctx, acc, a_desc, b_desc, keep):
+        sig = types.void(acc, types.int64, types.int64, types.int32)
 
         def codegen(context, builder, sig, args):
             data = context.make_array(sig.args[0])(context, builder, args[0]).data
             cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            inputs = [] if first else [builder.load(c) for c in cells]
-            n = count + len(inputs)
-            text = ("wgmma.fence.sync.aligned;\n" if first else "") + (
-                f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {{%s}}, $%d, $%d, %d;"
-                % (",".join(f"${i}" for i in range(count)), n, n + 1, not first))
-            constraints = ["=r"] * count + [str(i) for i in range(len(inputs))] + ["l", "l"]
-            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * len(inputs) + [I64] * 2, ",".join(constraints), side_effect=True)
-            r = builder.call(f, inputs + list(args[1:]))
+            text = ("{ .reg .pred p; setp.ne.s32 p, $%d, 0; wgmma.mma_async.sync.aligned.m64n%dk32.s32.s8.s8 {%s}, $%d, $%d, p; }"
+                    % (2 * count + 2, columns, ",".join(f"${i}" for i in range(count)), 2 * count, 2 * count + 1))
+            constraints = ["=r"] * count + [str(i) for i in range(count)] + ["l", "l", "r"]
+            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32], ",".join(constraints), side_effect=True)
+            r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
             for i, c in enumerate(cells):
                 builder.store(builder.extract_value(r, i), c)
             return context.get_dummy_value()
