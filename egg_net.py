@@ -152,7 +152,7 @@ class Connection:
         self.sock, self.limits = sock, limits
         self.host, self.address = address[0], f"{address[0]}:{address[1]}"
         self.title = self.address      # with the name, once that is known
-        self.inbox, self.outbox = bytearray(), b""
+        self.inbox, self.outbox, self.event = bytearray(), b"", selectors.EVENT_READ
         self.shaking = isinstance(sock, ssl.SSLSocket)
         self.version = self.hello = self.challenge = self.author = None
         self.joined = self.status = False
@@ -201,6 +201,7 @@ class Coordinator:
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
         self.several_at = time.monotonic()           # when there was last more than one, or might have been
         self.patience = AUDIT_PATIENCE if peers else 0.0
+        self.last_frame = None, b""
         self.states = {}                             # step -> {digest: authors}
         self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
         self.disputes, self.random = set(), random.SystemRandom()
@@ -388,9 +389,11 @@ class Coordinator:
         connection.half = (connection.half or time.monotonic()) if connection.inbox else None
 
     def _say(self, connection, opcode, *parts):
-        data = frame(opcode, *parts, version=connection.version)
+        self._send(connection, frame(opcode, *parts, version=connection.version))
+
+    def _send(self, connection, data):
         self.tx += len(data)
-        connection.outbox += data
+        connection.outbox = connection.outbox + data if connection.outbox else data
         self._flush(connection)
 
     def _flush(self, connection):
@@ -406,7 +409,8 @@ class Coordinator:
         self._wait_for(connection, selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ)
 
     def _wait_for(self, connection, event):
-        if self.selector.get_key(connection.sock).events != event:
+        if connection.event != event:
+            connection.event = event
             self.selector.modify(connection.sock, event, connection)
 
     def _look(self, now):
@@ -555,8 +559,7 @@ class Coordinator:
         elif connection.stated and not self._agrees(connection, *connection.stated):
             return
         elif step < run.step:
-            packed = run.fitness(step)
-            self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, step + 1, 0, len(packed)), packed)
+            self._send(connection, self._catch_up(step, connection.version))
         elif (chunk := self._next_chunk(connection)) is not None:
             now = time.monotonic()
             if self.started is None:
@@ -567,6 +570,15 @@ class Coordinator:
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
         else:
             self._hold(connection)
+
+    def _catch_up(self, step, version):
+        """The frame with the fitness of a step; at the end of a step all workers want the same one, at the same time."""
+        key = self.run.step, step, version
+        if self.last_frame[0] != key:
+            packed = self.run.fitness(step)
+            head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
+            self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
+        return self.last_frame[1]
 
     def _hold(self, connection):
         connection.waiting = True
