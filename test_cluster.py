@@ -930,7 +930,8 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
 def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     """Simulated workers of protocol 2 on loopback, each of which takes chunk_seconds for a chunk, against a real coordinator process:
     dict of results/s, answer times, memory, CPU. The time is that from sending a result and the next request to having the next chunk;
-    answers that are held back until a step is complete, or a chunk is late, are not counted.
+    answers that are held back until a step is complete, or a chunk is late, are not counted; those just after the end of a step, when
+    all workers ask at once, are counted apart.
     By hand: python -c 'import test_cluster; print(test_cluster.load("/tmp/load"))'"""
     import heapq
     import selectors
@@ -940,11 +941,11 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     threading.Thread(target=process.stdout.read, daemon=True).start()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    limits, selector, times, due, done = egg_wire.limits(cfg), selectors.DefaultSelector(), [], [], 0
+    limits, selector, times, rush, due, done = egg_wire.limits(cfg), selectors.DefaultSelector(), [], [], [], 0
     digest = bytes(32)
     peers = [Peer2(port, cfg, name=f"w{i}") for i in range(workers)]
     for peer in peers:
-        peer.asked, peer.step, peer.buffer = time.perf_counter(), 0, bytearray()
+        peer.asked, peer.step, peer.buffer, peer.rush = time.perf_counter(), 0, bytearray(), True
         peer.ask(0, digest, 0)
         peer.link.sock.setblocking(False)
         selector.register(peer.link.sock, selectors.EVENT_READ, peer)
@@ -963,9 +964,10 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
                 assert got[1] == JOB_RESPONSE, got
                 _, step, position, size = egg_wire.RESPONSE.unpack_from(got[2])
                 if not size and position not in given.setdefault(step, set()):
-                    times.append(time.perf_counter() - peer.asked)
+                    (rush if peer.rush else times).append(time.perf_counter() - peer.asked)
                     given[step].add(position)
                 out, when = b"", time.perf_counter()
+                peer.rush = bool(size)
                 if size:
                     peer.step = step
                 else:
@@ -980,11 +982,36 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     process.kill()
     process.wait()
     times.sort()
+    rush.sort()
     ticks = sum(map(int, after)) - sum(map(int, cpu))
     return {"workers": workers, "results/s": round(done / took), "median ms": round(1e3 * times[len(times) // 2], 2),
-            "99% ms": round(1e3 * times[int(len(times) * 0.99)], 2), "MB": round(memory), "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
+            "99% ms": round(1e3 * times[int(len(times) * 0.99)], 2),
+            "after a step 99% ms": round(1e3 * rush[int(len(rush) * 0.99)], 2), "MB": round(memory), "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
 
 
 def test_many_workers_are_served(tmp_path):
     did = load(tmp_path, 100, 1.5, 0.1)
     assert did["results/s"] > 300 and did["MB"] < 300, did
+
+
+# --- Slurm ----------------------------------------------------------------------------------------------------------------------------
+
+FAKE_WORKER = """
+import sys
+if "--list-devices" in sys.argv:
+    sys.exit(print("\\n".join(f"cuda:{i}" for i in range(5))))
+with open("log", "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]), ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
+def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, gpus):
+    here = pathlib.Path(egg_net.__file__).parent
+    (tmp_path / "egg.py").write_text(FAKE_WORKER)
+    shutil.copy(here / "run-workers.sh", tmp_path)
+    environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task), "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=20)
+    log = tmp_path / "log"
+    assert did.returncode == 0
+    assert sorted(log.read_text().splitlines() if log.exists() else []) == [f"worker 10.1.2.3 --port 7 --gpu {i}" for i in gpus]
