@@ -33,10 +33,12 @@ import egg_snapshot
 import egg_step
 import egg_wire
 from egg_history import EggError
-from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL, FrameError,
-                      HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NO_ACCESS, NONCE, NOTHING, OTHER_CONFIG, OTHER_DATA, PROOF,
-                      REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED, STATUS,
-                      STEP, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame, next_frame)
+from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL,
+                      FrameError, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS, OTHER_CONFIG,
+                      OTHER_DATA, PROOF, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
+                      SNAPSHOT_WANTED, STATED, STATUS, STEP, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame,
+                      next_frame)
+
 
 class NetError(EggError):
     """About a connection, an address or what a peer sent."""
@@ -428,12 +430,15 @@ class Coordinator:
                 self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
             elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
                 self._refuse(connection, "stopped in the middle of a frame")
-            elif silent > cfg.IDLE_TIMEOUT and not connection.waiting:
+            elif silent > cfg.IDLE_TIMEOUT and connection.version == V2:
                 self._refuse(connection, f"said nothing for {cfg.IDLE_TIMEOUT:g} s")
             elif connection.pace:
                 paces.append(connection.pace)
         self.usual = statistics.median(paces) if paces else self.usual
         self._count_authors(now)
+        if self.upload and self.run.step >= self.upload[1].step + cfg.SNAPSHOT_EVERY:
+            self.upload[0].snapshots = False         # it was asked, and did not care
+            self._end_upload()
         for chunk, authors in self.work.disputed():
             if chunk not in self.disputes:
                 self.disputes.add(chunk)
@@ -444,7 +449,7 @@ class Coordinator:
 
     def _count_authors(self, now):
         active = {c.author for c in self.connections if c.author and c.trusted and c.step is not None
-                  and (c.waiting or now - c.heard < ACTIVE_SECONDS)}
+                  and self.run.step - c.step <= 1 and (c.waiting or now - c.heard < ACTIVE_SECONDS)}
         if len(active) > 1:
             self.several_at = now
         self.alone = len(active) < 2 and now - self.several_at >= self.patience
@@ -822,6 +827,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
 
     host: default see egg_auth.listen_host; port: default cfg.PORT. Returns a Summary. Raises HistoryError and NetError; the completed steps are kept whatever happens."""
     console = console or Console()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = egg_history.open_run(cfg, save_dir, load_dir)
     try:
         for line in run.said:

@@ -147,7 +147,8 @@ class Upload:
         os.replace(self._file.name, path)
 
     def drop(self):
-        self._file.close()
+        with contextlib.suppress(OSError):           # what is still buffered may find the disk full
+            self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._file.name)
 

@@ -16,10 +16,10 @@ import egg_model
 import egg_snapshot
 import egg_wire
 from egg_net import Console, HEARTBEAT_EVERY, NetError, printable, reason, tune
-from egg_wire import (BLOCK_HEAD, BLOCK_REQUEST, BLOCK, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL, FrameError, HEARTBEAT, HELLO,
-                      JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT,
-                      RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED, STATUS, STEP, TEXT_LIMIT, V1, V2, VALIDATED,
-                      VALIDATION, WELCOME, WELCOMED, frame, next_frame)
+from egg_wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL, FrameError, HEARTBEAT,
+                      HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT,
+                      RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED, STATUS, STEP, TEXT_LIMIT, V1, V2,
+                      VALIDATED, VALIDATION, WELCOME, WELCOMED, frame, next_frame)
 
 SLICE_SECONDS = 0.2        # how long a worker computes at most without looking at its socket, roughly
 FIRST_SLICE = 64           # members, before its speed is known

@@ -27,7 +27,7 @@ import egg_snapshot
 import egg_step
 import egg_wire
 import egg_worker
-from egg_wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, SNAPSHOT_DATA, SNAPSHOT_WANTED, V2, WELCOME
+from egg_wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, V2, WELCOME
 from test_net import CFG, GOOD, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until, whole, work_in_thread
 
 SECRET = b"sixteen bytes or more"
@@ -300,7 +300,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
         until(lambda: len(server.coordinator.connections) == 1)                        # the silent ones are closed
         assert all(s.recv(1) == b"" for s in silent)
         assert server.lines.text.count("said nothing useful for 0.3 s") == 1
-        for _ in range(8):
+        for _ in range(6):
             time.sleep(0.2)
             honest.link.send(honest.link.frame(egg_wire.HEARTBEAT))
         assert honest.chunk(0) == 0                                                    # heartbeats keep it
@@ -465,7 +465,7 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
     engines = [FakeEngine(pause=0.002), Drifting(pause=0.001), FakeEngine(pause=0.002)]
     server = cluster(tmp_path, engines, 9, save=True)
     assert "worker w1" in server.lines.text and "its state at step 3 is not that of others" in server.lines.text
-    assert engines[1].loads >= 1 and engines[0].loads + engines[2].loads == 0
+    assert engines[1].loads >= 1 and engines[0].loads + engines[2].loads <= 1      # one of two that differ cannot know that it is right
     assert [engine.state().digests() for engine in engines] == [digests] * 3
     run = egg_history.open_run(CFG, tmp_path)
     assert whole(run) == packed
@@ -710,7 +710,7 @@ class Chaos:
             with contextlib.suppress(OSError, egg_net.EggError, egg_worker.OldCoordinator):
                 peer = Peer2(self.port, CHAOS, name=name)
                 peer.ask(0, egg_snapshot.state_digest(FakeEngine(CHAOS).state()))
-                what, (seed, step, position, packed) = dice.randrange(7), peer.answer(1)
+                what, step = dice.randrange(7), peer.answer(1)[1]
                 if what == 0:
                     peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
                 elif what == 1:
