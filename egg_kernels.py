@@ -197,7 +197,7 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
 
     source: "embedding", "attention" (no bias) or "mlp". Launch [pairs, row blocks], 256 threads; four lanes share a row.
     plan: 0 ln, 4 ln bias, 8 bias (_vector), 12.. seed and overlay of each stream; embedding: 20 packed, 21 overlay A, 22 overlay B."""
-    H, T, V, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    H, T, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE
     EMBED, BIAS = source == "embedding", source != "attention"
     SHIFT, NOISE_SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN, cfg.NOISE_SHIFT
     ROWS = min(2 * T, 128)
@@ -868,7 +868,7 @@ def _level_function(cfg):
     floor(floor(a) / 2^k) = floor(a / 2^k). Returns below, shift."""
     SHIFT = cfg.NOISE_SHIFT
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
+    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and cfg.SHIFT_LOGIT + SHIFT <= 30 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
 
     @device
     def below(top, a, minus, n):
@@ -881,14 +881,14 @@ def _level_function(cfg):
 
 def _head_sm90(cfg, nz):
     """_head_kernel of two pairs a block, four warpgroups. Launch [pairs / 2], 512 threads."""
-    V, MODE = cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    V = cfg.VOCAB_SIZE
     TILES = (V + TILE - 1) // TILE
     STEPS, RAGGED = 2 * TILES, V % TILE
     below, SHIFT = _level_function(cfg)
     ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
     EXPS = (MOST + 1) * COPIES
     LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
-    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # subtracted from columns beyond the vocabulary
+    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # minus this: the accumulator of columns beyond the vocabulary
     noise, scaled = nz.noise, nz.scaled
     position_loss = _loss_function(cfg)
     (start, done), descriptor = _wgmma_tile(), _descriptor()
@@ -901,11 +901,11 @@ def _head_sm90(cfg, nz):
 
     @device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
-        sum_ = int32(0)
+        dot, at_token = int32(0), at + (token >> 3) * (2 * FAST_H) + (token & 7) * 4 + q
         for piece in range(FAST_H // 16):
-            sum_ = egg_ptx.dp4a(x[at_x + piece * 32], packed[at + (token >> 3) * (2 * FAST_H) + piece * 32 + (token & 7) * 4 + q], sum_)
+            dot = egg_ptx.dp4a(x[at_x + piece * 32], packed[at_token + piece * 32], dot)
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        return int32(noisy(quad_sum(sum_), s, n) >> int32(LOGIT))
+        return int32(noisy(quad_sum(dot), s, n) >> int32(LOGIT))
 
     @cuda.jit(launch_bounds=512)
     def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
@@ -1368,7 +1368,7 @@ def _wide_sm90(cfg, nz, kind):
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
-                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 512 if DOWN else 16)
             egg_ptx.barrier_init(bar + MATRIX, 1)
             egg_ptx.barrier_fence()
         if QKV:
@@ -1411,9 +1411,7 @@ def _wide_sm90(cfg, nz, kind):
             if DOWN:
                 total = add_sums(total, sm, (stage * STAGE + member * (A_BYTES // 2)) // 4, chunk, coefficient, factors, t & 255, member)
             done(acc)
-            if DOWN:
-                cuda.syncwarp()                              # add_sums of every lane has read the stage
-            if lane == 0:
+            if DOWN or lane == 0:                            # every lane of add_sums has read the stage; else one speaks for its warp
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             if DOWN and t == 0 and step >= LAG and step - LAG + STAGES < steps:
                 refill(base, bar, step - LAG, first, every, x, packed, at)
