@@ -3,9 +3,8 @@
 What the CUDA engine uses:
 
     noise = build_noise(cfg)              device functions with the constants frozen, see there
-    forward = build_forward(cfg, cc, shared_limit, multiprocessors)
-        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have; multiprocessors:
-                        how many the device has
+    forward = build_forward(cfg, cc, shared_limit)
+        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (egg_ptx.allow_shared) before the first launch
         .tables()       uploads the constant tables; call once on the device, before the launches below
@@ -198,7 +197,7 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
 
     source: "embedding", "attention" (no bias) or "mlp". Launch [pairs, row blocks], 256 threads; four lanes share a row.
     plan: 0 ln, 4 ln bias, 8 bias (_vector), 12.. seed and overlay of each stream; embedding: 20 packed, 21 overlay A, 22 overlay B."""
-    H, T, V, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    H, T, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE
     EMBED, BIAS = source == "embedding", source != "attention"
     SHIFT, NOISE_SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN, cfg.NOISE_SHIFT
     ROWS = min(2 * T, 128)
@@ -827,8 +826,8 @@ MEMBER_BYTES, TILE_BYTES = FAST_T * FAST_H, TILE * FAST_H
 FAST_SHARED = 210 * 1024                    # what the largest of its kernels needs, with its static part
 
 
-def _wgmma_tile():
-    """Device functions (start, done): begin acc = 64 rows x 128 columns over K = 256 from shared memory, added to acc where keep is not 0;
+def _wgmma_tile(K=FAST_H):
+    """Device functions (start, done): begin acc = 64 rows x 128 columns over K from shared memory, added to acc where keep is not 0;
     and wait for it. Between, acc must not be touched."""
     product, done = egg_ptx.wgmma_s8(128), egg_ptx.wgmma_done(128)
 
@@ -836,17 +835,19 @@ def _wgmma_tile():
     def start(acc, a_desc, b_desc, keep):
         egg_ptx.wgmma_fence()
         product(acc, a_desc, b_desc, keep)
-        for k in range(1, FAST_H // 32):
+        for k in range(1, K // 32):
             product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
     return start, done
 
 
-@device
-def descriptor(address):
-    return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(DESCRIPTOR)
+def _descriptor(K=FAST_H):
+    """Device function: wgmma descriptor of core matrices at a shared address, rows of K bytes."""
+    STRIDES = egg_ptx.wgmma_descriptor_strides(K)
 
-
-DESCRIPTOR = egg_ptx.wgmma_descriptor_strides(FAST_H)
+    @device
+    def descriptor(address):
+        return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(STRIDES)
+    return descriptor
 
 
 def _exp_entries(cfg):
@@ -861,19 +862,13 @@ def _copies(cfg):
     return 32 if _exp_entries(cfg) <= 96 else 8
 
 
-def _level_functions(cfg):
-    """level(acc, s, n): of accumulator, signed sb and column noise, an int32 whose `shift`-fold right shift is the logit; scaled by the
-    noise's shift where that fits (one multiply-add), as floor(floor(a) / 2^k) = floor(a / 2^k). below(top, acc, -s, n) = top - level;
-    and the shift."""
+def _level_function(cfg):
+    """below(top, a, -s, n) = top - level, where level is an int32 of accumulator a, signed sb and column noise whose `shift`-fold right
+    shift is the logit: scaled by the noise's shift where that fits (multiply-adds instead of shifts), as
+    floor(floor(a) / 2^k) = floor(a / 2^k). Returns below, shift."""
     SHIFT = cfg.NOISE_SHIFT
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
-
-    @device
-    def level(a, s, n):
-        if fits:
-            return int32(int32(a * int32(1 << SHIFT)) + int32(s * n))
-        return int32(a + int32(int32(s * n) >> int32(SHIFT)))
+    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and cfg.SHIFT_LOGIT + SHIFT <= 30 and FAST_H * 127 * ((127 << SHIFT) + loudest * loudest) < 2 ** 30 - 2 ** 24
 
     @device
     def below(top, a, minus, n):
@@ -881,32 +876,36 @@ def _level_functions(cfg):
             return int32(int32(top + int32(a * int32(-(1 << SHIFT)))) + int32(minus * n))
         return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(SHIFT))))
 
-    return level, below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+    return below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
 
 
 def _head_sm90(cfg, nz):
     """_head_kernel of two pairs a block, four warpgroups. Launch [pairs / 2], 512 threads."""
-    V, MODE = cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE
+    V = cfg.VOCAB_SIZE
     TILES = (V + TILE - 1) // TILE
     STEPS, RAGGED = 2 * TILES, V % TILE
-    level, below, SHIFT = _level_functions(cfg)
+    below, SHIFT = _level_function(cfg)
     ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
     EXPS = (MOST + 1) * COPIES
     LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
-    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # subtracted from columns beyond the vocabulary
+    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # minus this: the accumulator of columns beyond the vocabulary
     noise, scaled = nz.noise, nz.scaled
     position_loss = _loss_function(cfg)
-    start, done = _wgmma_tile()
+    (start, done), descriptor = _wgmma_tile(), _descriptor()
     SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
     EMPTY = 8 * STAGES
 
     @device
+    def noisy(a, s, n):
+        return int32(a + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+
+    @device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
-        sum_ = int32(0)
+        dot, at_token = int32(0), at + (token >> 3) * (2 * FAST_H) + (token & 7) * 4 + q
         for piece in range(FAST_H // 16):
-            sum_ = egg_ptx.dp4a(x[at_x + piece * 32], packed[at + (token >> 3) * (2 * FAST_H) + piece * 32 + (token & 7) * 4 + q], sum_)
+            dot = egg_ptx.dp4a(x[at_x + piece * 32], packed[at_token + piece * 32], dot)
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        return int32(int32(quad_sum(sum_) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
+        return int32(noisy(quad_sum(dot), s, n) >> int32(LOGIT))
 
     @cuda.jit(launch_bounds=512)
     def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
@@ -984,12 +983,13 @@ def _head_sm90(cfg, nz):
             if step < TILES:
                 for j in range(8):
                     n = egg_ptx.load_shared4(at_noise + j * 64)
-                    top0 = int32(max(max(top0, level(acc[8 * j], s0, n[0])), level(acc[8 * j + 1], s0, n[1])))
-                    top0 = int32(max(max(top0, level(acc[8 * j + 4], s0, n[2])), level(acc[8 * j + 5], s0, n[3])))
-                    top1 = int32(max(max(top1, level(acc[8 * j + 2], s1, n[0])), level(acc[8 * j + 3], s1, n[1])))
-                    top1 = int32(max(max(top1, level(acc[8 * j + 6], s1, n[2])), level(acc[8 * j + 7], s1, n[3])))
+                    top0 = int32(max(max(top0, noisy(acc[8 * j], s0, n[0])), noisy(acc[8 * j + 1], s0, n[1])))
+                    top0 = int32(max(max(top0, noisy(acc[8 * j + 4], s0, n[2])), noisy(acc[8 * j + 5], s0, n[3])))
+                    top1 = int32(max(max(top1, noisy(acc[8 * j + 2], s1, n[0])), noisy(acc[8 * j + 3], s1, n[1])))
+                    top1 = int32(max(max(top1, noisy(acc[8 * j + 6], s1, n[2])), noisy(acc[8 * j + 7], s1, n[3])))
                 if step == TILES - 1:                        # from here on: the largest level with the same logit
-                    top0, top1 = int32(quad_max(top0) | int32(ONES)), int32(quad_max(top1) | int32(ONES))
+                    top0 = int32(int32(int32(quad_max(top0) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
+                    top1 = int32(int32(int32(quad_max(top1) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
             else:
                 e0, e1 = uint32(0), uint32(0)
                 for j in range(8):
@@ -1082,10 +1082,10 @@ def _norm_sm90(cfg, nz, streams):
     factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
 
     @device
-    def divided(p, mean, reciprocal):
+    def divided(p, mean, reciprocal, half):
         if FLOAT:
             f = float32(p)
-            return egg_ptx.trunc_f32(cuda.fma(f, reciprocal, float32(egg_ptx.half_like(f) * reciprocal)))
+            return egg_ptx.trunc_f32(cuda.fma(f, reciprocal, math.copysign(half, f)))
         quotient = int32(uint32(abs(p)) // uint32(mean))
         return quotient if p >= 0 else int32(-quotient)
 
@@ -1125,15 +1125,16 @@ def _norm_sm90(cfg, nz, streams):
         mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
         mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
         reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
+        half0, half1 = float32(reciprocal0 * float32(0.5)), float32(reciprocal1 * float32(0.5))
         address = egg_ptx.shared_address(table, (lane & 3) * 4)
         at_w = address + member * (4 * H)
         for piece in range(16):
             w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
             for half in range(2):
                 word = h[uint64(at + half * (2 * H) + piece * 32)]
-                mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
+                mean, reciprocal, nudge = (mean0, reciprocal0, half0) if half == 0 else (mean1, reciprocal1, half1)
                 for k in range(4):
-                    x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal) + b[k]))
+                    x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal, nudge) + b[k]))
                 n[uint64(at + half * (2 * H) + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 for s in range(streams):
                     c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
@@ -1151,13 +1152,13 @@ def _norm_sm90(cfg, nz, streams):
 
 def _up_sm90(cfg, nz):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a block
-    takes every gridDim-th two pairs. plan as _product_kernel. u words: [pair][4 chunks][core matrices of 128 rows, 256 bytes]."""
+    takes every gridDim-th two pairs. plan as _product_kernel. u words: [pair][8 blocks][core matrices of 128 rows, 128 bytes]."""
     H, SHIFT, NOISE_SHIFT = FAST_H, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
     TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
     AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = _vector(cfg, nz, True)
-    start, done = _wgmma_tile()
+    (start, done), descriptor = _wgmma_tile(), _descriptor()
 
     @cuda.jit(launch_bounds=512)
     def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
@@ -1224,7 +1225,7 @@ def _up_sm90(cfg, nz):
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             at_noise = egg_ptx.shared_address(column, here) + q * 16
-            to = int64(unit) * (4 * ROW_WORDS) + (row >> 3) * (2 * H) + lane + (tile >> 1) * ROW_WORDS + (tile & 1) * 256
+            to = int64(unit) * (4 * ROW_WORDS) + tile * (ROW_WORDS // 2) + (row >> 3) * H + lane
             if tile == TILES - 1:
                 unit += 2 * cuda.gridDim.x
                 if lane == 0:
@@ -1243,7 +1244,7 @@ def _up_sm90(cfg, nz):
                         v = min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255))
                         acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
                     i = 8 * j + half * 2
-                    u[uint64(to + half * (2 * H) + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    u[uint64(to + half * H + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
             if t == 0 and step >= 1 and step - 1 + STAGES < steps:      # refill the stage before this one
                 old = stage - 1 if stage > 0 else STAGES - 1
                 egg_ptx.barrier_wait(bar + EMPTY + 8 * old, phase if stage > 0 else phase ^ 1)
@@ -1262,23 +1263,42 @@ def _wide_sm90(cfg, nz, kind):
     128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
 
     kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 much as _rotate_kernel makes them. "o" and "down":
-    h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams four chunks of 256 hidden units.
+    h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams eight blocks of 128 hidden units.
     plan: _product_kernel's 8 entries a matrix; "down": bias of the sum at 3, and 8 seed, 9 overlay of the input side, for it makes its
     own sb (of the hidden units in shared memory, while the tensor cores work). s_stride: rows of one sb array."""
     H, T, D, BIT = FAST_H, FAST_T, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
     NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if kind == "down" else cfg.SHIFT_OUT
     QKV, DOWN = kind == "qkv", kind == "down"
-    MATRICES, CHUNKS = 3 if QKV else 1, 4 if DOWN else 1
-    A_BYTES, B_BYTES = 2 * MEMBER_BYTES, 2 * TILE_BYTES
-    STAGE = A_BYTES + (B_BYTES if DOWN else 0)              # two stages; a resident matrix lies behind them
-    AT_B = A_BYTES if DOWN else 2 * A_BYTES
-    AT_ROPE = 2 * A_BYTES + B_BYTES
+    MATRICES, CHUNKS, K = 3 if QKV else 1, 8 if DOWN else 1, 128 if DOWN else H
+    A_BYTES, B_BYTES = 128 * K, H * K
+    STAGES, LAG = (4, 1) if DOWN else (2, 0)                # a stage is refilled LAG steps after its use
+    STAGE = A_BYTES + (B_BYTES if DOWN else 0)              # a resident matrix lies behind the stages
+    AT_B = A_BYTES if DOWN else STAGES * STAGE
+    AT_ROPE = STAGES * STAGE + B_BYTES
+    EMPTY, MATRIX = 8 * STAGES, 16 * STAGES
     ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
     MODE = cfg.ADAPTIVE_NOISE_MODE
     COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
     noise, scaled, factor, input_coefficient, input_fold = nz.noise, nz.scaled, nz.factor, nz.input_coefficient, nz.input_fold
     vector = _vector(cfg, nz, True)
-    start, done = _wgmma_tile()
+    (start, done), descriptor = _wgmma_tile(K), _descriptor(K)
+
+    @device
+    def fill(base, bar, stage, step, first, every, x, packed, at):
+        """Starts the copies of a step into its stage."""
+        chunk, to, full = step % CHUNKS, base + stage * STAGE, bar + 8 * stage
+        source = int64(first + (step // CHUNKS) * every) * CHUNKS + chunk
+        egg_ptx.barrier_expect(full, STAGE)
+        egg_ptx.copy_bulk(to, x, source * (A_BYTES // 4), A_BYTES, full)
+        if DOWN:
+            egg_ptx.copy_bulk(to + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, full)
+
+    @device
+    def refill(base, bar, step, first, every, x, packed, at):
+        """The same for the next step in the stage that `step` used, once it is empty."""
+        stage = step & (STAGES - 1)
+        egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
+        fill(base, bar, stage, step + STAGES, first, every, x, packed, at)
 
     @device
     def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member):
@@ -1297,23 +1317,29 @@ def _wide_sm90(cfg, nz, kind):
         egg_ptx.named_barrier(1 + member, 256)
 
     @device
+    def fold_64ths(pb, x, c):
+        """input_fold of mode 1 with the running integer in 64ths: one shift less."""
+        return egg_ptx.whole_64ths(int32(int32(x * c) + pb))
+
+    @device
     def add_sums(total, sm, at, chunk, coefficient, factors, t, member):
-        """total + this thread's share of sb for one row (t // 4 of the member) over a chunk of hidden units at word `at`."""
+        """total + this thread's share of sb (in 64ths in mode 1) for one row, t // 4 of the member, over the block of hidden units at
+        word `at`."""
         lane = t & 31
-        address = egg_ptx.shared_address(coefficient, member * (4 * H) + chunk * 64 + (lane & 3) * 4)
-        where = at + (t >> 5) * (2 * H) + lane
+        address = egg_ptx.shared_address(coefficient, member * (4 * H) + chunk * 32 + (lane & 3) * 4)
+        where = at + (t >> 5) * H + lane
         pb = cuda.local.array(4, int32)
-        for piece in range(4):                               # 16 neighbouring i
+        for piece in range(2):                               # 16 neighbouring i
             for k in range(4):
                 pb[k] = 0
             for sub in range(4):
                 c = egg_ptx.load_shared4(int32(address + sub * (4 * H) + piece * 64))
-                word = sm[uint32(where + (piece >> 1) * 256 + sub * 64 + (piece & 1) * 32)]
+                word = sm[uint32(where + sub * 64 + piece * 32)]
                 for k in range(4):
                     f = float32(0)
                     if MODE == 2:
-                        f = factors[member * (4 * H) + sub * H + chunk * 64 + piece * 16 + (lane & 3) * 4 + k]
-                    pb[k] = input_fold(pb[k], byte(word, k), c[k], f)
+                        f = factors[member * (4 * H) + sub * H + chunk * 32 + piece * 16 + (lane & 3) * 4 + k]
+                    pb[k] = fold_64ths(pb[k], byte(word, k), c[k]) if MODE == 1 else input_fold(pb[k], byte(word, k), c[k], f)
             total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
         return total
 
@@ -1329,7 +1355,7 @@ def _wide_sm90(cfg, nz, kind):
         coefficient, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)     # [member][4 H]
         row_sums = cuda.shared.array(SUMS, int32)
         tops = cuda.shared.array(256, int32)                 # [row][column half]
-        barriers = cuda.shared.array(5, int64)               # full, full, empty, empty, matrix
+        barriers = cuda.shared.array(9, int64)               # full, empty of each stage; matrix
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
         q = lane & 3
@@ -1340,10 +1366,10 @@ def _wide_sm90(cfg, nz, kind):
         p = call * PLAN + which * 8
         at_w = at + which * (B_BYTES // 4)
         if t == 0:
-            for i in range(2):
+            for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
-                egg_ptx.barrier_init(bar + 16 + 8 * i, 16)
-            egg_ptx.barrier_init(bar + 32, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 512 if DOWN else 16)
+            egg_ptx.barrier_init(bar + MATRIX, 1)
             egg_ptx.barrier_fence()
         if QKV:
             for i in range(t, T * D, 512):
@@ -1354,17 +1380,13 @@ def _wide_sm90(cfg, nz, kind):
             steps = ((pairs - 1 - first) // every + 1) * CHUNKS
         if t == 0:
             if not DOWN:
-                egg_ptx.barrier_expect(bar + 32, B_BYTES)
-                egg_ptx.copy_bulk(base + AT_B, packed, at_w, B_BYTES, bar + 32)
-            for i in range(2):
+                egg_ptx.barrier_expect(bar + MATRIX, B_BYTES)
+                egg_ptx.copy_bulk(base + AT_B, packed, at_w, B_BYTES, bar + MATRIX)
+            for i in range(STAGES):
                 if i < steps:
-                    unit, chunk = first + (i // CHUNKS) * every, i % CHUNKS
-                    egg_ptx.barrier_expect(bar + 8 * i, STAGE)
-                    egg_ptx.copy_bulk(base + i * STAGE, x, (int64(unit) * CHUNKS + chunk) * ROW_WORDS, A_BYTES, bar + 8 * i)
-                    if DOWN:
-                        egg_ptx.copy_bulk(base + i * STAGE + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, bar + 8 * i)
+                    fill(base, bar, i, i, first, every, x, packed, at)
         if not DOWN:
-            egg_ptx.barrier_wait(bar + 32, 0)
+            egg_ptx.barrier_wait(bar + MATRIX, 0)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
         total, base_seed = int32(0), uint32(uint32(job[0] + job[1]) + uint32(offset))
@@ -1372,32 +1394,36 @@ def _wide_sm90(cfg, nz, kind):
         for i in range(64):
             acc[i] = 0
         for step in range(steps):
-            stage, chunk = step & 1, step % CHUNKS
+            stage, chunk = step & (STAGES - 1), step % CHUNKS
             unit = first + (step // CHUNKS) * every
+            if not DOWN:
+                s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
+                s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
             if DOWN and chunk == 0:
                 total = int32(0)
                 prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
-            egg_ptx.barrier_wait(bar + 8 * stage, (step >> 1) & 1)
-            a_desc = descriptor(base + stage * STAGE + member * MEMBER_BYTES)
-            b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * TILE_BYTES)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            a_desc = descriptor(base + stage * STAGE + member * (A_BYTES // 2))
+            b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * (B_BYTES // 2))
             start(acc, a_desc, b_desc, int32(chunk))
             if not DOWN:                                     # while the tensor cores work
                 prepare(column, bias, coefficient, factors, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), t & 255, member)
             if DOWN:
-                total = add_sums(total, sm, (stage * STAGE + member * MEMBER_BYTES) // 4, chunk, coefficient, factors, t & 255, member)
+                total = add_sums(total, sm, (stage * STAGE + member * (A_BYTES // 2)) // 4, chunk, coefficient, factors, t & 255, member)
             done(acc)
-            if lane == 0:
-                egg_ptx.barrier_arrive(bar + 16 + 8 * stage)
+            if DOWN or lane == 0:                            # every lane of add_sums has read the stage; else one speaks for its warp
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            if DOWN and t == 0 and step >= LAG and step - LAG + STAGES < steps:
+                refill(base, bar, step - LAG, first, every, x, packed, at)
             if chunk == CHUNKS - 1:
                 if DOWN:
                     total = quad_sum(total)
+                    if MODE == 1:
+                        total = int32(total >> int32(6))
                     if q == 0:
                         row_sums[member * 64 + ((t & 255) >> 2)] = total
                     egg_ptx.named_barrier(1 + member, 256)
                     s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
-                else:
-                    s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
-                    s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
                 at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
                 at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
@@ -1472,15 +1498,10 @@ def _wide_sm90(cfg, nz, kind):
                                 q_out[where] = word
                             else:
                                 k_out[where] = word
-            if t == 0 and step + 2 < steps:
-                egg_ptx.barrier_wait(bar + 16 + 8 * stage, (step >> 1) & 1)
-                unit, chunk = first + ((step + 2) // CHUNKS) * every, (step + 2) % CHUNKS
-                egg_ptx.barrier_expect(bar + 8 * stage, STAGE)
-                egg_ptx.copy_bulk(base + stage * STAGE, x, (int64(unit) * CHUNKS + chunk) * ROW_WORDS, A_BYTES, bar + 8 * stage)
-                if DOWN:
-                    egg_ptx.copy_bulk(base + stage * STAGE + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, bar + 8 * stage)
+            if not DOWN and t == 0 and step + STAGES < steps:
+                refill(base, bar, step, first, every, x, packed, at)
 
-    return wide, 2 * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
+    return wide, STAGES * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
 
 
 def _attention_sm90(cfg, nz):
@@ -1491,17 +1512,15 @@ def _attention_sm90(cfg, nz):
     H, T, D, HEADS, SHIFT, MODE = FAST_H, FAST_T, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
     MOST, COPIES, LIMBS, LOWEST = _exp_entries(cfg) - 1, _copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
     EXPS, QUERY, FACTORS = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1
-    HALF = 2 * MEMBER_BYTES
+    HALF, BELOW_ONE = 2 * MEMBER_BYTES, 1 - 2.0 ** -22
     factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
 
     @device
     def quotient(num, den, reciprocal):
-        """num / den toward zero, |num| <= 127 den."""
+        """num / den toward zero, |num| <= 127 den <= 127 * 2^24; `reciprocal` a little too small, so the estimate is right or one less."""
         size = abs(num)
         q = egg_ptx.trunc_f32(float32(float32(size) * reciprocal))
-        rest = int32(size - int32(q * den))
-        q = int32(q - 1) if rest < 0 else q
-        q = int32(q + 1) if rest >= den else q
+        q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
         return q if num >= 0 else int32(-q)
 
     @cuda.jit(launch_bounds=256)
@@ -1574,7 +1593,7 @@ def _attention_sm90(cfg, nz):
                         s[4 * j + 2 + e] = w
                         den1 = int32(den1 + w)
             den0, den1 = quad_sum(den0), quad_sum(den1)
-            reciprocal0, reciprocal1 = float32(float32(1) / float32(den0)), float32(float32(1) / float32(den1))
+            reciprocal0, reciprocal1 = float32(float32(BELOW_ONE) / float32(den0)), float32(float32(BELOW_ONE) / float32(den1))
             for g in range(2):
                 if g == 0 or wide:
                     for n in range(LIMBS):
@@ -1624,17 +1643,17 @@ def _pack_sm90():
     def pack(weights, packed, source, target, kind, n):
         i = cuda.grid(1)
         if i < n * (H if kind == 2 else H // 4):
-            chunk = 0
+            chunk, K = 0, H
             if kind == 2:
-                chunk, i = i // (H * H // 4), i % (H * H // 4)
-            block, rest = i // (2 * H), i % (2 * H)
+                chunk, i, K = i // (H * H // 8), i % (H * H // 8), H // 2
+            block, rest = i // (2 * K), i % (2 * K)
             col, k4 = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
             col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
             if kind == 1:
                 col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
             if kind == 2:
-                k4 = ((k4 >> 3) & 3) * (H // 4) + (chunk * 2 + (k4 >> 5)) * 8 + (k4 & 7)
-            packed[target + chunk * (H * H // 4) + i] = weights[source + k4 * n + col]
+                k4 = (k4 >> 3) * (H // 4) + chunk * 8 + (k4 & 7)
+            packed[target + chunk * (H * H // 8) + i] = weights[source + k4 * n + col]
 
     return pack
 
@@ -2013,8 +2032,8 @@ class _General:
 class _Fast:
     """The noisy forward pass on cc 9.0 at T = 64, H = 256."""
 
-    def __init__(self, cfg, packing, multiprocessors):
-        self.cfg, self.blocks = cfg, multiprocessors
+    def __init__(self, cfg, packing):
+        self.cfg = cfg
         nz = build_noise(cfg)
         self.kernels = []
 
@@ -2058,20 +2077,20 @@ class _Fast:
         layout, stride, _ = self.layout(units)
         words = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
         h, n, sb, u, q, k, v = (words[name] for name in ("h", "n", "sb", "u", "q", "k", "v"))
-        packed = packed.view(np.int32)
+        packed, processors = packed.view(np.int32), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
         def norm(call, streams):
             self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
 
         def wide(kind, call, name, layer, x):
             kernel, shared = self.wide[kind]
-            blocks = self.blocks // 3 * 3 if kind == "qkv" else self.blocks
+            blocks = processors // 3 * 3 if kind == "qkv" else processors
             kernel[blocks, 512, stream, shared](call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, units, stride,
                                                 tables.rope, x, sb, h, q, k, v)
 
         def mlp(calls, up, down, layer):
             kernel, shared = self.up
-            kernel[self.blocks, 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units,
+            kernel[processors, 512, stream, shared](calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units,
                                                      tables.gelu, n, sb, u)
             wide("down", calls.down, down, layer, u)
 
@@ -2095,12 +2114,12 @@ class _Fast:
 class Forward:
     """See the top of this file."""
 
-    def __init__(self, cfg, cc, shared_limit, multiprocessors):
+    def __init__(self, cfg, cc, shared_limit):
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         fast = tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (FAST_T, FAST_H) and shared_limit >= FAST_SHARED
-        self._noisy = _Fast(cfg, self._packing, multiprocessors) if fast else _General(cfg, True)
+        self._noisy = _Fast(cfg, self._packing) if fast else _General(cfg, True)
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
@@ -2147,6 +2166,6 @@ class Forward:
         self._logits[_blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
 
 
-def build_forward(cfg, cc, shared_limit, multiprocessors=132):
+def build_forward(cfg, cc, shared_limit):
     """The forward pass of a configuration on a device: see the top of this file."""
-    return Forward(cfg, cc, shared_limit, multiprocessors)
+    return Forward(cfg, cc, shared_limit)

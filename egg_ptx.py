@@ -58,8 +58,9 @@ def _pointer(context, builder, array_type, array, index):
 
 trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,), "int32 of a float32, toward zero, saturating.")
 add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
+whole_64ths = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; and.b32 $0, t, -64; }", types.int32,
+                         (types.int32,), "64 * (p / 64 toward zero).")
 half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,), "0.5 with the sign of x.")
-rcp_approx = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,), "about 1 / x: 1 unit in the last place.")
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")

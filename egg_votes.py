@@ -16,7 +16,7 @@ import egg_model
 from egg_cpu import optimizer
 from egg_kernels import build_noise
 from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
-                     shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_s8)
+                     shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
@@ -131,7 +131,7 @@ def build(cfg, wgmma):
     beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
     beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
-    first_product, next_product, products_done = wgmma_s8(TILE, True), wgmma_s8(TILE, False), wgmma_done(TILE)
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
     strides = wgmma_descriptor_strides(DEPTH)
 
     @device
@@ -238,14 +238,11 @@ def build(cfg, wgmma):
             if wgmma:
                 high = int64(uint32(here & 0x3FFFF) >> uint32(4)) | strides
                 low, both = high + (64 * DEPTH >> 4), high + (TILE * DEPTH >> 4)
-                if step == 0:
-                    first_product(upper, high, both)
-                    first_product(lower, low, both)
-                else:
-                    next_product(upper, high, both)
-                    next_product(lower, low, both)
-                next_product(upper, high + 16, both + 16)
-                next_product(lower, low + 16, both + 16)
+                wgmma_fence()
+                product(upper, high, both, int32(step))      # step 0 begins the sums
+                product(lower, low, both, int32(step))
+                product(upper, high + 16, both + 16, int32(1))
+                product(lower, low + 16, both + 16, int32(1))
                 products_done(upper)
                 products_done(lower)
             else:
