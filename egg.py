@@ -140,7 +140,8 @@ def parser():
     sub.add_argument("host", metavar="HOST", help="the coordinator's name or address")
     options(sub, "port", "threads", "gpu", "secret-file", "tls-cert", "tls-key", "tls-ca")
     sub.add_argument("--name", help="what the coordinator calls this worker (default: its host and device)")
-    sub.add_argument("--protocol", type=int, choices=(0, 1, 2), default=0, help="1: that of C++ coordinators; default: 2, then 1 where it is not understood")
+    sub.add_argument("--protocol", type=int, choices=(1, 2), default=0,
+                     help="1: that of C++ coordinators (default: 2, then 1 where it is not understood)")
     sub.add_argument("--list-devices", action="store_true", help="name the devices that a worker can use here, one a line, and stop")
 
     sub = command(status, "what a coordinator is doing, and with which workers", "example: python egg.py status 10.0.0.1 --secret-file secret")
@@ -172,10 +173,11 @@ OPTIONS = {
     "load-dir": dict(metavar="DIR", help="start from the run in this directory"),
     "threads": dict(type=number(int, 1, cores(), f"a number of cores of this machine, 1 to {cores()}"), metavar="N",
                     help="cores that the CPU engine uses (default: all)"),
-    "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: the variable EGG_SECRET)"),
+    "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: variable EGG_SECRET)"),
     "tls-cert": dict(metavar="FILE", help="own certificate, PEM"),
     "tls-key": dict(metavar="FILE", help="... and its key"),
-    "tls-ca": dict(metavar="FILE", help="certificate that the other side has or that signed it; a coordinator with it wants certificates of workers"),
+    "tls-ca": dict(metavar="FILE", help="the other side's certificate, or that of who signed it; a coordinator with it lets in no worker "
+                                        "without a certificate"),
     "gpu": dict(type=number(int, 0, 1023, "the number of a GPU, 0 or more"), metavar="N", help="the GPU to use (default: the first)"),
 }
 

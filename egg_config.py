@@ -210,7 +210,8 @@ def validate(cfg):
         if getattr(cfg, side + "_GAUSSIAN"):
             need(getattr(cfg, side + "_MASK") <= 42, side + "_MASK", f"must be at most 42 with {side}_GAUSSIAN: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
-    need(cfg.SNAPSHOT_EVERY % cfg.DIGEST_EVERY == 0, "SNAPSHOT_EVERY", f"must be a multiple of DIGEST_EVERY = {cfg.DIGEST_EVERY}: a snapshot is checked by a digest")
+    need(cfg.SNAPSHOT_EVERY % cfg.DIGEST_EVERY == 0, "SNAPSHOT_EVERY",
+         f"must be a multiple of DIGEST_EVERY = {cfg.DIGEST_EVERY}: a snapshot is checked by a digest")
     steps = [s for s, _ in cfg.LR_SCHEDULE]
     need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")

@@ -570,7 +570,8 @@ class Coordinator:
             if self.started is None:
                 self.started = self.step_started = now
             connection.held[chunk] = now
-            if connection.snapshots and self.upload is None and connection.stated and connection.stated[0] == step and self.shelf.wanted(step):
+            stated = connection.stated and connection.stated[0] == step
+            if stated and connection.snapshots and self.upload is None and self.shelf.wanted(step):
                 self._want_snapshot(connection)
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
         else:
@@ -686,7 +687,7 @@ class Coordinator:
         """Whether the state of this worker is that of the others; if not, it is told to rebuild, or waits for a third to decide."""
         every, step, author = self.cfg.DIGEST_EVERY, connection.step, connection.author
         if at not in (step, step // every * every):
-            raise FrameError(f"wrong step: a digest of step {at} with a request at step {step}, wanted is the one of {step // every * every}")
+            raise FrameError(f"wrong step: a digest of step {at} with a request at step {step}, wanted is that of {step // every * every}")
         if at <= self.run.step - STATES_KEPT * every:
             known = self.shelf.digests.get(at)
             if known in (None, digest):
@@ -718,7 +719,7 @@ class Coordinator:
         else:
             if ("state", at) not in self.disputes:
                 self.disputes.add(("state", at))
-                self.console.line(f"step {self.run.step}: workers hold different states of step {at}, as many for one as for the other: "
+                self.console.line(f"step {self.run.step}: workers hold different states of step {at}, as many for one as for another: "
                                   "start another worker, which decides, or stop the wrong one")
             self._hold(connection)
         return False
@@ -825,7 +826,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     access=egg_auth.Access()):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    host: default see egg_auth.listen_host; port: default cfg.PORT. Returns a Summary. Raises HistoryError and NetError; the completed steps are kept whatever happens."""
+    host: default see egg_auth.listen_host; port: default cfg.PORT. Returns a Summary. Raises HistoryError, NetError, AuthError; the
+    completed steps are kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

@@ -60,11 +60,16 @@ def sizes(cfg):
     return n, egg_model.n_overlay(cfg), 12 * n
 
 
+def most_bytes(cfg):
+    """Bytes that a snapshot file has at most: what zstd cannot shrink grows by less than that."""
+    return sum(sizes(cfg)) * 101 // 100 + 8192
+
+
 def pack(state):
     """bytes of the body of a snapshot."""
     compressor = pyzstd.ZstdCompressor(LEVEL)
-    parts = [compressor.compress(np.ascontiguousarray(x).data.cast("B")) for x in (state.weights, state.overlay, state.moments) if x.size]
-    return b"".join(parts) + compressor.flush()
+    arrays = (np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.overlay, state.moments))
+    return b"".join([compressor.compress(x) for x in arrays]) + compressor.flush()
 
 
 def unpack(cfg, data):
@@ -114,7 +119,8 @@ class Upload:
     def add(self, total, offset, data):
         if self.total is None:
             self.total = total
-        if total != self.total or offset != self._got or not data or offset + len(data) > total or total > sum(sizes(self._cfg)) * 1.01 + 4096:
+        most = most_bytes(self._cfg)
+        if total != self.total or offset != self._got or not data or offset + len(data) > total or total > most:
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self._got} of {self.total}")
         self._file.write(data)
         self._got += len(data)
@@ -139,7 +145,8 @@ class Upload:
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the step before."""
-        head = HEAD.pack(MAGIC, self.step, self.seed, self.digest(), config_digest(self._cfg), hashlib.sha256(fitness).digest(), self.total)
+        before = hashlib.sha256(fitness).digest()
+        head = HEAD.pack(MAGIC, self.step, self.seed, self.digest(), config_digest(self._cfg), before, self.total)
         self._file.seek(0)
         self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
         self._file.close()

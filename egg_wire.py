@@ -70,8 +70,8 @@ def limits(cfg):
           VALIDATION: exactly(VALIDATED)}
     v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED), HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
-          HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP), SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK),
-          SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT)}
+          HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
+          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT)}
     return {V1: v1, V2: v2}
 
 

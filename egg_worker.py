@@ -122,7 +122,8 @@ class Link:
     def unpack_response(self, payload):
         seed, step, position, size = RESPONSE.unpack_from(payload)
         if size != len(payload) - RESPONSE.size:
-            raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries {len(payload) - RESPONSE.size}")
+            raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
+                           f"{len(payload) - RESPONSE.size}")
         return seed, step, position, payload[RESPONSE.size:]
 
     def check(self, seconds=0.0):
@@ -238,8 +239,7 @@ class Worker:
             link.send(link.frame(SNAPSHOT_REQUEST, BLOCK_REQUEST.pack(step, len(data))))
             payload = link.next(SNAPSHOT_DATA)
             its_step, total, offset = BLOCK_HEAD.unpack_from(payload)
-            if (its_step, offset) != (step, len(data)) or total > sum(egg_snapshot.sizes(self.cfg)) * 1.01 + 8192 \
-                    or len(payload) == BLOCK_HEAD.size and total:
+            if (its_step, offset) != (step, len(data)) or total > egg_snapshot.most_bytes(self.cfg) or len(payload) == BLOCK_HEAD.size and total:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
             data += payload[BLOCK_HEAD.size:]
         try:
@@ -415,5 +415,6 @@ def describe_status(told):
         rows.append((w["name"], w["device"], w["address"], w["state"], str(w["step"]),
                      str(w["chunks"]), f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(n) if i < 4 else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(n) if i < 4 else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths))).rstrip()
+             for row in rows]
     return "\n".join(printable(line).removeprefix("  ") for line in facts + ([""] + lines if told["workers"] else ["no workers"]))

@@ -390,7 +390,7 @@ def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
         started = time.monotonic()
         quick.ask(0)
         assert quick.answer()[2] == 64 and time.monotonic() - started < 0.2    # a copy, well before the lease is over
-        until(lambda: "silent for 0.2 s, its chunk 64" not in server.lines.text and "its chunk 2 is handed out again" in server.lines.text)
+        until(lambda: re.search(r"silent for 0.2\d* s, its chunk 2 is handed out again", server.lines.text))
         assert CFG.STRAGGLER_TIMEOUT == 90
         quick.result(0, 64)
         until(lambda: server.run.step == 1)
@@ -731,9 +731,8 @@ class Chaos:
             time.sleep(dice.random() * 0.1)
 
     def run(self, steps):
-        """Until the run has `steps` steps: kills the coordinator now and then; returns the time it took."""
-        started, kills = time.monotonic(), 0
-        path, seen = self.directory / egg_history.FILE, 0
+        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
+        started, kills, seen = time.monotonic(), 0, 0
         while True:
             time.sleep(self.random.uniform(0.05, 0.8))
             self.process.kill()
@@ -754,7 +753,7 @@ class Chaos:
                 while time.monotonic() < end and sum(line.startswith("Step") for line in list(self.lines)) + seen < steps + 2:
                     time.sleep(0.02)
         self.stop = True
-        return kills, path
+        return kills
 
 
 CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
@@ -764,7 +763,7 @@ def chaos(directory, seed, steps, kills):
     """Runs it and compares every step with an undisturbed run; steps, kills done."""
     trouble = Chaos(directory, seed, kills=kills)
     try:
-        done, _ = trouble.run(steps)
+        done = trouble.run(steps)
     finally:
         trouble.stop = True
         trouble.process.kill()
@@ -795,13 +794,15 @@ FRAME = st.tuples(st.sampled_from([1, 1, 2, 2, 2, 0, 9]), st.sampled_from(OPCODE
 
 def hostile(parts):
     """bytes of frames with wrong versions, opcodes and lengths."""
-    return b"".join(egg_wire.HEADER.pack(b"JOBS", version, opcode, len(body) if size is None else size) + body for version, opcode, size, body in parts)
+    return b"".join(egg_wire.HEADER.pack(b"JOBS", version, opcode, len(body) if size is None else size) + body
+                    for version, opcode, size, body in parts)
 
 
 BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hostile),
                   st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
-FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")), deadline=None, database=None, derandomize="FUZZ_EXAMPLES" not in os.environ,
-                           suppress_health_check=list(hypothesis.HealthCheck))
+# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")), derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
 
 
 @FUZZ
@@ -833,7 +834,8 @@ def test_snapshots_histories_and_cards_take_any_bytes(data):
         egg_snapshot.unpack(CFG, data)
     with contextlib.suppress(egg_wire.FrameError):
         egg_net._card(data)
-    for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b'{"role": "worker", "config": {}, "data": "zz"}', b"1" * 5000):
+    for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
+                 b'{"role": "worker", "config": {}, "data": "zz"}'):
         with pytest.raises(egg_wire.FrameError):
             egg_net._card(text)
 
@@ -986,7 +988,8 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     ticks = sum(map(int, after)) - sum(map(int, cpu))
     return {"workers": workers, "results/s": round(done / took), "median ms": round(1e3 * times[len(times) // 2], 2),
             "99% ms": round(1e3 * times[int(len(times) * 0.99)], 2),
-            "after a step 99% ms": round(1e3 * rush[int(len(rush) * 0.99)], 2), "MB": round(memory), "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
+            "after a step 99% ms": round(1e3 * rush[int(len(rush) * 0.99)], 2), "MB": round(memory),
+            "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
 
 
 def test_many_workers_are_served(tmp_path):
