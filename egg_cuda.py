@@ -36,7 +36,6 @@ SHARE = 8                   # operands of an update take at most one part in so 
 OPERANDS = 1 << 30          # ... and at most so many bytes
 COMPILERS = 8               # processes that compile kernels at once, at most
 HERE = pathlib.Path(__file__).resolve().parent
-SOURCES = ("egg_config.py", "egg_model.py", "egg_cpu.py", "egg_ptx.py", "egg_kernels.py", "egg_votes.py", "egg_cuda.py")
 
 
 # --- compiled kernels on disk ----------------------------------------------------------------------------------------------
@@ -66,16 +65,21 @@ class KernelCache:
 
 def cache_directory(cfg, device):
     """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
-    key = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES))
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HERE.glob("egg_*.py"))))
     import numba_cuda
     versions = device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version
     key.update(repr((cfg.fingerprint(), *versions)).encode())
     return pathlib.Path(egg_cpu.CACHE).parent / f"cuda-{key.hexdigest()[:16]}"
 
 
-def kernels(cfg, cc, shared_limit, token_type):
+def limits(gpu):
+    """(compute capability, bytes of dynamic shared memory a block can have, multiprocessors) of a device."""
+    return gpu.compute_capability, egg_ptx.shared_limit(gpu), gpu.MULTIPROCESSOR_COUNT
+
+
+def kernels(cfg, cc, shared_limit, multiprocessors, token_type):
     """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all)."""
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit)
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit, multiprocessors)
     own = egg_votes.build(cfg, cc[0] == 9) | build(cfg, token_type)
     made = {name: cuda.jit(function) for name, (function, _) in own.items()}
     every = [(name, made[name], signature, egg_votes.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
@@ -140,7 +144,7 @@ def compile_share():
     (cfg, device, token_type), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu = cuda.get_current_device()
-    every = kernels(cfg, gpu.compute_capability, egg_ptx.shared_limit(gpu), getattr(types, token_type))[2]
+    every = kernels(cfg, *limits(gpu), getattr(types, token_type))[2]
     for i, path in share:
         _, dispatcher, signature, _ = every[i]
         dispatcher._cache = KernelCache(path)
@@ -292,7 +296,7 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, every = kernels(cfg, gpu.compute_capability, egg_ptx.shared_limit(gpu), token_type)
+        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type)
         directory = cache_directory(cfg, gpu) / token_type.name
         self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name))
         self._forward.tables()
