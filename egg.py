@@ -14,9 +14,10 @@ examples:
   python egg.py train --preset laptop --minutes 1     learn from the shipped text on this machine, no GPU needed
   python egg.py train --save-dir ckpt                 train until Ctrl-C, and go on from there the next time
   python egg.py prepare my.txt                        your own text in place of the shipped one
-  python egg.py coordinator --save-dir ckpt           a cluster: this on one machine, which needs no GPU and no data,
-  python egg.py worker 10.0.0.1                       and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
-  python egg.py status 10.0.0.1                       ... and how they are doing
+  openssl rand -hex 32 > secret                       a cluster: a file for all its machines, this on one of them, which
+  python egg.py coordinator --save-dir ckpt --secret-file secret       needs no GPU and no data,
+  python egg.py worker 10.0.0.1 --secret-file secret  and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
+  python egg.py status 10.0.0.1 --secret-file secret  ... and how they are doing
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 
 Every constant of egg_config.py can be set for one run, by -D NAME=VALUE or by an environment variable EGG_NAME=VALUE;
@@ -130,7 +131,9 @@ def parser():
     options(sub, "steps", "minutes", "save-dir", "load-dir", "threads")
 
     sub = command(coordinator, "hand out the work of a cluster and keep its history; needs no GPU, no data, little memory",
-                  "example: python egg.py coordinator --save-dir ckpt      then on the others: python egg.py worker THIS_HOST")
+                  "examples:\n  python egg.py coordinator --save-dir ckpt                         for workers on this machine\n"
+                  "  python egg.py coordinator --save-dir ckpt --secret-file secret    for others too: "
+                  "python egg.py worker THIS_HOST --secret-file secret")
     sub.add_argument("--host", help="address to listen on (default: all of this machine with a secret, else 127.0.0.1)")
     options(sub, "port", "steps", "minutes", "save-dir", "load-dir", "secret-file", "tls-cert", "tls-key", "tls-ca")
     sub.add_argument("--insecure", action="store_true", help="let anybody in who can reach the port, C++ peers of protocol 1 too")

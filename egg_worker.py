@@ -106,13 +106,13 @@ class Link:
                     if got[1] == ERROR and self.version == V2:
                         code, why = FAILED.unpack_from(got[2])[0], printable(got[2][FAILED.size:].decode("utf-8", "replace")).strip()
                         if code == FULL:
-                            raise ConnectionResetError(why)
+                            raise TimeoutError(why)
                         raise NetError(f"{self.name} refuses this worker: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
-            self._receive(HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001)))
-            if until is not None and time.monotonic() >= until and not self.inbox:
+            if until is not None and time.monotonic() >= until:
                 raise TimeoutError(f"{self.name} does not answer")
+            self._receive(HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001)))
             self.beat()
 
     def response(self, timeout=None):

@@ -308,6 +308,17 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
         assert "said nothing for 1 s" in server.lines.text and not server.coordinator.door.by_host
 
 
+def test_a_worker_comes_again_when_there_is_room(tmp_path):
+    cfg, engine, lines = changed(CONNECTIONS_PER_ADDRESS=1), FakeEngine(), Lines()
+    with Server(tmp_path, cfg) as server:
+        first = Peer2(server.port, cfg)
+        work_in_thread(server.port, engine, cfg, retry=True, lines=lines)
+        until(lambda: "no coordinator at" in lines.text)
+        assert not engine.evaluated
+        first.link.close()
+        until(lambda: engine.evaluated)
+
+
 def test_names_cannot_write_to_the_terminal(tmp_path):
     with Server(tmp_path) as server:
         peer = Peer2(server.port, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
@@ -937,7 +948,7 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     dict of results/s, answer times, memory, CPU. The time is that from sending a result and the next request to having the next chunk;
     answers that are held back until a step is complete, or a chunk is late, are not counted; those just after the end of a step, when
     all workers ask at once, are counted apart.
-    By hand: python -c 'import test_cluster; print(test_cluster.load("/tmp/load"))'"""
+    By hand: python -c 'import test_cluster; print(test_cluster.load("load"))'"""
     import heapq
     import selectors
     cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0, DIGEST_EVERY=1 << 20)
