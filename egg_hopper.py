@@ -880,8 +880,7 @@ PACK_TYPES = (A32, A32, int64, int64, int64, int64)
 class Hopper:
     """The noisy forward pass on cc 9.0 at T = 64, H = 256."""
 
-    def __init__(self, cfg, packing, multiprocessors):
-        self.multiprocessors = multiprocessors               # persistent kernels have a block on each
+    def __init__(self, cfg, packing):
         nz = build_noise(cfg)
         self.kernels = []
 
@@ -926,7 +925,7 @@ class Hopper:
         layout, stride, _ = self.layout(units)
         words = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
         h, n, sb, u, q, k, v = (words[name] for name in ("h", "n", "sb", "u", "q", "k", "v"))
-        packed, processors = packed.view(np.int32), self.multiprocessors
+        packed, processors = packed.view(np.int32), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
         def norm(call, streams):
             self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)

@@ -3,9 +3,8 @@
 What the CUDA engine uses:
 
     noise = build_noise(cfg)              device functions with the constants frozen, see there
-    forward = build_forward(cfg, cc, shared_limit, multiprocessors)
-        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have;
-                        multiprocessors: how many the device has
+    forward = build_forward(cfg, cc, shared_limit)
+        cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (egg_ptx.allow_shared) before the first launch
         .tables()       uploads the constant tables; call once on the device, before the launches below
@@ -1186,14 +1185,14 @@ class _General:
 class Forward:
     """See the top of this file."""
 
-    def __init__(self, cfg, cc, shared_limit, multiprocessors):
+    def __init__(self, cfg, cc, shared_limit):
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         import egg_hopper                                    # it builds on this module
         fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (egg_hopper.SEQ_LEN, egg_hopper.HIDDEN_DIM)
                 and shared_limit >= egg_hopper.SHARED)
-        self._noisy = egg_hopper.Hopper(cfg, self._packing, multiprocessors) if fast else _General(cfg, True)
+        self._noisy = egg_hopper.Hopper(cfg, self._packing) if fast else _General(cfg, True)
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
@@ -1244,6 +1243,6 @@ class Forward:
             self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
 
 
-def build_forward(cfg, cc, shared_limit, multiprocessors):
+def build_forward(cfg, cc, shared_limit):
     """The forward pass of a configuration on a device: see the top of this file."""
-    return Forward(cfg, cc, shared_limit, multiprocessors)
+    return Forward(cfg, cc, shared_limit)
