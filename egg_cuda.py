@@ -73,13 +73,13 @@ def cache_directory(cfg, device):
 
 
 def limits(gpu):
-    """(compute capability, bytes of dynamic shared memory a block can have, multiprocessors) of a device."""
-    return gpu.compute_capability, egg_ptx.shared_limit(gpu), gpu.MULTIPROCESSOR_COUNT
+    """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
+    return gpu.compute_capability, egg_ptx.shared_limit(gpu)
 
 
-def kernels(cfg, cc, shared_limit, multiprocessors, token_type):
+def kernels(cfg, cc, shared_limit, token_type):
     """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all)."""
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit, multiprocessors)
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit)
     own = egg_votes.build(cfg, cc[0] == 9) | build(cfg, token_type)
     made = {name: cuda.jit(function) for name, (function, _) in own.items()}
     every = [(name, made[name], signature, egg_votes.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]

@@ -64,10 +64,12 @@ half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.f
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
-trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }", types.int32, (types.int32,),
-                        "p / 64 toward zero.")
-warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Sum over the warp, cc >= 8.0.", side_effect=True)
-warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Maximum over the warp, cc >= 8.0.", side_effect=True)
+trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }", types.int32,
+                        (types.int32,), "p / 64 toward zero.")
+warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Sum over the warp, cc >= 8.0.",
+                      side_effect=True)
+warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Maximum over the warp, cc >= 8.0.",
+                      side_effect=True)
 
 
 # --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
@@ -78,7 +80,8 @@ def _mma(kind):
         sig = types.UniTuple(types.int32, 4)(*[types.int32] * 10)
 
         def codegen(context, builder, sig, args):
-            f = _asm(f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};",
+            f = _asm(f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s32 "
+                     "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
                      ir.LiteralStructType([I32] * 4), [I32] * 10, ",".join(["=r"] * 4 + ["r"] * 10))
             r = builder.call(f, args)
             return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
@@ -117,7 +120,8 @@ def load_shared4(ctx, address):
     sig = types.UniTuple(types.int32, 4)(types.int32)
 
     def codegen(context, builder, sig, args):
-        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32], "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32], "=r,=r,=r,=r,r,~{memory}",
+                 side_effect=True)
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
     return sig, codegen
@@ -146,7 +150,8 @@ def copy_async16(ctx, address, source, index):
 
     def codegen(context, builder, sig, args):
         p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
-        builder.call(_asm("cp.async.cg.shared.global [$0], [$1], 16;", VOID, [I32, I64], "r,l,~{memory}", side_effect=True), [args[0], p])
+        f = _asm("cp.async.cg.shared.global [$0], [$1], 16;", VOID, [I32, I64], "r,l,~{memory}", side_effect=True)
+        builder.call(f, [args[0], p])
         return context.get_dummy_value()
     return sig, codegen
 
@@ -184,7 +189,8 @@ barrier_expect = _operation("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], 
                             "One arrival that also awaits this many bytes of bulk copies.", side_effect=True)
 barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra W; D: }", types.void,
                           (types.int32,) * 2, "Wait until the phase of this parity is complete.", side_effect=True)
-named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2, "Barrier `id` (1 to 15) of `count` threads.", side_effect=True)
+named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2, "Barrier `id` (1 to 15) of `count` threads.",
+                           side_effect=True)
 
 
 @intrinsic
@@ -212,8 +218,8 @@ def wgmma_descriptor_strides(k_bytes):
 
 def wgmma_s8(columns):
     """Intrinsic f(acc, a_desc, b_desc, keep): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one warpgroup, both
-    operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep (int32) is 0. With w = warp of the
-    group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
+    operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep (int32) is 0. With w = warp of
+    the group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
     count = columns // 2
 
     @intrinsic
@@ -226,7 +232,8 @@ def wgmma_s8(columns):
             text = ("{ .reg .pred p; setp.ne.s32 p, $%d, 0; wgmma.mma_async.sync.aligned.m64n%dk32.s32.s8.s8 {%s}, $%d, $%d, p; }"
                     % (2 * count + 2, columns, ",".join(f"${i}" for i in range(count)), 2 * count, 2 * count + 1))
             constraints = ["=r"] * count + [str(i) for i in range(count)] + ["l", "l", "r"]
-            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32], ",".join(constraints), side_effect=True)
+            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32], ",".join(constraints),
+                     side_effect=True)
             r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
             for i, c in enumerate(cells):
                 builder.store(builder.extract_value(r, i), c)
@@ -246,7 +253,8 @@ def wgmma_done(columns):
         def codegen(context, builder, sig, args):
             data = context.make_array(sig.args[0])(context, builder, args[0]).data
             cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            f = _asm("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", ir.LiteralStructType([I32] * count), [I32] * count,
+            text = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
+            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count,
                      ",".join(["=r"] * count + [str(i) for i in range(count)] + ["~{memory}"]), side_effect=True)
             r = builder.call(f, [builder.load(c) for c in cells])
             for i, c in enumerate(cells):

@@ -28,7 +28,7 @@ SEED = 20240607
 @pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
 def test_every_kernel_compiles(cc):
     target = (9, 0, "a") if cc == (9, 0) else cc
-    for name, dispatcher, signature, shared in egg_cuda.kernels(egg_config.make(), cc, CARDS[cc] * 1024, 108, uint32)[2]:
+    for name, dispatcher, signature, shared in egg_cuda.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]:
         ptx, _ = cuda.compile_ptx(dispatcher.py_func, signature, cc=target)
         assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
         assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"

@@ -1,0 +1,960 @@
+"""The noisy forward pass on cc 9.0 where T = 64 and H = 256: wgmma kernels that take a pair, or two, a block.
+
+`egg_kernels` has what it shares with the general path, decides which of the two serves, and documents the calls. A pair is 128 rows, a
+warpgroup 64 of them (one member) by 128 columns: wgmma on operands that bulk copies bring to shared memory, a ring of stages with a
+full and an empty barrier each, so that warpgroups drift apart and one multiplies while another does its integer epilogue; noise is
+hashed while the tensor cores work.
+
+Columns of the packed matrices are permuted within 16 so that a thread's accumulators are four neighbours: with grp = 16 columns,
+acc[8 grp + 0, 1, 4, 5] = columns 16 grp + 4 q + 0..3 of row g, acc[8 grp + 2, 3, 6, 7] the same of row g + 8. The hidden units of
+an MLP are stored in blocks of 128, units i + sub * H of 32 neighbouring i, so that the four units which share a running integer
+(SPEC 4) lie in one block.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int8, int32, int64, uint32, uint64
+
+import egg_model
+import egg_ptx
+from egg_kernels import (A8, A32, A64, AU32, PLAN, TILE, aligned, amax_scale, blocks, build_noise, byte, clip, device,
+                         loss_function, pack4, quad_max, quad_sum, quantise, vector_function)
+
+SEQ_LEN, HIDDEN_DIM = 64, 256
+ROW_WORDS = 2 * SEQ_LEN * HIDDEN_DIM // 4        # int32 words of a pair's activations of width H
+MEMBER_BYTES, TILE_BYTES = SEQ_LEN * HIDDEN_DIM, TILE * HIDDEN_DIM
+SHARED = 210 * 1024                         # what the largest of these kernels needs, with its static part
+
+
+def _wgmma_tile(K=HIDDEN_DIM):
+    """Device functions (start, done): begin acc = 64 rows x 128 columns over K from shared memory, added to acc where keep is not 0;
+    and wait for it. Between, acc must not be touched."""
+    product, done = egg_ptx.wgmma_s8(128), egg_ptx.wgmma_done(128)
+
+    @device
+    def start(acc, a_desc, b_desc, keep):
+        egg_ptx.wgmma_fence()
+        product(acc, a_desc, b_desc, keep)
+        for k in range(1, K // 32):
+            product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+    return start, done
+
+
+def _descriptor(K=HIDDEN_DIM):
+    """Device function: wgmma descriptor of core matrices at a shared address, rows of K bytes."""
+    STRIDES = egg_ptx.wgmma_descriptor_strides(K)
+
+    @device
+    def descriptor(address):
+        return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(STRIDES)
+    return descriptor
+
+
+def _exp_entries(cfg):
+    """Entries of EXP up to the one that all further ones equal."""
+    exps = egg_model.exp_table(cfg)
+    last = exps[min(255, exps.size - 1)]
+    return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
+
+
+def _copies(cfg):
+    """How many copies of EXP, one a bank, fit: a look-up by 32 lanes then has no bank conflicts, or few."""
+    return 32 if _exp_entries(cfg) <= 96 else 8
+
+
+def _level_function(cfg):
+    """below(top, a, -s, n) = top - level, where level is an int32 of accumulator a, signed sb and column noise whose `shift`-fold right
+    shift is the logit: scaled by the noise's shift where that fits (multiply-adds instead of shifts), as
+    floor(floor(a) / 2^k) = floor(a / 2^k). Returns below, shift."""
+    SHIFT = cfg.NOISE_SHIFT
+    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+    largest = HIDDEN_DIM * 127 * ((127 << SHIFT) + loudest * loudest)
+    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and cfg.SHIFT_LOGIT + SHIFT <= 30 and largest < 2 ** 30 - 2 ** 24
+
+    @device
+    def below(top, a, minus, n):
+        if fits:
+            return int32(int32(top + int32(a * int32(-(1 << SHIFT)))) + int32(minus * n))
+        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(SHIFT))))
+
+    return below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+
+
+def _head_kernel(cfg, nz):
+    """The output head (as in egg_kernels) of two pairs a block, four warpgroups. Launch [pairs / 2], 512 threads."""
+    V = cfg.VOCAB_SIZE
+    TILES = (V + TILE - 1) // TILE
+    STEPS, RAGGED = 2 * TILES, V % TILE
+    below, SHIFT = _level_function(cfg)
+    ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
+    EXPS = (MOST + 1) * COPIES
+    LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
+    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # minus this: the accumulator of columns beyond the vocabulary
+    noise, scaled = nz.noise, nz.scaled
+    position_loss = loss_function(cfg)
+    (start, done), descriptor = _wgmma_tile(), _descriptor()
+    SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
+    EMPTY = 8 * STAGES
+
+    @device
+    def noisy(a, s, n):
+        return int32(a + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+
+    @device
+    def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
+        dot, at_token = int32(0), at + (token >> 3) * (2 * HIDDEN_DIM) + (token & 7) * 4 + q
+        for piece in range(HIDDEN_DIM // 16):
+            dot = egg_ptx.dp4a(x[at_x + piece * 32], packed[at_token + piece * 32], dot)
+        n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
+        return int32(noisy(quad_sum(dot), s, n) >> int32(LOGIT))
+
+    @cuda.jit(launch_bounds=512)
+    def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+        sm = cuda.shared.array(0, int32)
+        exp = cuda.shared.array(EXPS, int32)                 # [entry][copy]
+        column = cuda.shared.array(1024, int32)              # [warpgroup][parity of the tile][128]
+        barriers = cuda.shared.array(8, int64)
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        member = group & 1
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        tiles = base + SHARED_B
+        at = plan[call * PLAN]
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            egg_ptx.barrier_fence()
+        for i in range(t, EXPS, 512):
+            exp[i] = exps[i // COPIES]
+        copy = lane & (COPIES - 1)
+        cuda.syncthreads()
+        if t == 0:
+            egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
+            egg_ptx.copy_bulk(base, x, int64(cuda.blockIdx.x) * (2 * ROW_WORDS), SHARED_B, bar)
+            egg_ptx.copy_bulk(tiles, packed, at, TILE_BYTES, bar)
+            for i in range(1, STAGES):
+                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + int64(i % TILES) * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        row = ((t & 127) >> 5) * 16 + (lane >> 2)            # within the member; and row + 8
+        sign = int32(1 - 2 * member)
+        s0, s1 = int32(sb[unit * 128 + member * 64 + row] * sign), int32(sb[unit * 128 + member * 64 + row + 8] * sign)
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
+        at_overlay = plan[call * PLAN + 2]
+        z0, z1 = int32(0), int32(0)
+        if unit < pairs:
+            at_x = int64(unit) * ROW_WORDS + ((member * 64 + row) >> 3) * (2 * HIDDEN_DIM) + (row & 7) * 4 + q
+            at_window = unit * (SEQ_LEN + 1) + row + 1
+            z0 = target_logit(packed, at, x, at_x, windows[at_window], s0, overlay, at_overlay, stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * HIDDEN_DIM, windows[at_window + 8], s1, overlay, at_overlay, stream, q)
+        top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
+        total0, total1 = int64(0), int64(0)
+        a_desc = descriptor(base + group * MEMBER_BYTES)
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        c = t & 127
+        slot = (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
+        minus0, minus1 = int32(-s0), int32(-s1)
+        entry = overlay[at_overlay + c]                      # V is at least 256
+        at_exp = int32(egg_ptx.shared_address(exp, 0) + copy * 4)
+        for step in range(STEPS):
+            stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
+            here = group * 256 + (step & 1) * 128
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            v = tile * TILE + c                              # while the tensor cores work: the noise of the tile's columns
+            column[here + slot] = scaled(noise(stream, v), entry, stream, v) if RAGGED == 0 or v < V else int32(0)
+            v = v + TILE if tile < TILES - 1 else c
+            if RAGGED == 0 or v < V:
+                entry = overlay[uint64(at_overlay + v)]      # of the next tile
+            egg_ptx.named_barrier(1 + group, 128)
+            done(acc)
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            if RAGGED != 0 and tile == TILES - 1:
+                for j in range(16):
+                    for e in range(2):
+                        if j * 8 + q * 2 + e >= RAGGED:
+                            acc[4 * j + e] = -HIDE
+                            acc[4 * j + 2 + e] = -HIDE
+            at_noise = egg_ptx.shared_address(column, here) + q * 16
+            if step < TILES:
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    top0 = int32(max(max(top0, noisy(acc[8 * j], s0, n[0])), noisy(acc[8 * j + 1], s0, n[1])))
+                    top0 = int32(max(max(top0, noisy(acc[8 * j + 4], s0, n[2])), noisy(acc[8 * j + 5], s0, n[3])))
+                    top1 = int32(max(max(top1, noisy(acc[8 * j + 2], s1, n[0])), noisy(acc[8 * j + 3], s1, n[1])))
+                    top1 = int32(max(max(top1, noisy(acc[8 * j + 6], s1, n[2])), noisy(acc[8 * j + 7], s1, n[3])))
+                if step == TILES - 1:                        # from here on: the largest level with the same logit
+                    top0 = int32(int32(int32(quad_max(top0) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
+                    top1 = int32(int32(int32(quad_max(top1) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
+            else:
+                e0, e1 = uint32(0), uint32(0)
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    for k in range(4):
+                        i = 8 * j + (k >> 1) * 4 + (k & 1)
+                        d = min(uint32(uint32(below(top0, acc[i], minus0, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e0 = uint32(e0 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
+                        d = min(uint32(uint32(below(top1, acc[i + 2], minus1, n[k])) >> uint32(SHIFT)), uint32(MOST))
+                        e1 = uint32(e1 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
+                total0 += int64(e0)
+                total1 += int64(e1)
+                if RAGGED != 0 and tile == TILES - 1:        # the hidden columns counted as the smallest weight
+                    hidden = 0
+                    for j in range(16):
+                        for e in range(2):
+                            hidden += 1 if j * 8 + q * 2 + e >= RAGGED else 0
+                    total0 -= int64(hidden) * exp[MOST * COPIES]
+                    total1 -= int64(hidden) * exp[MOST * COPIES]
+            if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
+                old = step - LAG
+                stage = old & (STAGES - 1)
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (old // STAGES) & 1)
+                ahead = old + STAGES
+                ahead = ahead if ahead < TILES else ahead - TILES
+                egg_ptx.barrier_expect(bar + 8 * stage, TILE_BYTES)
+                source = at + int64(ahead) * (TILE_BYTES // 4)
+                egg_ptx.copy_bulk(tiles + stage * TILE_BYTES, packed, source, TILE_BYTES, bar + 8 * stage)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 1)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 1)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 2)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 2)
+        if q == 0 and unit < pairs:
+            here = position_loss(total0, int32(top0 >> int32(SHIFT)), z0) + position_loss(total1, int32(top1 >> int32(SHIFT)), z1)
+            cuda.atomic.add(losses, 2 * unit + member, here)
+
+    return head, SHARED_B + STAGES * TILE_BYTES
+
+
+def _embed_kernel(cfg, nz):
+    """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs], 256 threads; four lanes a position.
+    plan as egg_kernels._rows_kernel."""
+    H, NOISE_SHIFT = HIDDEN_DIM, cfg.NOISE_SHIFT
+    vector = vector_function(cfg, nz, True)
+    noise, factor = nz.noise, nz.factor
+
+    @cuda.jit(launch_bounds=256)
+    def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
+        table, factors = cuda.shared.array(768, int32), cuda.shared.array(256, float32)     # bias even, odd, noise
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        if t < 2:
+            losses[2 * unit + t] = 0
+        table[t], table[H + t] = vector(weights, overlay, plan, p + 8, seed, t)
+        stream = uint32(seed + uint32(H))
+        table[2 * H + t] = noise(stream, t)
+        factors[t] = factor(overlay[plan[p + 22] + t], stream, t)
+        cuda.syncthreads()
+        lane, row = t & 31, t >> 2
+        token = windows[unit * (SEQ_LEN + 1) + row]
+        n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
+        at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
+        at_h = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        address = egg_ptx.shared_address(table, (lane & 3) * 4)
+        x = cuda.local.array(8, int32)
+        for piece in range(H // 16):
+            word = packed[uint64(at_e + piece * 32)]
+            even, odd = egg_ptx.load_shared4(address + piece * 64), egg_ptx.load_shared4(address + piece * 64 + 4 * H)
+            c = egg_ptx.load_shared4(address + piece * 64 + 8 * H)
+            for k in range(4):
+                d = egg_ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[piece * 16 + (lane & 3) * 4 + k]))
+                e = byte(word, k)
+                x[k] = clip(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]))
+                x[4 + k] = clip(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]))
+            h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
+            h[uint64(at_h + piece * 32 + ROW_WORDS // 2)] = pack4(x[4], x[5], x[6], x[7])
+
+    return embed
+
+
+def _norm_kernel(cfg, nz, streams):
+    """n = ln(h) and the sums sb of n with `streams` input noises. Launch [pairs], 256 threads; a warp has 16 rows, four lanes two of
+    them. plan as egg_kernels._rows_kernel."""
+    H, MODE = HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
+    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+    FLOAT = MODE < 2 and 127 * (128 + (loudest * loudest >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 22     # (|p| + 1/2) / mean is then exact
+    AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
+    FACTORS = streams * H if MODE == 2 else 1
+    vector = vector_function(cfg, nz, True)
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+
+    @device
+    def divided(p, mean, reciprocal, half):
+        if FLOAT:
+            f = float32(p)
+            return egg_ptx.trunc_f32(cuda.fma(f, reciprocal, math.copysign(half, f)))
+        quotient = int32(uint32(abs(p)) // uint32(mean))
+        return quotient if p >= 0 else int32(-quotient)
+
+    @device
+    def sizes(word):
+        """Sum of the four |bytes|."""
+        negative = egg_ptx.byte_permute(word, 0, 0xBA98)
+        return egg_ptx.dp4a(negative, -1, egg_ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
+
+    @cuda.jit(launch_bounds=256)
+    def norm(call, plan, weights, overlay, job, offset, s_stride, h, n, sb):
+        table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        table[t], table[H + t] = vector(weights, overlay, plan, p, seed, t)
+        table[2 * H + t], table[3 * H + t] = vector(weights, overlay, plan, p + 4, seed, t)
+        for s in range(streams):
+            stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
+            entry = overlay[plan[p + 13 + 2 * s] + t]
+            table[AT_C + s * H + t] = input_coefficient(entry, stream, t)
+            if MODE == 2:
+                factors[s * H + t] = factor(entry, stream, t)
+        cuda.syncthreads()
+        lane = t & 31
+        row = (t >> 5) * 16 + (lane >> 2)
+        at = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        member = row >> 6
+        sums = cuda.local.array(6, int32)
+        x = cuda.local.array(4, int32)
+        for i in range(6):
+            sums[i] = 0
+        total0, total1 = int32(0), int32(0)
+        for piece in range(16):
+            total0 = int32(total0 + sizes(h[uint64(at + piece * 32)]))
+            total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
+        mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
+        mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
+        reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
+        half0, half1 = float32(reciprocal0 * float32(0.5)), float32(reciprocal1 * float32(0.5))
+        address = egg_ptx.shared_address(table, (lane & 3) * 4)
+        at_w = address + member * (4 * H)
+        for piece in range(16):
+            w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
+            for half in range(2):
+                word = h[uint64(at + half * (2 * H) + piece * 32)]
+                mean, reciprocal, nudge = (mean0, reciprocal0, half0) if half == 0 else (mean1, reciprocal1, half1)
+                for k in range(4):
+                    x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal, nudge) + b[k]))
+                n[uint64(at + half * (2 * H) + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
+                for s in range(streams):
+                    c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
+                    for k in range(4):
+                        f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                        sums[3 * half + s] = int32(sums[3 * half + s] + input_term(x[k], c[k], f))
+        for half in range(2):
+            for s in range(streams):
+                total = quad_sum(sums[3 * half + s])
+                if (lane & 3) == 0:
+                    sb[s * s_stride + unit * 128 + row + half * 8] = total
+
+    return norm
+
+
+def _up_kernel(cfg, nz):
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a
+    block takes every gridDim-th two pairs. plan as egg_kernels._product_kernel. u words: [pair][8 blocks][core matrices of 128 rows,
+    128 bytes]."""
+    H, SHIFT, NOISE_SHIFT = HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
+    TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
+    AT_TABLE = SHARED_B + STAGES * TILE_BYTES
+    noise, scaled = nz.noise, nz.scaled
+    vector = vector_function(cfg, nz, True)
+    (start, done), descriptor = _wgmma_tile(), _descriptor()
+
+    @cuda.jit(launch_bounds=512)
+    def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
+        sm = cuda.shared.array(0, int32)
+        table = cuda.shared.array(0, int8)                   # [x + 128][lane][4] behind the tiles: a look-up has no bank conflicts
+        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias + 128][128]
+        barriers = cuda.shared.array(16, int64)              # full, empty; then full, empty of each warpgroup's rows
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        member = group & 1
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        tiles, rows_full, rows_empty = base + SHARED_B, bar + 64 + 8 * group, bar + 96 + 8 * group
+        rows_at = base + group * MEMBER_BYTES
+        p = call * PLAN
+        steps = 0
+        if 2 * cuda.blockIdx.x < pairs:
+            steps = (((pairs + 1) // 2 - 1 - cuda.blockIdx.x) // cuda.gridDim.x + 1) * TILES
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            for i in range(4):
+                egg_ptx.barrier_init(bar + 64 + 8 * i, 1)
+                egg_ptx.barrier_init(bar + 96 + 8 * i, 4)
+            egg_ptx.barrier_fence()
+        for i in range(t, 256 * 32, 512):
+            table[AT_TABLE + i * 4] = gelu[((i >> 5) - 128) & 255]
+        at_lane = uint32(AT_TABLE + lane * 4)
+        cuda.syncthreads()
+        unit = 2 * cuda.blockIdx.x + (group >> 1)
+        if steps > 0:
+            if (t & 127) == 0:
+                egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
+            if t == 0:
+                for i in range(STAGES):
+                    egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                    egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+        sign = int32(1 - 2 * member)
+        a_desc = descriptor(rows_at)
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        stage, phase = 0, 0
+        base_seed, seed_a, at_overlay = uint32(uint32(job[0] + job[1]) + uint32(offset)), uint32(plan[p + 1]), plan[p + 2]
+        for step in range(steps):
+            tile, turn = step % TILES, (step // TILES) & 1
+            here = group * 512 + (step & 1) * 256
+            c = t & 127
+            egg_ptx.barrier_wait(rows_full, turn)
+            egg_ptx.barrier_wait(bar + 8 * stage, phase)
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
+            i = (c >> 5) * H + tile * 32 + (c & 31)          # the hidden unit of this column
+            seed = uint32(base_seed + uint32(unit))
+            stream = uint32(seed + seed_a)
+            column[here + c] = scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i)
+            plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
+            column[here + 128 + c] = int32((minus if member else plus) + int32(128))
+            s0, s1 = int32(sb[uint64(unit * 128 + row)] * sign), int32(sb[uint64(unit * 128 + row + 8)] * sign)
+            egg_ptx.named_barrier(1 + group, 128)
+            done(acc)
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            at_noise = egg_ptx.shared_address(column, here) + q * 16
+            to = int64(unit) * (4 * ROW_WORDS) + tile * (ROW_WORDS // 2) + (row >> 3) * H + lane
+            if tile == TILES - 1:
+                unit += 2 * cuda.gridDim.x
+                if lane == 0:
+                    egg_ptx.barrier_arrive(rows_empty)
+                if (t & 127) == 0 and step + 1 < steps:
+                    egg_ptx.barrier_wait(rows_empty, turn)
+                    egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+                    egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
+            for j in range(8):
+                n, b = egg_ptx.load_shared4(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
+                for half in range(2):
+                    s = s0 if half == 0 else s1
+                    for k in range(4):
+                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                        v = min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255))
+                        acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
+                    i = 8 * j + half * 2
+                    u[uint64(to + half * H + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+            if t == 0 and step >= 1 and step - 1 + STAGES < steps:      # refill the stage before this one
+                old = stage - 1 if stage > 0 else STAGES - 1
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * old, phase if stage > 0 else phase ^ 1)
+                egg_ptx.barrier_expect(bar + 8 * old, TILE_BYTES)
+                ahead = (step - 1 + STAGES) % TILES
+                egg_ptx.copy_bulk(tiles + old * TILE_BYTES, packed, at + ahead * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * old)
+            stage += 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ 1
+
+    return up, AT_TABLE + 256 * 32 * 4
+
+
+def _wide_kernel(cfg, nz, kind):
+    """Products of full width, so that a row's amax needs nothing outside the block: four warpgroups, member = group // 2, columns
+    128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
+
+    kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 much as egg_kernels makes them. "o" and "down":
+    h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams eight blocks of 128 hidden units.
+    plan: egg_kernels._product_kernel's 8 entries a matrix; "down": bias of the sum at 3, and 8 seed, 9 overlay of the input side, for
+    it makes its own sb (of the hidden units in shared memory, while the tensor cores work). s_stride: rows of one sb array."""
+    H, T, D, BIT = HIDDEN_DIM, SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
+    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if kind == "down" else cfg.SHIFT_OUT
+    QKV, DOWN = kind == "qkv", kind == "down"
+    MATRICES, CHUNKS, K = 3 if QKV else 1, 8 if DOWN else 1, 128 if DOWN else H
+    A_BYTES, B_BYTES = 128 * K, H * K
+    STAGES, LAG = (4, 1) if DOWN else (2, 0)                # a stage is refilled LAG steps after its use
+    STAGE = A_BYTES + (B_BYTES if DOWN else 0)              # a resident matrix lies behind the stages
+    AT_B = A_BYTES if DOWN else STAGES * STAGE
+    AT_ROPE = STAGES * STAGE + B_BYTES
+    EMPTY, MATRIX = 8 * STAGES, 16 * STAGES
+    ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
+    noise, scaled, factor, input_coefficient, input_fold = nz.noise, nz.scaled, nz.factor, nz.input_coefficient, nz.input_fold
+    vector = vector_function(cfg, nz, True)
+    (start, done), descriptor = _wgmma_tile(K), _descriptor(K)
+
+    @device
+    def fill(base, bar, stage, step, first, every, x, packed, at):
+        """Starts the copies of a step into its stage."""
+        chunk, to, full = step % CHUNKS, base + stage * STAGE, bar + 8 * stage
+        source = int64(first + (step // CHUNKS) * every) * CHUNKS + chunk
+        egg_ptx.barrier_expect(full, STAGE)
+        egg_ptx.copy_bulk(to, x, source * (A_BYTES // 4), A_BYTES, full)
+        if DOWN:
+            egg_ptx.copy_bulk(to + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, full)
+
+    @device
+    def refill(base, bar, step, first, every, x, packed, at):
+        """The same for the next step in the stage that `step` used, once it is empty."""
+        stage = step & (STAGES - 1)
+        egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
+        fill(base, bar, stage, step + STAGES, first, every, x, packed, at)
+
+    @device
+    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member):
+        """The noise of column c, and for "down" its bias and the input side, for one member's 256 threads."""
+        stream = uint32(seed + uint32(plan[p + 1]))
+        column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
+        if DOWN:
+            plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
+            bias[member * 256 + c] = minus if member else plus
+            stream = uint32(seed + uint32(plan[p + 8]))
+            for i in range(c, 4 * H, 256):
+                entry = overlay[plan[p + 9] + i]
+                coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
+                if MODE == 2:
+                    factors[member * (4 * H) + i] = factor(entry, stream, i)
+        egg_ptx.named_barrier(1 + member, 256)
+
+    @device
+    def fold_64ths(pb, x, c):
+        """input_fold of mode 1 with the running integer in 64ths: one shift less."""
+        return egg_ptx.whole_64ths(int32(int32(x * c) + pb))
+
+    @device
+    def add_sums(total, sm, at, chunk, coefficient, factors, t, member):
+        """total + this thread's share of sb (in 64ths in mode 1) for one row, t // 4 of the member, over the block of hidden units at
+        word `at`."""
+        lane = t & 31
+        address = egg_ptx.shared_address(coefficient, member * (4 * H) + chunk * 32 + (lane & 3) * 4)
+        where = at + (t >> 5) * H + lane
+        pb = cuda.local.array(4, int32)
+        for piece in range(2):                               # 16 neighbouring i
+            for k in range(4):
+                pb[k] = 0
+            for sub in range(4):
+                c = egg_ptx.load_shared4(int32(address + sub * (4 * H) + piece * 64))
+                word = sm[uint32(where + sub * 64 + piece * 32)]
+                for k in range(4):
+                    f = float32(0)
+                    if MODE == 2:
+                        f = factors[member * (4 * H) + sub * H + chunk * 32 + piece * 16 + (lane & 3) * 4 + k]
+                    pb[k] = fold_64ths(pb[k], byte(word, k), c[k]) if MODE == 1 else input_fold(pb[k], byte(word, k), c[k], f)
+            total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
+        return total
+
+    @device
+    def turn(e, o, cos, sin):
+        e, o, cos, sin, half = int64(e), int64(o), int64(cos), int64(sin), int64(1) << int64(BIT - 1)
+        return int32((e * cos - o * sin + half) >> int64(BIT)), int32((e * sin + o * cos + half) >> int64(BIT))
+
+    @cuda.jit(launch_bounds=512)
+    def wide(call, at, plan, weights, packed, overlay, job, offset, pairs, s_stride, rope, x, sb, h, q_out, k_out, v_out):
+        sm = cuda.shared.array(0, int32)
+        column, bias = cuda.shared.array(512, int32), cuda.shared.array(512, int32)      # [member][256]
+        coefficient, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)     # [member][4 H]
+        row_sums = cuda.shared.array(SUMS, int32)
+        tops = cuda.shared.array(256, int32)                 # [row][column half]
+        barriers = cuda.shared.array(9, int64)               # full, empty of each stage; matrix
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        member, side = group >> 1, group & 1
+        which = cuda.blockIdx.x % MATRICES
+        first, every = cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        p = call * PLAN + which * 8
+        at_w = at + which * (B_BYTES // 4)
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 512 if DOWN else 16)
+            egg_ptx.barrier_init(bar + MATRIX, 1)
+            egg_ptx.barrier_fence()
+        if QKV:
+            for i in range(t, T * D, 512):
+                sm[AT_ROPE // 4 + (i // D) * ROPE_ROW + i % D] = rope[i]
+        cuda.syncthreads()
+        steps = 0
+        if first < pairs:
+            steps = ((pairs - 1 - first) // every + 1) * CHUNKS
+        if t == 0:
+            if not DOWN:
+                egg_ptx.barrier_expect(bar + MATRIX, B_BYTES)
+                egg_ptx.copy_bulk(base + AT_B, packed, at_w, B_BYTES, bar + MATRIX)
+            for i in range(STAGES):
+                if i < steps:
+                    fill(base, bar, i, i, first, every, x, packed, at)
+        if not DOWN:
+            egg_ptx.barrier_wait(bar + MATRIX, 0)
+        row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+        sign = int32(1 - 2 * member)
+        total, base_seed = int32(0), uint32(uint32(job[0] + job[1]) + uint32(offset))
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        for step in range(steps):
+            stage, chunk = step & (STAGES - 1), step % CHUNKS
+            unit = first + (step // CHUNKS) * every
+            if not DOWN:
+                s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
+                s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
+            seed = uint32(base_seed + uint32(unit))
+            if DOWN and chunk == 0:
+                total = int32(0)
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            a_desc = descriptor(base + stage * STAGE + member * (A_BYTES // 2))
+            b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * (B_BYTES // 2))
+            start(acc, a_desc, b_desc, int32(chunk))
+            if not DOWN:                                     # while the tensor cores work
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member)
+            if DOWN:
+                at_u = (stage * STAGE + member * (A_BYTES // 2)) // 4
+                total = add_sums(total, sm, at_u, chunk, coefficient, factors, t & 255, member)
+            done(acc)
+            if DOWN or lane == 0:                            # every lane of add_sums has read the stage; else one speaks for its warp
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            if DOWN and t == 0 and step >= LAG and step - LAG + STAGES < steps:
+                refill(base, bar, step - LAG, first, every, x, packed, at)
+            if chunk == CHUNKS - 1:
+                if DOWN:
+                    total = quad_sum(total)
+                    if MODE == 1:
+                        total = int32(total >> int32(6))
+                    if q == 0:
+                        row_sums[member * 64 + ((t & 255) >> 2)] = total
+                    egg_ptx.named_barrier(1 + member, 256)
+                    s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
+                at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
+                at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
+                to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
+                top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
+                for j in range(8):
+                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    for k in range(4):
+                        i = 8 * j + (k >> 1) * 4 + (k & 1)
+                        acc[i] = int32(acc[i] + int32(int32(s0 * n[k]) >> int32(NOISE_SHIFT)))
+                        acc[i + 2] = int32(acc[i + 2] + int32(int32(s1 * n[k]) >> int32(NOISE_SHIFT)))
+                if QKV:
+                    if which < 2:
+                        at_rope = base + AT_ROPE + ((row & 63) * ROPE_ROW) * 4
+                        for j in range(8):
+                            col = (side * 128 + j * 16) % D + q * 4
+                            for half in range(2):
+                                r = egg_ptx.load_shared4(at_rope + half * (8 * ROPE_ROW * 4) + col * 4)
+                                i = 8 * j + 2 * half
+                                acc[i], acc[i + 1] = turn(acc[i], acc[i + 1], r[0], r[1])
+                                acc[i + 4], acc[i + 5] = turn(acc[i + 4], acc[i + 5], r[2], r[3])
+                else:
+                    for j in range(8):
+                        for half in range(2):
+                            word = h[uint64(to + j * 32 + half * (2 * H))]
+                            for k in range(4):
+                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                acc[i] = int32(byte(word, k) + int32(acc[i] >> int32(SHIFT)))
+                    if DOWN:
+                        for j in range(8):
+                            b = egg_ptx.load_shared4(at_bias + j * 64)
+                            for k in range(4):
+                                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                                acc[i] = int32(acc[i] + b[k])
+                                acc[i + 2] = int32(acc[i + 2] + b[k])
+                for j in range(16):
+                    top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
+                    top1, low1 = (int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])),
+                                  int32(min(min(low1, acc[4 * j + 2]), acc[4 * j + 3])))
+                top0, top1 = quad_max(int32(max(top0, int32(-low0)))), quad_max(int32(max(top1, int32(-low1))))
+                if q == 0:
+                    tops[row * 2 + side], tops[(row + 8) * 2 + side] = top0, top1
+                egg_ptx.named_barrier(1 + member, 256)
+                scale0, scale1 = (amax_scale(max(tops[row * 2], tops[row * 2 + 1])),
+                                  amax_scale(max(tops[row * 2 + 16], tops[row * 2 + 17])))
+                for j in range(16):
+                    for e in range(2):
+                        acc[4 * j + e] = quantise(acc[4 * j + e], scale0)
+                        acc[4 * j + 2 + e] = quantise(acc[4 * j + 2 + e], scale1)
+                if QKV and which == 2:
+                    # positions in the order of egg_kernels._rotate_kernel: rows g, g ^ 1 and the two 8 further are neighbouring bytes;
+                    # channels permuted within 16 like the columns of the matrices
+                    odd = (lane >> 2) & 1
+                    slot = ((row & 63) >> 4) * 128 + ((lane >> 3) & 3) * 4
+                    for j in range(8):
+                        i = 8 * j
+                        left = pack4(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
+                        right = pack4(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
+                        other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                        even_row, odd_row = (other, right) if odd else (left, other)
+                        c = side * 128 + j * 16 + odd * 8 + q * 2
+                        at_v = ((int64(unit) * 2 + member) * (H * T) + (c >> 3) * (8 * T) + (c & 7) * 16 + slot) >> 2
+                        v_out[uint64(at_v)] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
+                        v_out[uint64(at_v + 4)] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
+                else:
+                    for j in range(8):
+                        for half in range(2):
+                            i = 8 * j + 2 * half
+                            word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                            where = uint64(to + j * 32 + half * (2 * H))
+                            if not QKV:
+                                h[where] = word
+                            elif which == 0:
+                                q_out[where] = word
+                            else:
+                                k_out[where] = word
+            if not DOWN and t == 0 and step + STAGES < steps:
+                refill(base, bar, step, first, every, x, packed, at)
+
+    return wide, STAGES * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
+
+
+def _attention_kernel(cfg, nz):
+    """a of q, k, v from _wide_kernel, and the sums sb of a. Launch [pairs], 256 threads; a warp has 16 positions of one member, all
+    heads.
+
+    As in egg_kernels, with a whole row of scores in registers, and the byte limbs summed by Horner's rule: 64 positions fit int32.
+    plan as egg_kernels._sums_kernel."""
+    H, T, D, HEADS, SHIFT, MODE = HIDDEN_DIM, SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
+    MOST, COPIES, LIMBS, LOWEST = _exp_entries(cfg) - 1, _copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
+    EXPS, QUERY, FACTORS = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1
+    HALF, BELOW_ONE = 2 * MEMBER_BYTES, 1 - 2.0 ** -22
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+
+    @device
+    def quotient(num, den, reciprocal):
+        """num / den toward zero, |num| <= 127 den <= 127 * 2^24; `reciprocal` is a little small: the estimate is right or one less."""
+        size = abs(num)
+        q = egg_ptx.trunc_f32(float32(float32(size) * reciprocal))
+        q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
+        return q if num >= 0 else int32(-q)
+
+    @cuda.jit(launch_bounds=256)
+    def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
+        sm = cuda.shared.array(0, int32)                     # keys, values of the pair
+        exp = cuda.shared.array(EXPS, int32)
+        coefficient, factors = cuda.shared.array(256, int32), cuda.shared.array(FACTORS, float32)
+        barriers = cuda.shared.array(1, int64)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        lane, warp = t & 31, t >> 5
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        if t == 0:
+            egg_ptx.barrier_init(bar, 1)
+            egg_ptx.barrier_fence()
+            egg_ptx.barrier_expect(bar, 2 * HALF)
+            egg_ptx.copy_bulk(base, k_in, int64(unit) * ROW_WORDS, HALF, bar)
+            egg_ptx.copy_bulk(base + HALF, v_in, int64(unit) * ROW_WORDS, HALF, bar)
+        for i in range(t, EXPS, 256):
+            exp[i] = exps[i // COPIES]
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
+        entry = overlay[plan[call * PLAN + 13] + t]
+        coefficient[t] = input_coefficient(entry, stream, t)
+        if MODE == 2:
+            factors[t] = factor(entry, stream, t)
+        cuda.syncthreads()
+        egg_ptx.barrier_wait(bar, 0)
+        member, block = warp >> 2, warp & 3
+        row = warp * 16 + (lane >> 2)
+        position, two = block * 16 + (lane >> 2), (lane & 3) * 2
+        at = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
+        wide = block >= 2                                    # sees more than 32 positions
+        copy = lane & (COPIES - 1)
+        at_c = egg_ptx.shared_address(coefficient, (lane & 3) * 4)
+        query, s, limbs = cuda.local.array(QUERY, int32), cuda.local.array(32, int32), cuda.local.array(24, int32)
+        o = cuda.local.array(8, int32)
+        x = cuda.local.array(4, int32)
+        sum0, sum1 = int32(0), int32(0)
+        for head in range(HEADS):
+            for i in range(D // 32):
+                where = at + (head * (D // 16) + 2 * i) * 32
+                query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
+                query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
+            top0, top1 = int32(LOWEST), int32(LOWEST)
+            for j in range(8):
+                if j < 4 or wide:
+                    r = (int32(0), int32(0), int32(0), int32(0))
+                    for i in range(D // 32):
+                        where = uint32((member * 8 + j) * (2 * H) + (head * (D // 16) + 2 * i) * 32 + lane)
+                        r = egg_ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], sm[where],
+                                           sm[uint32(where + 32)], r[0], r[1], r[2], r[3])
+                    for e in range(2):
+                        c = j * 8 + two + e
+                        top0 = int32(max(top0, r[e])) if c <= position else top0
+                        top1 = int32(max(top1, r[2 + e])) if c <= position + 8 else top1
+                    s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = r[0], r[1], r[2], r[3]
+            top0, top1 = int32(quad_max(top0) >> int32(SHIFT)), int32(quad_max(top1) >> int32(SHIFT))
+            den0, den1 = int32(0), int32(0)
+            for j in range(8):
+                if j < 4 or wide:
+                    for e in range(2):
+                        c = j * 8 + two + e
+                        d = uint32(min(uint32(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT)))), uint32(MOST)))
+                        w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                        w = w if c <= position else int32(0)
+                        s[4 * j + e] = w
+                        den0 = int32(den0 + w)
+                        d = uint32(min(uint32(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT)))), uint32(MOST)))
+                        w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                        w = w if c <= position + 8 else int32(0)
+                        s[4 * j + 2 + e] = w
+                        den1 = int32(den1 + w)
+            den0, den1 = quad_sum(den0), quad_sum(den1)
+            reciprocal0, reciprocal1 = float32(float32(BELOW_ONE) / float32(den0)), float32(float32(BELOW_ONE) / float32(den1))
+            for g in range(2):
+                if g == 0 or wide:
+                    for n in range(LIMBS):
+                        pick = n * 0x11 + 0x40
+                        for i in range(4):
+                            m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
+                            limbs[(g * 3 + n) * 4 + i] = egg_ptx.byte_permute(egg_ptx.byte_permute(s[m], s[m + 1], pick),
+                                                                              egg_ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
+            for d in range(D // 16):
+                channel = head * D + d * 16
+                for tile in range(2):
+                    r = (int32(0), int32(0), int32(0), int32(0))
+                    v = egg_ptx.load_matrix4(int32(base + HALF + (member * H + channel + tile * 8) * T + lane * 16))
+                    for i in range(LIMBS):
+                        n = LIMBS - 1 - i
+                        r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
+                        m = n * 4
+                        r = egg_ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[0], v[1], r[0], r[1], r[2], r[3])
+                        if wide:
+                            m = n * 4 + 12
+                            r = egg_ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
+                    for k in range(4):
+                        o[tile * 4 + k] = r[k]
+                c = egg_ptx.load_shared4(at_c + channel * 4)
+                for half in range(2):
+                    for k in range(4):
+                        m = (k >> 1) * 4 + half * 2 + (k & 1)
+                        x[k] = quotient(o[m], den0, reciprocal0) if half == 0 else quotient(o[m], den1, reciprocal1)
+                        f = factors[channel + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                        if half == 0:
+                            sum0 = int32(sum0 + input_term(x[k], c[k], f))
+                        else:
+                            sum1 = int32(sum1 + input_term(x[k], c[k], f))
+                    a[uint64(at + half * (2 * H) + (channel >> 4) * 32)] = pack4(x[0], x[1], x[2], x[3])
+        sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+        if (lane & 3) == 0:
+            sb[unit * 128 + row], sb[unit * 128 + row + 8] = sum0, sum1
+
+    return attention, 2 * HALF
+
+
+def _pack_kernel():
+    """A canonical matrix [K / 4, N, 4] as the fast path wants it, see there. kind: 0 square, 1 up, 2 down."""
+    H = HIDDEN_DIM
+
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, kind, n):
+        i = cuda.grid(1)
+        if i < n * (H if kind == 2 else H // 4):
+            chunk, K = 0, H
+            if kind == 2:
+                chunk, i, K = i // (H * H // 8), i % (H * H // 8), H // 2
+            block, rest = i // (2 * K), i % (2 * K)
+            col, k4 = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
+            col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            if kind == 1:
+                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+            if kind == 2:
+                k4 = (k4 >> 3) * (H // 4) + chunk * 8 + (k4 & 7)
+            packed[target + chunk * (H * H // 8) + i] = weights[source + k4 * n + col]
+
+    return pack
+
+
+# --- the pass ------------------------------------------------------------------------------------------------------------------------
+
+EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
+ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
+NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
+UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32)
+WIDE_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
+HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
+PACK_TYPES = (A32, A32, int64, int64, int64, int64)
+
+
+class Hopper:
+    """The noisy forward pass on cc 9.0 at T = 64, H = 256."""
+
+    def __init__(self, cfg, packing):
+        nz = build_noise(cfg)
+        self.kernels = []
+
+        def add(made, signature):
+            kernel, shared = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((kernel, signature, shared))
+            return kernel, shared
+
+        self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
+        self.norms = {streams: add(_norm_kernel(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
+        self.up = add(_up_kernel(cfg, nz), UP_TYPES)
+        self.wide = {kind: add(_wide_kernel(cfg, nz, kind), WIDE_TYPES) for kind in ("qkv", "o", "down")}
+        self.attention = add(_attention_kernel(cfg, nz), ATTENTION_TYPES)
+        self.head = add(_head_kernel(cfg, nz), HEAD_TYPES)
+        self.pack = add(_pack_kernel(), PACK_TYPES)
+        self.at, self.copies, end = {}, [], packing.bytes
+        matrices = [t for t in egg_model.tensors(cfg) if t.matrix and t.name != "embedding"]
+        for t in sorted(matrices, key=lambda t: t.layer):    # a layer's q, k, v lie together
+            self.at[t.name, t.layer] = end // 4
+            kind = 2 if t.rows > t.cols else 1 if t.cols > t.rows else 0
+            self.copies.append((t.weights // 4, end // 4, kind, t.cols, t.size))
+            end += t.size
+        self.packed_bytes = end
+
+    def layout(self, units):
+        units = units + units % 2
+        rows = units * 128
+        size = rows * HIDDEN_DIM
+        sizes = dict(h=size, n=size, sb=12 * rows, u=4 * size, q=size, k=size, v=size)
+        out, end = {}, 0
+        for name, size in sizes.items():
+            out[name] = (end, end + size)
+            end = aligned(end + size)
+        return out, rows, end
+
+    def launch_pack(self, stream, weights, packed):
+        for source, target, kind, columns, size in self.copies:
+            kernel = self.pack[0]
+            kernel[blocks(size // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind, columns)
+
+    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, units, scratch, losses):
+        layout, stride, _ = self.layout(units)
+        words = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
+        h, n, sb, u, q, k, v = (words[name] for name in ("h", "n", "sb", "u", "q", "k", "v"))
+        packed, processors = packed.view(np.int32), cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+        def norm(call, streams):
+            self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
+
+        def wide(kind, call, name, layer, x):
+            kernel, shared = self.wide[kind]
+            grid = processors // 3 * 3 if kind == "qkv" else processors
+            kernel[grid, 512, stream, shared](
+                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, units, stride, tables.rope, x, sb,
+                h, q, k, v)
+
+        def mlp(calls, up, down, layer):
+            kernel, shared = self.up
+            kernel[processors, 512, stream, shared](
+                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units, tables.gelu, n, sb, u)
+            wide("down", calls.down, down, layer, u)
+
+        self.embed[0][units, 256, stream](plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
+        norm(plan.embed, 1)
+        mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        for i, layer in enumerate(plan.layers):
+            norm(layer.ln_1, 3)
+            wide("qkv", layer.qkv, "w_q", i, n)
+            kernel, shared = self.attention
+            kernel[units, 256, stream, shared](layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
+            wide("o", layer.o, "w_o", i, n)
+            norm(layer.ln_2, 1)
+            mlp(layer.mlp, "w_up", "w_down", i)
+        norm(plan.ln_f, 1)
+        kernel, shared = self.head
+        kernel[blocks(units, 2), 512, stream, shared](
+            plan.head, tables.plan, packed, overlay, windows, units, job, offset, tables.exps, n, sb, losses)
