@@ -122,7 +122,7 @@ LOOK_EVERY = 0.05          # seconds between looks at leases and half frames
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that computes or waits
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not counted on for an audit
-AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come: after a restart one is there before others
+AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back: after a restart one is the first
 LEASE_FACTOR, LEASE_LEAST = 4.0, 2.0     # a silent worker's chunk goes to another after so many times a chunk's usual time, in seconds
 #                                          at least; one with heartbeats has LEASE_FACTOR times longer
 STATES_KEPT = 8            # digests of so many steps are remembered
@@ -201,7 +201,8 @@ class Coordinator:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64, cfg.CONNECTIONS_PER_ADDRESS)
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
-        self.several_at = time.monotonic()           # when there was last more than one, or might have been
+        # when there was last more than one; a run that goes on may have had some, who are about to come back
+        self.several_at = time.monotonic() if run.step else -math.inf
         self.patience = AUDIT_PATIENCE if peers else 0.0
         self.last_frame = None, b""
         self.states = {}                             # step -> {digest: authors}
