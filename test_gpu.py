@@ -5,7 +5,6 @@ import concurrent.futures
 import hashlib
 import json
 import multiprocessing
-import os
 import pathlib
 import re
 
@@ -15,6 +14,7 @@ from numba import cuda, uint32
 
 import egg_config
 import egg_cuda
+import egg_engine
 import egg_model
 import egg_votes
 
@@ -25,11 +25,23 @@ SEED = 20240607
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
-def test_every_kernel_compiles(cc):
+def compile_for(cc):
+    """[(name, PTX, dynamic shared bytes)] of every kernel for one card."""
+    every = egg_cuda.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]
     target = (9, 0, "a") if cc == (9, 0) else cc
-    for name, dispatcher, signature, shared in egg_cuda.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]:
-        ptx, _ = cuda.compile_ptx(dispatcher.py_func, signature, cc=target)
+    return [(name, cuda.compile_ptx(dispatcher.py_func, signature, cc=target)[0], shared) for name, dispatcher, signature, shared in every]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Every card's kernels as futures, compiled by as many processes as there are cores."""
+    with concurrent.futures.ProcessPoolExecutor(egg_engine.cores(), multiprocessing.get_context("spawn")) as pool:
+        yield {cc: pool.submit(compile_for, cc) for cc in CARDS}
+
+
+@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
+def test_every_kernel_compiles(cc, compiled):
+    for name, ptx, shared in compiled[cc].result():
         assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
         assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
         assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
@@ -235,7 +247,7 @@ def test_random_configurations_against_the_cpu_engine():
     import egg_cpu
     egg_cpu.warm_up(egg_config.make(), lambda line: None)
     drawn = random_configurations(56)
-    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    workers = max(1, min(12, egg_engine.cores() - 2))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         wrong = list(pool.map(compare, drawn, range(SEED, SEED + len(drawn))))
     assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
