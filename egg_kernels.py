@@ -678,6 +678,45 @@ def _head_kernel(cfg, nz, noisy):
     fetch, multiply = _tile_functions(H, KC)
     position_loss = loss_function(cfg)
 
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
+
+    @device
+    def disturb(acc, r, s, column, at, limit):
+        """Adds the noise of columns at.. to row r; columns from `limit` on become the lowest value."""
+        for j in range(8):
+            for e in range(2):
+                i = (r >> 1) * 32 + (r & 1) * 2 + j * 4 + e
+                v = acc[i]
+                if noisy:
+                    v = int32(v + int32(int32(s * column[at + j * 8 + e]) >> int32(NOISE_SHIFT)))
+                if RAGGED and j * 8 + e >= limit:
+                    v = int32(LOWEST)
+                acc[i] = v
+
+    @device
+    def largest(acc, r, top):
+        m = (r >> 1) * 32 + (r & 1) * 2
+        for j in range(m, m + 32, 4):
+            top = int32(max(max(top, acc[j]), acc[j + 1]))
+        return top
+
+    @device
+    def weigh(acc, r, top, total, hit, where, limit, exp, exps):
+        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; column `where` is the target."""
+        some = SUM(0)
+        for j in range(8):
+            for e in range(2):
+                v = int32(acc[(r >> 1) * 32 + (r & 1) * 2 + j * 4 + e] >> int32(SHIFT))
+                if not RAGGED or j * 8 + e < limit:
+                    d = uint32(min(uint32(int32(top[r] - v)), uint32(EXPS - 1)))
+                    if noisy:
+                        some += exp[d]
+                    else:
+                        some += exps[d]
+                if where == j * 8 + e:
+                    hit[r] = v
+        total[r] += some
+
     @cuda.jit(launch_bounds=256)
     def head(call, plan, packed, overlay, windows, count, job, offset, rows, exps, x, sb, losses):
         sm = cuda.shared.array(0, int32)
@@ -733,41 +772,20 @@ def _head_kernel(cfg, nz, noisy):
             cuda.syncthreads()
             multiply(acc, int32(at + (step & 1) * STAGE), warp, lane)
             if chunk == CHUNKS - 1:
-                limit = V - col0 - (warp & 1) * 64 - q * 2
-                for r in range(4):
-                    m = (r >> 1) * 32 + (r & 1) * 2
-                    for j in range(8):
-                        for e in range(2):
-                            v = acc[m + j * 4 + e]
-                            if noisy:
-                                v = int32(v + int32(int32(s[r] * column[shift_unit[r] + (warp & 1) * 64 + j * 8 + q * 2 + e])
-                                                    >> int32(NOISE_SHIFT)))
-                            if RAGGED and j * 8 + e >= limit:
-                                v = int32(LOWEST)
-                            acc[m + j * 4 + e] = v
+                first = (warp & 1) * 64 + q * 2
+                limit = V - col0 - first
+                disturb(acc, 0, s[0], column, shift_unit[0] + first, limit)
+                disturb(acc, 1, s[1], column, shift_unit[1] + first, limit)
+                disturb(acc, 2, s[2], column, shift_unit[2] + first, limit)
+                disturb(acc, 3, s[3], column, shift_unit[3] + first, limit)
                 if step < STEPS // 2:
-                    for r in range(4):
-                        m = (r >> 1) * 32 + (r & 1) * 2
-                        for j in range(8):
-                            for e in range(2):
-                                top[r] = int32(max(top[r], acc[m + j * 4 + e]))
+                    top[0], top[1] = largest(acc, 0, top[0]), largest(acc, 1, top[1])
+                    top[2], top[3] = largest(acc, 2, top[2]), largest(acc, 3, top[3])
                 else:
-                    for r in range(4):
-                        m = (r >> 1) * 32 + (r & 1) * 2
-                        some = SUM(0)
-                        where = target[r] - col0 - (warp & 1) * 64 - q * 2
-                        for j in range(8):
-                            for e in range(2):
-                                v = int32(acc[m + j * 4 + e] >> int32(SHIFT))
-                                if not RAGGED or j * 8 + e < limit:
-                                    d = uint32(min(uint32(int32(top[r] - v)), uint32(EXPS - 1)))
-                                    if noisy:
-                                        some += exp[d]
-                                    else:
-                                        some += exps[d]
-                                if where == j * 8 + e:
-                                    hit[r] = v
-                        total[r] += some
+                    weigh(acc, 0, top, total, hit, target[0] - col0 - first, limit, exp, exps)
+                    weigh(acc, 1, top, total, hit, target[1] - col0 - first, limit, exp, exps)
+                    weigh(acc, 2, top, total, hit, target[2] - col0 - first, limit, exp, exps)
+                    weigh(acc, 3, top, total, hit, target[3] - col0 - first, limit, exp, exps)
                 if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
                     for r in range(4):
                         m = quad_max(top[r])
