@@ -14,8 +14,10 @@ examples:
   python egg.py train --preset laptop --minutes 1     learn from the shipped text on this machine, no GPU needed
   python egg.py train --save-dir ckpt                 train until Ctrl-C, and go on from there the next time
   python egg.py prepare my.txt                        your own text in place of the shipped one
-  python egg.py coordinator --save-dir ckpt           a cluster: this on one machine, which needs no GPU and no data,
-  python egg.py worker 10.0.0.1                       and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
+  openssl rand -hex 32 > secret                       a cluster: a file for all its machines, this on one of them, which
+  python egg.py coordinator --save-dir ckpt --secret-file secret       needs no GPU and no data,
+  python egg.py worker 10.0.0.1 --secret-file secret  and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
+  python egg.py status 10.0.0.1 --secret-file secret  ... and how they are doing
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 
 Every constant of egg_config.py can be set for one run, by -D NAME=VALUE or by an environment variable EGG_NAME=VALUE;
@@ -23,8 +25,11 @@ coordinator and workers must be given the same. `python egg.py COMMAND --help` e
 
 
 def coordinator(cfg, args):
+    import egg_auth
     import egg_net
-    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes)
+    access = egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
+                             args.insecure)
+    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes, access=access)
 
 
 def worker(cfg, args):
@@ -32,9 +37,22 @@ def worker(cfg, args):
     if args.list_devices:
         print("\n".join(egg_engine.devices(cfg)))
         return
-    device = egg_engine.one_device(cfg, args.gpu)
+    access, device = access_to(args), egg_engine.one_device(cfg, args.gpu)
     import egg_train
-    egg_train.work(cfg, args.host, port(cfg, args), device, args.threads)
+    egg_train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol, name=args.name)
+
+
+def status(cfg, args):
+    import json
+    import egg_worker
+    told = egg_worker.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
+    print(json.dumps(told, indent=1) if args.json else egg_worker.describe_status(told))
+
+
+def access_to(args):
+    """How to meet the coordinator, from the arguments."""
+    import egg_auth
+    return egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
 
 
 def train(cfg, args):
@@ -113,15 +131,26 @@ def parser():
     options(sub, "steps", "minutes", "save-dir", "load-dir", "threads")
 
     sub = command(coordinator, "hand out the work of a cluster and keep its history; needs no GPU, no data, little memory",
-                  "example: python egg.py coordinator --save-dir ckpt      then on the others: python egg.py worker THIS_HOST")
-    sub.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all of this machine)")
-    options(sub, "port", "steps", "minutes", "save-dir", "load-dir")
+                  "examples:\n  python egg.py coordinator --save-dir ckpt                         for workers on this machine\n"
+                  "  python egg.py coordinator --save-dir ckpt --secret-file secret    for others too: "
+                  "python egg.py worker THIS_HOST --secret-file secret")
+    sub.add_argument("--host", help="address to listen on (default: all of this machine with a secret, else 127.0.0.1)")
+    options(sub, "port", "steps", "minutes", "save-dir", "load-dir", "secret-file", "tls-cert", "tls-key", "tls-ca")
+    sub.add_argument("--insecure", action="store_true", help="let anybody in who can reach the port, C++ peers of protocol 1 too")
 
     sub = command(worker, "evaluate for a coordinator, on a GPU where there is one",
                   "examples:\n  python egg.py worker 10.0.0.1\n  python egg.py worker 10.0.0.1 --gpu 1\n  python egg.py worker 10.0.0.1 -D DEVICE=cpu --threads 8")
     sub.add_argument("host", metavar="HOST", help="the coordinator's name or address")
-    options(sub, "port", "threads", "gpu")
+    options(sub, "port", "threads", "gpu", "secret-file", "tls-cert", "tls-key", "tls-ca")
+    sub.add_argument("--name", help="what the coordinator calls this worker (default: its host and device)")
+    sub.add_argument("--protocol", type=int, choices=(1, 2), default=0,
+                     help="1: that of C++ coordinators (default: 2, then 1 where it is not understood)")
     sub.add_argument("--list-devices", action="store_true", help="name the devices that a worker can use here, one a line, and stop")
+
+    sub = command(status, "what a coordinator is doing, and with which workers", "example: python egg.py status 10.0.0.1 --secret-file secret")
+    sub.add_argument("host", nargs="?", default="localhost", metavar="HOST", help="the coordinator's name or address (default: localhost)")
+    options(sub, "port", "secret-file", "tls-cert", "tls-key", "tls-ca")
+    sub.add_argument("--json", action="store_true", help="all of it, for programs")
 
     command(arch, "print the architecture: parameters, sizes, what a step costs", "example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8")
 
@@ -147,6 +176,11 @@ OPTIONS = {
     "load-dir": dict(metavar="DIR", help="start from the run in this directory"),
     "threads": dict(type=number(int, 1, cores(), f"a number of cores of this machine, 1 to {cores()}"), metavar="N",
                     help="cores that the CPU engine uses (default: all)"),
+    "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: variable EGG_SECRET)"),
+    "tls-cert": dict(metavar="FILE", help="own certificate, PEM"),
+    "tls-key": dict(metavar="FILE", help="... and its key"),
+    "tls-ca": dict(metavar="FILE", help="the other side's certificate, or that of who signed it; a coordinator with it lets in no worker "
+                                        "without a certificate"),
     "gpu": dict(type=number(int, 0, 1023, "the number of a GPU, 0 or more"), metavar="N", help="the GPU to use (default: the first)"),
 }
 

@@ -6,10 +6,12 @@ fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u
 the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import shutil
 import struct
 import tempfile
 import zlib
@@ -19,10 +21,12 @@ import pyzstd
 import egg_model
 
 FILE = "history.egg"
+DATA_FILE = "data.sha256"                # digest of the training data, once a worker has told it
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
 RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
+SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure; egg_snapshot has the format
 NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
@@ -40,13 +44,15 @@ class HistoryError(EggError):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `directory`: where
-    it lies, None for a temporary file; `said`: lines about what was mended. Get one from `open_run`."""
+    it lies, None for a temporary file; `data`: digest of the training data, zeros while unknown; `said`: lines about what
+    was mended. Get one from `open_run`."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
         self.cfg, self.directory, self.said = cfg, directory, []
         self.step, self.seed = 0, egg_model.INITIAL_SEED
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
+        self.data = _read_data(directory)
         self._durable = directory is not None
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         if directory is None:
@@ -90,6 +96,14 @@ class Run:
             self.append(*read(k))
         self._durable = True
         os.fsync(self._file.fileno())
+
+    def keep_data(self, digest):
+        """Notes the digest of the training data; without a disk for it, until the end of this session."""
+        if digest != self.data:
+            self.data = digest
+            if self.directory is not None:
+                with contextlib.suppress(OSError), open(os.path.join(self.directory, DATA_FILE), "w") as file:
+                    file.write(digest.hex() + "\n")
 
     def close(self):
         self._file.close()
@@ -184,6 +198,8 @@ def open_run(cfg, save_dir=None, load_dir=None):
     except HistoryError:
         run.close()
         raise
+    if own and run.directory is not None:
+        _copy_snapshots(load_dir, run.directory)
     return run
 
 
@@ -253,6 +269,14 @@ def _open(cfg, directory):
         raise
 
 
+def _copy_snapshots(source, target):
+    """So that a run that goes on elsewhere is joined as quickly; it does without those that cannot be copied."""
+    for name in os.listdir(source):
+        if SNAPSHOT.fullmatch(name) and not os.path.exists(os.path.join(target, name)):
+            with contextlib.suppress(OSError):
+                shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+
+
 def _create(cfg, directory, path):
     # under its name only when whole, so that a file without a header is never ours
     with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
@@ -271,6 +295,15 @@ def _open_to_read(cfg, directory):
         raise HistoryError(f"{path}: {error.strerror}") from None
 
 
+def _read_data(directory):
+    """bytes [32] from DATA_FILE, zeros where there is none (or half of one)."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(directory, DATA_FILE) if directory is not None else os.devnull) as file:
+            digest = bytes.fromhex(file.read())
+            return digest if len(digest) == 32 else bytes(32)
+    return bytes(32)
+
+
 def _crc(data):
     return zlib.crc32(data).to_bytes(4, "little")
 
@@ -284,14 +317,20 @@ def _most_zstd(size):
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 
-def _kept(cfg):
+def kept(cfg):
     """The constants that make the model what it is, as JSON gives them back."""
     constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
     return json.loads(json.dumps(constants))
 
 
+def difference(there, here, where=("there", "here")):
+    """The constants in which two configurations differ, as one text; "" where they agree."""
+    return "; ".join(f"{k} = {there.get(k, 'unknown')} {where[0]}, {here.get(k, 'unknown')} {where[1]}"
+                     for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
+
+
 def _header(cfg):
-    text = json.dumps({"version": 1, "config": _kept(cfg)}, sort_keys=True).encode()
+    text = json.dumps({"version": 1, "config": kept(cfg)}, sort_keys=True).encode()
     data = MAGIC + len(text).to_bytes(4, "little") + text
     return data + _crc(data)
 
@@ -311,10 +350,6 @@ def _check_header(cfg, pread, size, name):
     header = json.loads(data[12:-4])
     if header["version"] != 1:
         raise HistoryError(f"{name} has format {header['version']}, this program reads 1: use the version of egg that wrote it")
-    here, there = _kept(cfg), header["config"]
-    differ = [f"{k} = {there.get(k, 'unknown')} there, {here.get(k, 'unknown')} here" for k in sorted(here.keys() | there.keys())
-              if here.get(k) != there.get(k)]
-    if differ:
-        raise HistoryError(f"{name} holds a run of another configuration: {'; '.join(differ)}; set these as there, or give another "
-                           "--save-dir")
+    if differ := difference(header["config"], kept(cfg)):
+        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
     return len(data)

@@ -1,101 +1,47 @@
-"""Wire format, coordinator and worker: SPEC section 10, protocol version 1.
+"""Coordinator and worker: SPEC section 10 and PROTOCOL.md.
 
-One process, one selector, no threads: the coordinator hands out chunks of the population, gathers their fitness and keeps it
-(egg_history); a worker evaluates chunks on an engine and applies the fitness of every step to its own replica of the model. Nothing
-but fitness and losses ever crosses the network. A frame leaves in one send and without Nagle's delay, because every exchange is a
-small question and a small answer.
+One process, one selector, no threads: the coordinator hands out chunks of the population (egg_step), gathers their fitness and keeps
+it (egg_history); a worker evaluates chunks on an engine and applies the fitness of every step to its own replica of the model. Fitness
+and losses are all that training sends over the network; snapshots (egg_snapshot) help who joins late. A frame leaves in one send and
+without Nagle's delay, because every exchange is a small question and a small answer.
 """
 
 import contextlib
 import datetime
 import errno
+import json
 import math
 import os
 import random
 import resource
-import select
 import selectors
 import signal
 import socket
-import struct
+import ssl
+import statistics
 import sys
 import threading
 import time
 from collections import deque
 from typing import NamedTuple
 
-import numpy as np
 
-import egg_data
+import egg_auth
 import egg_history
 import egg_model
+import egg_snapshot
+import egg_step
+import egg_wire
 from egg_history import EggError
-
-# --- frames ---------------------------------------------------------------------------------------------------------------
-
-MAGIC, VERSION = b"JOBS", 1
-JOB_REQUEST, RESULT, JOB_RESPONSE, LOG_MESSAGE = 0, 1, 2, 3
-VALIDATION = 16                          # ours: C++ peers ignore it
-HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
-REQUEST = struct.Struct(">QQQ")          # seed, step, 0
-RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow
-RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes
-#                                          of fitness that follow
-VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
-NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
-TEXT_LIMIT = 1 << 14                     # bytes of a log message
-OTHER_LIMIT = 1 << 12                    # bytes of a frame we do not know: newer peers may send some
-NAMES = {JOB_REQUEST: "JOB_REQUEST", RESULT: "RESULT", JOB_RESPONSE: "JOB_RESPONSE", LOG_MESSAGE: "LOG_MESSAGE",
-         VALIDATION: "VALIDATION"}
+from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL,
+                      FrameError, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS, OTHER_CONFIG,
+                      OTHER_DATA, PROOF, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
+                      SNAPSHOT_WANTED, STATED, STATUS, STEP, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame,
+                      next_frame)
 
 
 class NetError(EggError):
     """About a connection, an address or what a peer sent."""
-
-
-class FrameError(Exception):
-    """A frame that cannot be meant for us; the connection it came on is closed."""
-
-
-def frame(opcode, *parts):
-    """bytes of a whole frame."""
-    payload = b"".join(parts)
-    return HEADER.pack(MAGIC, VERSION, opcode, len(payload)) + payload
-
-
-def frame_limits(cfg):
-    """{opcode: (least, most) bytes of payload}."""
-    return {JOB_REQUEST: (REQUEST.size, REQUEST.size),
-            RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + packed_size(cfg.CHUNK_SIZE // 2)),
-            JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + packed_size(cfg.N_PAIRS)),
-            LOG_MESSAGE: (0, TEXT_LIMIT),
-            VALIDATION: (VALIDATED.size, VALIDATED.size)}
-
-
-def packed_size(pairs):
-    return -(-pairs // 5)
-
-
-def next_frame(buffer, limits):
-    """Takes the first whole frame out of a bytearray: (opcode, payload), or None while it is incomplete. Raises FrameError, as soon
-    as the header is there, for one that cannot be right."""
-    if len(buffer) < HEADER.size:
-        return None
-    magic, version, opcode, size = HEADER.unpack_from(buffer)
-    if magic != MAGIC:
-        raise FrameError(f"wrong magic {magic!r}: not an egg peer")
-    if version != VERSION:
-        raise FrameError(f"protocol version {version}, here {VERSION}")
-    least, most = limits.get(opcode, (0, OTHER_LIMIT))
-    if not least <= size <= most:
-        allowed = f"{least}" if least == most else f"{least} to {most}"
-        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
-        raise FrameError(f"wrong length: {NAMES.get(opcode, f'opcode {opcode}')} of {size} bytes, allowed {allowed}{hint}")
-    if len(buffer) < HEADER.size + size:
-        return None
-    payload = bytes(buffer[HEADER.size:HEADER.size + size])
-    del buffer[:HEADER.size + size]
-    return opcode, payload
 
 
 def tune(sock):
@@ -174,6 +120,13 @@ AT_ONCE = 2                # chunks one connection may hold: the next may be ask
 HALF_FRAME_TIMEOUT = 30.0  # seconds a peer may take for a frame it has begun, or to read an answer before its next frame is taken
 LOOK_EVERY = 0.05          # seconds between looks at leases and half frames
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
+HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that computes or waits
+ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not counted on for an audit
+AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back: after a restart one is the first
+LEASE_FACTOR, LEASE_LEAST = 4.0, 2.0     # a silent worker's chunk goes to another after so many times a chunk's usual time, in seconds
+#                                          at least; one with heartbeats has LEASE_FACTOR times longer
+STATES_KEPT = 8            # digests of so many steps are remembered
+PROTOCOL_WITHOUT_A_SECRET = "version 1 peers prove nothing and are not let in where there is a secret or TLS"
 
 
 class Summary(NamedTuple):
@@ -187,44 +140,81 @@ class Summary(NamedTuple):
     directory: object       # where the run lies, or None
 
 
+class Author(NamedTuple):
+    """Who stands behind results, through all its connections."""
+    host: str
+    key: str                # of the process
+    name: str
+
+
 class Connection:
     """A peer, as the coordinator sees it."""
 
-    def __init__(self, sock, address):
-        self.sock = sock
-        self.host, self.name = address[0], f"{address[0]}:{address[1]}"
-        self.inbox, self.outbox = bytearray(), b""
+    def __init__(self, sock, address, limits):
+        self.sock, self.limits = sock, limits
+        self.host, self.address = address[0], f"{address[0]}:{address[1]}"
+        self.title = self.address      # with the name, once that is known
+        self.inbox, self.outbox, self.event = bytearray(), b"", selectors.EVENT_READ
+        self.shaking = isinstance(sock, ssl.SSLSocket)
+        self.version = self.hello = self.challenge = self.author = None
+        self.joined = self.status = False
+        self.device = ""
         self.step = None               # updates it has applied, from its last request
+        self.stated = None             # (step, digest of its state then)
+        self.trusted = True            # its state is that of the others, as far as is known
+        self.rebuilt_at = None         # step of the digest for which it was told to rebuild
+        self.snapshots = True          # those that it makes are sound
         self.waiting = False           # it asked, and the answer is held
         self.held = {}                 # chunk -> when it was handed out
-        self.heard = time.monotonic()
+        self.pace = None               # seconds it takes for a chunk
+        self.chunks = 0                # results that were taken
+        self.born = self.heard = time.monotonic()
         self.half = None               # since when the beginning of a frame is here
         self.open = True
+
+    def said(self):
+        """What `status` tells about it."""
+        now = time.monotonic()
+        state = ("in doubt" if not self.trusted else "silent" if now - self.heard > ACTIVE_SECONDS and not self.waiting else
+                 "computing" if self.held else "waiting" if self.waiting else "catching up")
+        return {"name": self.author.name, "address": self.address, "device": self.device, "protocol": self.version, "step": self.step,
+                "chunks": self.chunks, "chunk_seconds": self.pace, "last_seen": round(now - self.heard, 3), "state": state}
 
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at
     which the run ends (None: never), `minutes` the same in time after the first chunk was handed out, `log_dir` where
-    coordinator.log grows; peers=False: no lines about workers that come and go.
+    coordinator.log grows; peers=False: no lines about workers that come and go; access: an egg_auth.Access.
 
-    Raises NetError where host and port cannot be served, EggError where the log cannot be written."""
+    Raises NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be
+    written."""
 
-    def __init__(self, cfg, run, host="0.0.0.0", port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True):
-        self.cfg, self.run, self.steps, self.minutes = cfg, run, steps, minutes
+    def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
+                 access=egg_auth.Access()):
+        self.cfg, self.run, self.steps, self.minutes, self.access = cfg, run, steps, minutes, access
         self.console, self.peers = console or Console(), peers
-        self.limits = frame_limits(cfg)
-        del self.limits[JOB_RESPONSE]                             # nothing that a coordinator reads
+        self.limits = egg_wire.limits(cfg)
+        self.limits_at_first = egg_wire.limits_before_join(self.limits)
         self.most_weights = egg_model.n_weights(cfg)
         self.selector = selectors.DefaultSelector()
-        self.connections, self.refused, self.idle = set(), set(), deque()
+        self.connections, self.idle = set(), deque()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.most_connections = (files if files != resource.RLIM_INFINITY else 1 << 16) - 64
+        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64, cfg.CONNECTIONS_PER_ADDRESS)
+        self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
+        # when there was last more than one; a run that goes on may have had some, who are about to come back
+        self.several_at = time.monotonic() if run.step else -math.inf
+        self.patience = AUDIT_PATIENCE if peers else 0.0
+        self.last_frame = None, b""
+        self.states = {}                             # step -> {digest: authors}
+        self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
+        self.disputes, self.random = set(), random.SystemRandom()
         self.first_step, self.started, self.completed = run.step, None, None
         self.validations, self.unsaid_validation, self.last_loss = [], None, None
+        self.speed = 0.0
         self.closing, self.wake, self.look_at = False, False, 0.0
         self.tx = self.rx = 0
         self.log = self._open_log(log_dir)
-        self.listener = self._listen(host, port)
+        self.listener = self._listen(egg_auth.listen_host(host, access), port)
         self.address = self.listener.getsockname()[:2]
         self.selector.register(self.listener, selectors.EVENT_READ)
         self._new_step()
@@ -237,18 +227,21 @@ class Coordinator:
     def poll(self, timeout=TICK):
         """Does what there is to do, waiting for it at most `timeout` seconds."""
         for key, mask in self.selector.select(timeout):
-            if key.data is None:
+            connection = key.data
+            if connection is None:
                 self._accept()
+            elif connection.shaking:
+                self._shake(connection)
             elif mask & selectors.EVENT_WRITE:
-                self._flush(key.data)
-                self._take_frames(key.data)
+                self._flush(connection)
+                self._take_frames(connection)
             else:
-                self._read(key.data)
+                self._read(connection)
             self._answer_waiting()
         now = time.monotonic()
         if now >= self.look_at:
             self.look_at = now + LOOK_EVERY
-            self._look_for_silence(now)
+            self._look(now)
             self._answer_waiting()
 
     def drain(self, seconds):
@@ -265,7 +258,9 @@ class Coordinator:
             self._drop(connection)
         self.listener.close()
         self.selector.close()
-        self.log.close()
+        self.shelf.close()
+        with contextlib.suppress(OSError):           # what a full disk did not take is lost
+            self.log.close()
 
     def summary(self):
         done = self.run.step - self.first_step
@@ -273,6 +268,15 @@ class Coordinator:
         first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
         tokens = done * self.cfg.POPULATION_SIZE * self.cfg.SEQ_LEN
         return Summary(self.first_step, self.run.step, tokens, seconds, first, last, self.run.directory)
+
+    def status(self):
+        """What `egg.py status` shows, as a dict for JSON."""
+        workers = sorted((c.said() for c in self.connections if c.author), key=lambda w: (w["name"], w["address"]))
+        return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.work.done), "chunks": self.cfg.N_CHUNKS,
+                "tokens_per_second": self.speed, "loss": self.last_loss,
+                "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None,
+                "snapshot": self.shelf.newest, "save_dir": str(self.run.directory) if self.run.directory else None,
+                "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0, "workers": workers}
 
     # connections
 
@@ -283,21 +287,44 @@ class Coordinator:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with --port") from None
-            raise NetError(f"cannot listen on {host} port {port}: {_reason(error)}: choose others with --host and --port") from None
+            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and --port") from None
         listener.setblocking(False)
         return listener
 
     def _accept(self):
         with contextlib.suppress(OSError):           # the peer may have gone again, or file descriptors may be used up
             sock, address = self.listener.accept()
-            if len(self.connections) >= self.most_connections:
-                sock.close()
+            if why := self.door.enter(address[0]):
+                self._tell_refused(address[0], f"{address[0]}:{address[1]}", why)
+                sock.setblocking(False)
+                with sock, contextlib.suppress(OSError):
+                    sock.send(frame(ERROR, FAILED.pack(FULL), why.encode(), version=V2))
                 return
-            sock.setblocking(False)
-            tune(sock)
-            connection = Connection(sock, address)
+            try:
+                sock.setblocking(False)
+                tune(sock)
+                if self.access.tls:
+                    sock = self.access.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                connection = Connection(sock, address, self.limits_at_first)
+                self.selector.register(sock, selectors.EVENT_READ, connection)
+            except OSError:
+                self.door.leave(address[0])
+                raise
             self.connections.add(connection)
-            self.selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _shake(self, connection):
+        """One more step of the TLS handshake."""
+        try:
+            connection.sock.do_handshake()
+            connection.shaking = False
+            self._wait_for(connection, selectors.EVENT_READ)
+            self._read(connection)
+        except ssl.SSLWantReadError:
+            self._wait_for(connection, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._wait_for(connection, selectors.EVENT_WRITE)
+        except OSError as error:
+            self._refuse(connection, f"no TLS: {getattr(error, 'reason', None) or reason(error)}")
 
     def _drop(self, connection):
         """Closes a connection; what it held goes back to the queue."""
@@ -305,18 +332,34 @@ class Coordinator:
             return
         connection.open = False
         self.connections.discard(connection)
+        self.door.leave(connection.host)
         self.selector.unregister(connection.sock)
         connection.sock.close()
+        if self.upload and self.upload[0] is connection:
+            self._end_upload()
         if self.peers and connection.step is not None and not self.closing:
             held = f", its {_chunks(connection.held)} handed out again" if connection.held else ""
-            self.console.line(f"worker {connection.name} left{held}")
+            self.console.line(f"worker {connection.title} left{held}")
         self._give_back(connection, list(connection.held))
+        if connection.author and not any(c.author == connection.author for c in self.connections):
+            for votes in self.states.values():
+                for authors in votes.values():
+                    authors.discard(connection.author)
+        self.wake = True
 
-    def _refuse(self, connection, reason):
-        # once for a host and a reason: a peer that tries again and again must not fill the log
-        if (connection.host, reason) not in self.refused and len(self.refused) < 1000:
-            self.refused.add((connection.host, reason))
-            self.console.line(f"refused {connection.name}: {reason}")
+    def _tell_refused(self, host, title, why):
+        if self.door.worth_telling(host, why):
+            self.console.line(f"refused {title}: {why}")
+
+    def _refuse(self, connection, why, code=BAD_FRAME):
+        """Closes a connection with a line, and with an ERROR where the peer understands that."""
+        if not connection.open:
+            return
+        self._tell_refused(connection.host, connection.title, why)
+        if connection.version == V2:
+            with contextlib.suppress(OSError):
+                if not connection.outbox:
+                    connection.sock.send(frame(ERROR, FAILED.pack(code), why.encode()[:egg_wire.OTHER_LIMIT - FAILED.size], version=V2))
         self._drop(connection)
 
     def _read(self, connection):
@@ -324,7 +367,9 @@ class Coordinator:
             return
         try:
             data = connection.sock.recv(1 << 16)
-        except BlockingIOError:
+            if self.access.tls and data:
+                data += connection.sock.recv(connection.sock.pending() or 0)       # no select tells of what TLS has unpacked already
+        except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError:
             data = b""
@@ -339,16 +384,19 @@ class Coordinator:
     def _take_frames(self, connection):
         """Frames are taken only while nothing waits to be sent: a peer that does not read its answers cannot pile them up."""
         try:
-            while connection.open and not connection.outbox and (got := next_frame(connection.inbox, self.limits)):
+            while connection.open and not connection.outbox and (got := next_frame(connection.inbox, connection.limits)):
                 connection.half = None
                 self._handle(connection, *got)
         except FrameError as error:
             self._refuse(connection, str(error))
         connection.half = (connection.half or time.monotonic()) if connection.inbox else None
 
+    def _say(self, connection, opcode, *parts):
+        self._send(connection, frame(opcode, *parts, version=connection.version))
+
     def _send(self, connection, data):
         self.tx += len(data)
-        connection.outbox += data
+        connection.outbox = connection.outbox + data if connection.outbox else data
         self._flush(connection)
 
     def _flush(self, connection):
@@ -356,80 +404,201 @@ class Coordinator:
             return
         try:
             connection.outbox = connection.outbox[connection.sock.send(connection.outbox):]
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError:
             self._drop(connection)
             return
-        wanted = selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ
-        if self.selector.get_key(connection.sock).events != wanted:
-            self.selector.modify(connection.sock, wanted, connection)
+        self._wait_for(connection, selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ)
 
-    def _look_for_silence(self, now):
-        limit = self.cfg.STRAGGLER_TIMEOUT
+    def _wait_for(self, connection, event):
+        if connection.event != event:
+            connection.event = event
+            self.selector.modify(connection.sock, event, connection)
+
+    def _look(self, now):
+        """Leases, deadlines, idle connections, audits that wait for somebody; every LOOK_EVERY seconds."""
+        cfg, paces = self.cfg, []
         for connection in list(self.connections):
-            late = [c for c, since in connection.held.items() if now - max(since, connection.heard) > limit]
+            silent, pace = now - connection.heard, connection.pace or self.usual
+            lease = max(LEASE_LEAST, LEASE_FACTOR * pace) if pace else cfg.STRAGGLER_TIMEOUT
+            late = [c for c, since in connection.held.items() if now - max(since, connection.heard) > lease
+                    or self.usual and now - since > max(cfg.STRAGGLER_TIMEOUT, LEASE_FACTOR * lease)]
             if late:
-                self.console.line(f"worker {connection.name} silent for {limit:g} s, its {_chunks(late)} handed out again")
+                self.console.line(f"worker {connection.title} silent for {lease:.2g} s, its {_chunks(late)} handed out again")
                 self._give_back(connection, late)
-            if connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
+            if not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
+                self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
+            elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
                 self._refuse(connection, "stopped in the middle of a frame")
+            elif silent > cfg.IDLE_TIMEOUT and connection.version == V2:
+                self._refuse(connection, f"said nothing for {cfg.IDLE_TIMEOUT:g} s")
+            elif connection.pace:
+                paces.append(connection.pace)
+        self.usual = statistics.median(paces) if paces else self.usual
+        self._count_authors(now)
+        if self.upload and self.run.step >= self.upload[1].step + cfg.SNAPSHOT_EVERY:
+            self.upload[0].snapshots = False         # it was asked, and did not care
+            self._end_upload()
+        for chunk, authors in self.work.disputed():
+            if chunk not in self.disputes:
+                self.disputes.add(chunk)
+                self.console.line(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk {chunk}; "
+                                  "a third worker will decide")
+        self.late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
+        self.wake = self.wake or bool(self.late and self.idle)
+
+    def _count_authors(self, now):
+        active = {c.author for c in self.connections if c.author and c.trusted and c.step is not None
+                  and self.run.step - c.step <= 1 and (c.waiting or now - c.heard < ACTIVE_SECONDS)}
+        if len(active) > 1:
+            self.several_at = now
+        self.alone = len(active) < 2 and now - self.several_at >= self.patience
+        if self.alone and len(self.work.results) > len(self.work.done):
+            self.work.settle(self.alone)
+            self._complete_if_done()
+
+    # who comes in
+
+    def _introduce(self, connection, version, opcode, payload):
+        """The frames before a peer is let in."""
+        if version == V1:
+            if self.access.secret or self.access.tls:
+                self._refuse(connection, PROTOCOL_WITHOUT_A_SECRET)
+                return
+            author = Author(connection.host, connection.title, "a version 1 peer")
+            if why := self.door.banned(author.host, author.name):
+                self._refuse(connection, why)
+                return
+            self._let_in(connection, V1, author)
+            self._handle(connection, version, opcode, payload)
+            return
+        connection.version = V2
+        if opcode == HELLO and connection.hello is None:
+            connection.hello, connection.challenge = payload, os.urandom(NONCE.size)
+            self._say(connection, CHALLENGE, CHALLENGED.pack(connection.challenge, bool(self.access.secret)))
+        elif opcode == JOIN and connection.hello is not None:
+            given, text = payload[:PROOF.size], payload[PROOF.size:]
+            if not egg_auth.proves(self.access.secret, given, b"worker", connection.hello, connection.challenge, text):
+                self._refuse(connection, "wrong secret", NO_ACCESS)
+                return
+            self._join(connection, text, _card(text))
+        else:
+            raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+
+    def _join(self, connection, text, card):
+        author = Author(connection.host, card["id"], card["name"])
+        if why := self.door.banned(author.host, author.name):
+            self._refuse(connection, why, BANNED)
+            return
+        if card["role"] == "worker":
+            differ = egg_history.difference(egg_history.kept(self.cfg), card["config"], ("at the coordinator", "at the worker"))
+            if differ:
+                self._refuse(connection, f"another configuration: {differ}", OTHER_CONFIG)
+                return
+            if any(card["data"]):
+                if any(self.run.data) and card["data"] != self.run.data:
+                    self._refuse(connection, "other training data than the first worker of this run had: give every worker the same "
+                                 f"INPUT_FILE; to go on with other data, remove {egg_history.DATA_FILE} from the save directory", OTHER_DATA)
+                    return
+                self.run.keep_data(card["data"])
+            connection.device = card["device"]
+            connection.title = f"{author.name} ({connection.title}, {card['device']})"
+        self._let_in(connection, V2, author if card["role"] == "worker" else None)
+        mine = egg_auth.proof(self.access.secret, b"coordinator", connection.hello, connection.challenge, text)
+        self._say(connection, WELCOME, WELCOMED.pack(mine, egg_snapshot.config_digest(self.cfg), self.run.data, self.run.step,
+                                                     self.shelf.newest, self.cfg.DIGEST_EVERY))
+        if card["role"] == "status":
+            connection.status = True
+            self._say(connection, STATUS, json.dumps(self.status()).encode())
+
+    def _let_in(self, connection, version, author):
+        connection.version, connection.author, connection.joined = version, author, True
+        connection.limits = egg_wire.limits_of(self.limits, version)
 
     # work
 
     def _new_step(self):
-        self.fitness = np.zeros(self.cfg.N_PAIRS, np.int8)
-        self.queue, self.done = deque(range(self.cfg.N_CHUNKS)), set()
-        self.sum_loss, self.updates = 0, []
-        self.holders = {}                            # chunk -> the connection that has it
+        self.work = egg_step.Step(self.cfg, [c for c in range(self.cfg.N_CHUNKS) if self.random.random() < self.cfg.AUDIT_RATE])
+        self.updates, self.late = [], []             # late: chunks that an idle worker may take a copy of
+        self.disputes.clear()
         self.step_started, self.step_tx, self.step_rx = time.monotonic(), self.tx, self.rx
 
-    def _handle(self, connection, opcode, payload):
-        if opcode == JOB_REQUEST:
-            self._request(connection, *REQUEST.unpack(payload)[:2])
+    def _handle(self, connection, version, opcode, payload):
+        if not connection.joined:
+            self._introduce(connection, version, opcode, payload)
+        elif connection.status:
+            raise FrameError("a status was asked for, and nothing else is answered")
+        elif opcode == JOB_REQUEST:
+            stated = STATED.unpack_from(payload, REQUEST.size) if version == V2 else None
+            self._request(connection, REQUEST.unpack_from(payload)[1], stated)
         elif opcode == RESULT:
             self._result(connection, payload)
         elif opcode == VALIDATION:
             self._validation(*VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE:
             text = printable(payload.decode("utf-8", "replace"))
-            self.console.line(f"worker {connection.name}:\n{text}" if self.peers else text)
+            self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
+        elif opcode == SNAPSHOT_DATA and version == V2:
+            self._take_snapshot(connection, payload)
+        elif opcode == SNAPSHOT_REQUEST and version == V2:
+            step, offset = BLOCK_REQUEST.unpack(payload)
+            total, data = self.shelf.block(step, offset, BLOCK) or (0, b"")
+            self._say(connection, SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
 
-    def _request(self, connection, _, step):
+    def _request(self, connection, step, stated):
         if connection.step is None and self.peers:
             known = sum(c.step is not None for c in self.connections) + 1
-            self.console.line(f"worker {connection.name} joined at step {step} ({known} connected)")
-        connection.step = step
+            self.console.line(f"worker {connection.title} joined at step {step} ({known} connected)")
+        first, connection.step, connection.stated = connection.step is None, step, stated
+        if first:
+            self._count_authors(time.monotonic())
         if not connection.waiting:
             self._answer(connection)
 
     def _answer(self, connection):
         """Serves a request: what the worker lacks, a chunk, or later."""
         run, step = self.run, connection.step
-        if step < run.step:
-            packed = run.fitness(step)
-            self._send(connection, frame(JOB_RESPONSE, RESPONSE.pack(run.seed, step + 1, 0, len(packed)), packed))
-        elif step > run.step:
+        if step > run.step:
             # our worker takes this as the sign to rebuild; others wait until the run has come as far
-            self._send(connection, frame(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0)))
+            self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
+        elif connection.stated and not self._agrees(connection, *connection.stated):
+            return
+        elif step < run.step:
+            self._send(connection, self._catch_up(step, connection.version))
         elif (chunk := self._next_chunk(connection)) is not None:
             now = time.monotonic()
             if self.started is None:
                 self.started = self.step_started = now
-            connection.held[chunk], self.holders[chunk] = now, connection
-            self._send(connection, frame(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)))
+            connection.held[chunk] = now
+            stated = connection.stated and connection.stated[0] == step
+            if stated and connection.snapshots and self.upload is None and self.shelf.wanted(step):
+                self._want_snapshot(connection)
+            self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
         else:
-            connection.waiting = True
-            self.idle.append(connection)
+            self._hold(connection)
+
+    def _catch_up(self, step, version):
+        """The frame with the fitness of a step; at the end of a step all workers want the same one, at the same time."""
+        key = self.run.step, step, version
+        if self.last_frame[0] != key:
+            packed = self.run.fitness(step)
+            head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
+            self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
+        return self.last_frame[1]
+
+    def _hold(self, connection):
+        connection.waiting = True
+        self.idle.append(connection)
 
     def _next_chunk(self, connection):
         if self.closing or self.finished or len(connection.held) >= AT_ONCE:
             return None
-        while self.queue:
-            chunk = self.queue.popleft()
-            if chunk not in self.done:
-                return chunk
-        return None
+        now = time.monotonic()
+        chunk = self.work.take(connection, connection.author, now)
+        if chunk is None and self.late:
+            chunk = self.work.copy(connection, connection.author, now, self.late)
+        return chunk
 
     def _answer_waiting(self):
         """First come, first served, over all requests that are held, where something has happened for them."""
@@ -444,8 +613,8 @@ class Coordinator:
 
     def _give_back(self, connection, chunks):
         for chunk in chunks:
-            del connection.held[chunk], self.holders[chunk]
-            self.queue.appendleft(chunk)
+            del connection.held[chunk]
+            self.work.give_back(connection, chunk)
             self.wake = True
 
     def _result(self, connection, payload):
@@ -468,27 +637,37 @@ class Coordinator:
             raise FrameError(f"wrong fitness: {error}") from None
         if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > self.most_weights:
             raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {self.most_weights}")
-        if chunk in self.holders:
-            del self.holders.pop(chunk).held[chunk]
+        if connection.version == V2 and connection.step != step:
+            raise FrameError(f"wrong step: RESULT for step {step} after a request at step {connection.step}")
+        since = connection.held.pop(chunk, None)
+        if not connection.trusted:
+            self.work.give_back(connection, chunk)   # made with a state that is not that of the others
+            self.wake = True
+            return
+        if since is not None:
+            took = time.monotonic() - since
+            connection.pace = took if connection.pace is None else 0.7 * connection.pace + 0.3 * took
         if updates:
             self.updates.append(updates)
-        if chunk not in self.done:
-            if self.started is None:
-                self.started = self.step_started
-            self.done.add(chunk)
-            pairs = cfg.CHUNK_SIZE // 2
-            self.fitness[chunk * pairs:(chunk + 1) * pairs] = fitness
-            self.sum_loss += sum_loss
-            if len(self.done) == cfg.N_CHUNKS:
-                self._complete_step()
-            else:
-                self.console.progress(f"step {self.run.step}: {len(self.done)}/{cfg.N_CHUNKS} chunks")
-        self.wake = self.wake or connection.waiting
+        if self.started is None:
+            self.started = self.step_started
+        connection.chunks += 1
+        for liar in self.work.result(connection, connection.author, chunk, packed, sum_loss, fitness, self.alone):
+            self._ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
+        self.wake = self.wake or connection.waiting or chunk not in self.work.done
+        self.console.progress(f"step {step}: {len(self.work.done)}/{cfg.N_CHUNKS} chunks")
+        self._complete_if_done()
+
+    def _complete_if_done(self):
+        if self.work.complete:
+            self._complete_step()
 
     def _complete_step(self):
-        step, updates = self.run.step, max(self.updates, default=0)
-        self.run.append(egg_model.pack_ternary(self.fitness), self.sum_loss, updates)
-        report = self._report(step, updates)
+        step, updates, sum_loss = self.run.step, max(self.updates, default=0), self.work.sum_loss
+        self.run.append(egg_model.pack_ternary(self.work.fitness), sum_loss, updates)
+        report = self._report(step, updates, sum_loss)
+        for connection in self.connections:
+            connection.held.clear()
         self._new_step()
         self.wake = True
         self._answer_waiting()                       # before anything is written: workers come first
@@ -497,22 +676,122 @@ class Coordinator:
     def _validation(self, step, tokens, n_bytes, nats):
         if not tokens or not math.isfinite(nats) or nats < 0:
             raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
-        if not self.run.step - 1 <= step <= self.run.step or any(v[0] == step for v in self.validations):
+        if not self.run.step - 1 <= step <= self.run.step or any(v[0] == step for v in self.validations[-2:]):
             return
         self.validations.append((step, nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"))
         self.unsaid_validation = self.validations[-1]
+        self.shelf.validated(step, self.validations[-1][1])
+
+    # replicas
+
+    def _agrees(self, connection, at, digest):
+        """Whether the state of this worker is that of the others; if not, it is told to rebuild, or waits for a third to decide."""
+        every, step, author = self.cfg.DIGEST_EVERY, connection.step, connection.author
+        if at not in (step, step // every * every):
+            raise FrameError(f"wrong step: a digest of step {at} with a request at step {step}, wanted is that of {step // every * every}")
+        if at <= self.run.step - STATES_KEPT * every:
+            known = self.shelf.digests.get(at)
+            if known in (None, digest):
+                return True
+            votes, mine, others = {known: ()}, 0, 1
+        else:
+            votes = self.states.setdefault(at, {})
+            while len(self.states) > STATES_KEPT:
+                del self.states[min(self.states)]
+            for stated, authors in list(votes.items()):
+                authors.discard(author)
+                if not authors:
+                    del votes[stated]
+            votes.setdefault(digest, set()).add(author)
+            mine, others = len(votes[digest]), max((len(a) for d, a in votes.items() if d != digest), default=0)
+        if mine > others:
+            connection.trusted = True
+            for wrong in {a for d, authors in votes.items() if d != digest for a in authors}:
+                self._distrust(wrong)
+            return True
+        self._distrust(author)
+        if connection.rebuilt_at != at:
+            connection.rebuilt_at = at
+            start = max((s for s in self.shelf.files if s <= at), default=0)
+            self.console.line(f"worker {connection.title}: its state at step {at} is not that of others: it rebuilds from step {start}")
+            self._say(connection, REBUILD, STEP.pack(start))
+        elif mine < others:
+            self._ban(author, f"its state at step {at} is not that of others, and was not after it was rebuilt")
+        else:
+            if ("state", at) not in self.disputes:
+                self.disputes.add(("state", at))
+                self.console.line(f"step {self.run.step}: workers hold different states of step {at}, as many for one as for another: "
+                                  "start another worker, which decides, or stop the wrong one")
+            self._hold(connection)
+        return False
+
+    def _distrust(self, author):
+        doubted = [c for c in self.connections if c.author == author and c.trusted]
+        for connection in doubted:
+            connection.trusted = False
+        if doubted:
+            self.work.withdraw(author, self.alone)
+            self.wake = True
+
+    def _ban(self, author, why):
+        """A worker that lied, or whose machine computes wrongly, is out, and so are its results."""
+        self.console.line(f"banned {author.name} at {author.host}: {why}")
+        self.door.ban(author.host, author.name, f"banned: {why}")
+        self._distrust(author)
+        for connection in [c for c in self.connections if c.author == author]:
+            self._refuse(connection, f"banned: {why}", BANNED)
+
+    # snapshots
+
+    def _want_snapshot(self, connection):
+        try:
+            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, self.run.directory)
+            self._say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
+        except OSError as error:
+            self._no_snapshots(error)
+
+    def _take_snapshot(self, connection, payload):
+        step, total, offset = BLOCK_HEAD.unpack_from(payload)
+        if not self.upload or self.upload[0] is not connection or self.upload[1].step != step:
+            return                                   # of an upload that was given up
+        upload = self.upload[1]
+        try:
+            upload.add(total, offset, payload[BLOCK_HEAD.size:])
+            if upload.finished:
+                votes = self.states.get(step, {})
+                if upload.digest() != max(votes, key=lambda d: len(votes[d]), default=None):
+                    raise ValueError("it is not the state that workers stated")
+                self.shelf.put(upload)
+                self.upload = None
+        except ValueError as error:
+            connection.snapshots = False
+            self._end_upload()
+            self.console.line(f"worker {connection.title}: its snapshot of step {step} is not used: {error}")
+        except OSError as error:
+            self._no_snapshots(error)
+
+    def _end_upload(self):
+        self.upload[1].drop()
+        self.upload = None
+
+    def _no_snapshots(self, error):
+        """The run is more than its snapshots: it goes on without them."""
+        if self.upload:
+            self._end_upload()
+        self.shelf.stop()
+        self.console.line(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")
 
     # what people see
 
-    def _report(self, step, updates):
+    def _report(self, step, updates, sum_loss):
         """The line of a completed step; its figures also go into coordinator.log."""
         cfg, console = self.cfg, self.console
         now = self.completed = time.monotonic()
         seconds = max(now - self.step_started, 1e-9)
         tokens, rate = cfg.POPULATION_SIZE * cfg.SEQ_LEN, cfg.learning_rate(step)
-        loss = self.sum_loss / (cfg.POPULATION_SIZE * cfg.SEQ_LEN * 16 * cfg.LOSS_SCALE)
+        loss = sum_loss / (cfg.POPULATION_SIZE * cfg.SEQ_LEN * 16 * cfg.LOSS_SCALE)
         better, self.last_loss = self.last_loss is None or loss <= self.last_loss, loss
-        tx, rx = self.tx - self.step_tx, self.rx - self.step_rx
+        tx, rx, self.speed = self.tx - self.step_tx, self.rx - self.step_rx, tokens / seconds
         with contextlib.suppress(OSError):           # a convenience: a full disk stops the run where the history is written
             self.log.write(f"{step},{now - self.started:.3f},{loss:.6f},{updates},{rate:g}\n")
             self.log.flush()
@@ -544,19 +823,27 @@ class Coordinator:
         return log
 
 
-def run_coordinator(cfg, host="0.0.0.0", port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None):
+def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
+                    access=egg_auth.Access()):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    port: default cfg.PORT. Returns a Summary. Raises HistoryError and NetError; the completed steps are kept whatever happens."""
+    host: default see egg_auth.listen_host; port: default cfg.PORT. Returns a Summary. Raises HistoryError, NetError, AuthError; the
+    completed steps are kept whatever happens."""
     console = console or Console()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = egg_history.open_run(cfg, save_dir, load_dir)
     try:
         for line in run.said:
             console.line(line)
-        coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, run.directory or ".", console)
+        coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, run.directory or ".", console,
+                                  access=access)
         try:
             where = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
-            console.line("coordinator on {}:{}, step {}, {}".format(*coordinator.address, run.step, where))
+            doors = "with a secret" if access.secret else "open to this machine" if egg_auth.is_loopback(coordinator.address[0]) else \
+                "OPEN TO ANYBODY"
+            console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, where, doors,
+                                                                        " and TLS" if access.tls else ""))
             with stop_signals() as stopped:
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
@@ -576,9 +863,24 @@ def farewell(run):
     return f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir {run.directory}"
 
 
-def _reason(error):
+def reason(error):
     """What the system says about an OSError (Python adds addresses to some)."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
+def _card(text):
+    """What a peer says about itself in JOIN: role, id, name, device, config, data; checked and safe to print. Raises FrameError."""
+    try:
+        card = json.loads(text)
+        role, config = card["role"], card["config"] if card["role"] == "worker" else {}
+        data = bytes.fromhex(card.get("data", "")) or bytes(32)
+        if role not in ("worker", "status") or len(data) != 32 or type(config) is not dict:
+            raise ValueError
+        id_, name, device = (printable(str(card.get(k, "")).replace("\n", " ")).strip()[:64] for k in ("id", "name", "device"))
+        config = {printable(k).strip()[:64]: v for k, v in config.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FrameError("JOIN does not say who it is") from None
+    return {"role": role, "id": id_, "name": name or "nameless", "device": device or "device not told", "config": config, "data": data}
 
 
 def _chunks(chunks):
@@ -594,219 +896,3 @@ def _bytes(n):
     return f"{n} B" if n < 1 << 10 else f"{n / (1 << 10):.2f} KB" if n < 1 << 20 else f"{n / (1 << 20):.2f} MB"
 
 
-# --- worker ---------------------------------------------------------------------------------------------------------------
-
-SLICE_SECONDS = 0.2        # how long a worker computes at most without looking at its socket, roughly
-FIRST_SLICE = 64           # members, before its speed is known
-CONNECT_TIMEOUT = 10.0     # seconds
-BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
-POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
-
-
-class Link:
-    """A worker's connection. Every method raises OSError when the coordinator is gone, NetError when it is no coordinator of ours."""
-
-    def __init__(self, cfg, host, port):
-        self.name, self.limits, self.inbox = f"{host}:{port}", frame_limits(cfg), bytearray()
-        self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
-        self.sock.settimeout(None)
-        tune(self.sock)
-
-    def send(self, data):
-        self.sock.sendall(data)
-
-    def response(self):
-        """(seed, step, first member, packed fitness) of the next JOB_RESPONSE; other frames are passed over."""
-        while True:
-            try:
-                while got := next_frame(self.inbox, self.limits):
-                    if got[0] == JOB_RESPONSE:
-                        seed, step, position, size = RESPONSE.unpack_from(got[1])
-                        if size != len(got[1]) - RESPONSE.size:
-                            raise FrameError(f"wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
-                                             f"{len(got[1]) - RESPONSE.size}")
-                        return seed, step, position, got[1][RESPONSE.size:]
-            except FrameError as error:
-                raise NetError(f"{self.name}: {error}") from None
-            self._receive()
-
-    def check(self, seconds=0.0):
-        """Looks whether the coordinator is still there, for so long."""
-        if select.select([self.sock], [], [], seconds)[0]:
-            self._receive()
-
-    def _receive(self):
-        data = self.sock.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError
-        self.inbox += data
-
-    def close(self):
-        self.sock.close()
-
-
-class Worker:
-    """A replica of the model and what it needs to serve; see `run_worker`."""
-
-    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console):
-        self.cfg, self.engine, self.console = cfg, engine, console
-        self.tokens, self.validation, self.decoding = tokens, validation, decoding
-        self.changed = 0                   # weights changed by the last update, until reported
-        self.rebuilt = False               # since the last chunk
-        self.validate_next = validate_first
-        self.told_step = -1                # the last step that was validated and sampled
-        self.speed = None                  # members a second
-        self.slice = FIRST_SLICE
-        self.chunks = 0
-
-    def serve(self, link, heard):
-        """Asks for work and does it until the coordinator is gone (OSError). `heard` is called with every answer."""
-        engine = self.engine
-        while True:
-            link.send(frame(JOB_REQUEST, REQUEST.pack(engine.seed, engine.step, 0)))
-            seed, step, position, packed = link.response()
-            heard()
-            if packed:
-                self._catch_up(link, step, packed)
-            elif position == NOTHING:
-                # a seed of 0 says nothing: a C++ coordinator may leave these fields empty here
-                if step < engine.step and seed not in (0, engine.seed):
-                    self._rebuild(link, seed, step)
-                else:
-                    link.check(POLL_SECONDS)
-            elif (seed, step) != (engine.seed, engine.step):
-                self._rebuild(link, seed, step)
-            elif position % self.cfg.CHUNK_SIZE or position >= self.cfg.POPULATION_SIZE:
-                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of {self.cfg.CHUNK_SIZE} "
-                               f"below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and POPULATION_SIZE as there")
-            else:
-                self._work(link, position)
-
-    def _catch_up(self, link, step, packed):
-        if step != self.engine.step + 1:
-            self._rebuild(link, None, step)
-            return
-        try:
-            fitness = egg_model.unpack_ternary(packed, self.cfg.N_PAIRS)
-        except ValueError as error:
-            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
-                           "set POPULATION_SIZE as there") from None
-        self.changed = self.engine.update(fitness)
-
-    def _rebuild(self, link, seed, step):
-        """This replica and the coordinator's run have parted: begin again and replay the run, once."""
-        if self.rebuilt:
-            raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
-                           + (f" with seed {seed}" if seed is not None else "")
-                           + f", here is step {self.engine.step} with seed {self.engine.seed}; "
-                           "is the configuration the same on both sides, and does it still hold the history of the run?")
-        self.rebuilt = True
-        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the beginning")
-        self.engine.load(egg_model.initial_state(self.cfg))
-        self.changed, self.told_step = 0, -1
-
-    def _work(self, link, first):
-        if first == 0 and self.engine.step != self.told_step:
-            self._tell(link)
-            self.told_step = self.engine.step
-        losses = np.empty(self.cfg.CHUNK_SIZE, np.int64)
-        done = 0
-        while done < losses.size:
-            count = self._slice_size(losses.size - done)
-            started = time.perf_counter()
-            losses[done:done + count] = self.engine.evaluate(first + done, count)
-            self._measure(count, time.perf_counter() - started)
-            done += count
-            link.check()
-        packed = egg_model.pack_ternary(egg_model.chunk_fitness(losses, self.cfg))
-        head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
-        link.send(frame(RESULT, head, packed))
-        self.changed, self.rebuilt = 0, False
-        self.chunks += 1
-        self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, {self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
-
-    def _slice_size(self, left):
-        """Even number of members: equal slices of what is left, none expected to take longer than SLICE_SECONDS."""
-        slices = -(-left // self.slice)
-        return min(left, -(-left // slices) + 1 & ~1)
-
-    def _measure(self, count, seconds):
-        self.speed = count / max(seconds, 1e-9)
-        # grows by steps: the first slices of a device say little about the speed of large ones
-        self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
-
-    def _tell(self, link):
-        """What the worker of chunk 0 adds to the result: validation and a sample, every so many steps."""
-        cfg, step = self.cfg, self.engine.step
-        if self.validation is not None and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
-            self.validate_next = False
-            nats, tokens = self.engine.validate(self.validation.windows)
-            n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-            link.send(frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and cfg.SAMPLE_EVERY and step % cfg.SAMPLE_EVERY == 0:
-            text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")         # one line of the log
-            link.send(frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
-
-
-def sample(cfg, engine, tokens, decoding):
-    """str: a piece of the data and how the model goes on from there (SPEC 10)."""
-    at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
-    more = list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed))
-    return f"{egg_data.text(decoding, prompt)} >>> {egg_data.text(decoding, more)}"
-
-
-WHICH_HOST = "give the name or address of the coordinator's machine"
-
-
-def check_address(host, port):
-    """Raises NetError where `host` is no name or address."""
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = _reason(error) if isinstance(error, OSError) else "this is no name"
-        raise NetError(f"{host} cannot be reached: {reason}: {WHICH_HOST}") from None
-
-
-def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, validate_first=False,
-               console=None):
-    """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the coordinator
-    closes, and returns the number of chunks done. The engine keeps the state it has come to.
-
-    tokens: the training data, for samples; validation: an egg_data.Validation or None; decoding: an egg_data.Decoding or None;
-    validate_first: with the first chunk 0, whatever the step. Raises NetError where no coordinator can be, or one that does not fit."""
-    console = console or Console()
-    check_address(host, port)
-    worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console)
-    pause, known = BACK_OFF[0], False
-    say_there = say_gone = True              # attempts that bring no answer are told once
-
-    def heard():
-        nonlocal pause, say_there, say_gone
-        pause, say_there, say_gone = BACK_OFF[0], True, True
-
-    while True:
-        link = None
-        try:
-            link = Link(cfg, host, port)
-            if say_there:
-                say_there, say_gone = False, True
-                console.line(f"worker: {engine.name}, connected to {host}:{port}")
-            known = True
-            worker.serve(link, heard)
-        except OSError as error:
-            if not known and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {_reason(error)}: {WHICH_HOST}") from None
-            if not retry and known:
-                return worker.chunks
-            if not retry:
-                raise NetError(f"no coordinator at {host}:{port}: {_reason(error)}") from None
-            if say_gone:
-                what = "the coordinator is gone" if known else f"no coordinator at {host}:{port} yet"
-                console.line(f"worker: {what}, trying again")
-            say_gone = False
-        finally:
-            if link is not None:
-                link.close()
-        time.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(2 * pause, BACK_OFF[1])

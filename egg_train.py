@@ -5,14 +5,17 @@ Also what every worker process does before it serves: open the data, make the en
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import time
 from typing import NamedTuple
 
+import egg_auth
 import egg_data
 import egg_engine
 import egg_history
 import egg_net
+import egg_worker
 from egg_history import EggError
 
 RESTARTS = 3               # times a worker process is started again before training gives up on it
@@ -59,19 +62,20 @@ def start_engine(cfg, data, device, threads, say):
     return engine
 
 
-def work(cfg, host, port=None, device="cpu", threads=None, console=None):
-    """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever."""
+def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=egg_auth.Access(), protocol=0, name=None):
+    """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever; access, protocol,
+    name: see egg_worker.run_worker."""
     console, port = console or egg_net.Console(), cfg.PORT if port is None else port
-    egg_net.check_address(host, port)
+    egg_worker.check_address(host, port)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     say_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    egg_net.run_worker(cfg, host, port, engine, *data, console=console)
+    egg_worker.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name)
 
 
 # --- the worker processes --------------------------------------------------------------------------------------------------
 
-def _worker_process(cfg, port, device, threads, first, pipe):
+def _worker_process(cfg, port, device, threads, first, access, pipe):
     """The life of a worker process. It reports through `pipe`: ("say", line), ("ready", name of the engine), ("final", Final),
     ("error", line); after the coordinator has closed it waits there for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,8 +84,8 @@ def _worker_process(cfg, port, device, threads, first, pipe):
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("say", line)))
         pipe.send(("ready", engine.name))
-        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first,
-                           console=egg_net.Console(quiet=True))
+        egg_worker.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access, name=device,
+                              console=egg_net.Console(quiet=True))
         if pipe.recv() == "finish":
             pipe.send(("final", _final(cfg, engine, data)))
     except (EOFError, BrokenPipeError):
@@ -101,7 +105,7 @@ class Final(NamedTuple):
 
 def _final(cfg, engine, data):
     figure = data.validation.bits(engine.validate(data.validation.windows)[0]) if data.validation is not None else None
-    return Final(engine.step, figure, egg_net.sample(cfg, engine, data.tokens, data.decoding))
+    return Final(engine.step, figure, egg_worker.sample(cfg, engine, data.tokens, data.decoding))
 
 
 class Child:
@@ -144,7 +148,7 @@ class Training:
         self.console, self.coordinator = console, coordinator
         self.started, self.said = time.monotonic(), "starting the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' if len(devices) > 1 else ''} on {', '.join(devices)} ...")
-        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0) for i, device in enumerate(devices)]
+        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access) for i, device in enumerate(devices)]
 
     def watch(self):
         """Reads what the workers report and starts again those that died. Raises TrainError where that does not help."""
@@ -219,7 +223,9 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
         for line in run.said:
             console.line(line)
         references = say_references(cfg, data, console)
-        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, run.directory or ".", console, peers=False)
+        # nobody else on this machine may take part: the workers are given a secret with their work
+        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, run.directory or ".", console, peers=False,
+                                          access=egg_auth.Access(os.urandom(32)))
         training = None
         try:
             if coordinator.finished:

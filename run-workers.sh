@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Workers for a coordinator: one on every GPU of this machine, or one on the CPU. Restarts one that dies; Ctrl-C stops all.
+# As a Slurm job step (srun ./run-workers.sh) it does so on every node, for the coordinator that the batch script started.
 set -u
 
 usage() {
@@ -7,11 +8,12 @@ usage() {
 usage: ./run-workers.sh [HOST] [WORKER OPTIONS]
 
 Starts a worker on every GPU of this machine, or one on the CPU where there is none, for the coordinator on HOST
-(default: localhost). A worker that dies is started again, after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
+(default: localhost; in a Slurm job the node that srun was called on). A worker that dies is started again, after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
 
   ./run-workers.sh 10.0.0.1
   ./run-workers.sh 10.0.0.1 --port 12345 -D N_LAYERS=8
-  CUDA_VISIBLE_DEVICES=0,2 ./run-workers.sh 10.0.0.1
+  CUDA_VISIBLE_DEVICES=0,2 ./run-workers.sh 10.0.0.1 --secret-file /home/me/secret
+  srun ./run-workers.sh --secret-file "$PWD/secret"
 
 `python egg.py worker --help` has the options.
 TEXT
@@ -19,7 +21,7 @@ TEXT
 
 case "${1-}" in
     -h | --help) usage; exit 0 ;;
-    "" | -*) host=localhost ;;
+    "" | -*) host=${SLURM_LAUNCH_NODE_IPADDR:-localhost} ;;
     *) host=$1; shift ;;
 esac
 
@@ -29,6 +31,14 @@ python=python3
 
 # a wrong option or setting ends here, with the worker's own line about it
 devices=$("$python" egg.py worker "$host" "$@" --list-devices) || exit
+
+# Several tasks of a Slurm step on one node share its GPUs out, unless Slurm has bound each task to one
+tasks=${SLURM_STEP_TASKS_PER_NODE:-1}
+tasks=${tasks%%[(,]*}
+if [ "$tasks" -gt 1 ] && [ "$(wc -w <<<"$devices")" -gt 1 ]; then
+    devices=$(tr ' ' '\n' <<<"$devices" | awk -v n="$tasks" -v me="${SLURM_LOCALID:-0}" '(NR - 1) % n == me')
+    [ -n "$devices" ] || { echo "run-workers: more tasks than GPUs on this node, nothing to do for task $SLURM_LOCALID" >&2; exit 0; }
+fi
 
 # The keeper of one worker: start it, and start it again with a growing pause. A wrong use (status 2) is no better the second time.
 keep() {

@@ -22,14 +22,16 @@ import egg_history
 import egg_model
 import egg_net
 import egg_train
-from egg_net import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
+import egg_wire
+import egg_worker
+from egg_wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
 
 HERE = pathlib.Path(__file__).parent
 SPAWN = multiprocessing.get_context("spawn")
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=128,
-                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3)
+                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, DIGEST_EVERY=1, AUDIT_RATE=0.0)
 
 
 class FakeEngine:
@@ -42,12 +44,12 @@ class FakeEngine:
         self.load(egg_model.initial_state(cfg))
 
     def load(self, state):
-        self.weights, self.step, self.seed = state.weights[:8].copy(), state.step, state.seed
+        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
         self.loads += 1
 
     def state(self):
-        nothing = np.zeros((0, 3), np.float32)
-        return egg_model.State(self.cfg, self.weights.copy(), nothing, np.zeros(0, np.int8), self.step, self.seed)
+        weights = np.concatenate([self.weights, self.whole.weights[8:]])
+        return egg_model.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
 
     def evaluate(self, first, count):
         assert first % 2 == count % 2 == 0 and count > 0
@@ -137,14 +139,13 @@ class Peer:
     """A worker spoken byte by byte."""
 
     def __init__(self, port, cfg=CFG):
-        self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
+        self.cfg, self.link = cfg, egg_worker.Link(cfg, "127.0.0.1", port)
 
     def ask(self, step):
-        self.link.send(egg_net.frame(JOB_REQUEST, egg_net.REQUEST.pack(0, step, 0)))
+        self.link.send(egg_wire.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0)))
 
     def answer(self, timeout=5):
-        self.link.sock.settimeout(timeout)
-        return self.link.response()
+        return self.link.response(timeout)
 
     def chunk(self, step):
         self.ask(step)
@@ -154,8 +155,8 @@ class Peer:
 
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
         packed = egg_model.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
-        head = egg_net.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
-        self.link.send(egg_net.frame(RESULT, head, packed))
+        head = egg_wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
+        self.link.send(egg_wire.frame(RESULT, head, packed))
 
     def silent(self, seconds=0.15):
         """Nothing comes, and the connection stays."""
@@ -182,7 +183,7 @@ def until(condition, seconds=10):
 
 def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
     options.update(retry=retry, console=egg_net.Console(lines or Lines()))
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
+    thread = threading.Thread(target=egg_worker.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
     thread.start()
     return thread
 
@@ -190,23 +191,23 @@ def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
 # --- frames ---------------------------------------------------------------------------------------------------------------
 
 def test_frames_are_those_of_the_specification():
-    assert egg_net.frame(JOB_REQUEST, egg_net.REQUEST.pack(1, 2, 0)).hex() == (
+    assert egg_wire.frame(JOB_REQUEST, egg_wire.REQUEST.pack(1, 2, 0)).hex() == (
         "4a4f4253" "01" "00" "00000018" "0000000000000001" "0000000000000002" "0000000000000000")
-    assert egg_net.frame(RESULT, egg_net.RESULT_HEAD.pack(1, 2, 3, 4, -1, 2), b"ab").hex() == (
+    assert egg_wire.frame(RESULT, egg_wire.RESULT_HEAD.pack(1, 2, 3, 4, -1, 2), b"ab").hex() == (
         "4a4f4253" "01" "01" "0000002e" "0000000000000001" "0000000000000002" "0000000000000003" "0000000000000004"
         "ffffffffffffffff" "00000002" "6162")
-    assert egg_net.frame(JOB_RESPONSE, egg_net.RESPONSE.pack(42, 1, NOTHING, 0)).hex() == (
+    assert egg_wire.frame(JOB_RESPONSE, egg_wire.RESPONSE.pack(42, 1, NOTHING, 0)).hex() == (
         "4a4f4253" "01" "02" "0000001c" "000000000000002a" "0000000000000001" "ffffffffffffffff" "00000000")
-    assert egg_net.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
+    assert egg_wire.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
 
 
 def test_frames_come_out_whole_however_the_bytes_arrive():
-    limits, buffer, got = egg_net.frame_limits(CFG), bytearray(), []
+    limits, buffer, got = egg_wire.limits(CFG), bytearray(), []
     sent = [(LOG_MESSAGE, b"text"), (JOB_REQUEST, bytes(24)), (99, b"from a newer peer"), (LOG_MESSAGE, b"")]
-    for byte in b"".join(egg_net.frame(*s) for s in sent):
+    for byte in b"".join(egg_wire.frame(*s) for s in sent):
         buffer.append(byte)
-        while one := egg_net.next_frame(buffer, limits):
-            got.append(one)
+        while one := egg_wire.next_frame(buffer, limits):
+            got.append(one[1:])
     assert got == sent and not buffer
 
 
@@ -215,17 +216,17 @@ GOOD = egg_model.pack_ternary(np.ones(16, np.int8))
 
 def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
     size = len(packed) if size is None else size
-    return egg_net.frame(RESULT, egg_net.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
+    return egg_wire.frame(RESULT, egg_wire.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
 
 
 REFUSED = {
     "wrong magic": b"GET / HTTP/1.1\r\n\r\n",
-    "protocol version 2": b"JOBS\x02\x00" + bytes([0, 0, 0, 24]) + bytes(24),
-    "JOB_REQUEST of 23 bytes, allowed 24": egg_net.frame(JOB_REQUEST, bytes(23)),
+    "protocol version 3, here 1 or 2": b"JOBS\x03\x00" + bytes([0, 0, 0, 24]) + bytes(24),
+    "JOB_REQUEST of 23 bytes, allowed 24": egg_wire.frame(JOB_REQUEST, bytes(23)),
     "RESULT of 49 bytes, allowed 44 to 48": result_frame(packed=GOOD + b"\0"),
-    "RESULT of 43 bytes": egg_net.frame(RESULT, bytes(43)),
-    "LOG_MESSAGE of 1000000 bytes": egg_net.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
-    "opcode 77 of 4000000000 bytes": egg_net.HEADER.pack(b"JOBS", 1, 77, 4000000000),
+    "RESULT of 43 bytes": egg_wire.frame(RESULT, bytes(43)),
+    "LOG_MESSAGE of 1000000 bytes": egg_wire.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
+    "opcode 77 of 4000000000 bytes": egg_wire.HEADER.pack(b"JOBS", 1, 77, 4000000000),
     "RESULT says 3 bytes of fitness and carries 4": result_frame(size=3),
     "3 bytes of fitness where 16 values need 4": result_frame(packed=GOOD[:3]),
     "byte 250 is not five ternary digits": result_frame(packed=b"\xfa" + GOOD[1:]),
@@ -235,8 +236,8 @@ REFUSED = {
     "wrong chunk: RESULT for member 128": result_frame(position=128),
     "wrong figures": result_frame(updates=1 << 60),
     "wrong figures: sum of losses": result_frame(loss=-(1 << 63)),
-    "wrong validation": egg_net.frame(VALIDATION, egg_net.VALIDATED.pack(0, 0, 0, 1.0)),
-    "wrong validation: nan": egg_net.frame(VALIDATION, egg_net.VALIDATED.pack(0, 1, 0, float("nan"))),
+    "wrong validation": egg_wire.frame(VALIDATION, egg_wire.VALIDATED.pack(0, 0, 0, 1.0)),
+    "wrong validation: nan": egg_wire.frame(VALIDATION, egg_wire.VALIDATED.pack(0, 1, 0, float("nan"))),
 }
 
 
@@ -266,8 +267,8 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
     with Server(tmp_path) as server:
         half, peer = Peer(server.port), Peer(server.port)
         half.link.send(b"JOBS\x01")
-        peer.link.send(egg_net.frame(200, b"hello from the future"))
-        peer.link.send(egg_net.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
+        peer.link.send(egg_wire.frame(200, b"hello from the future"))
+        peer.link.send(egg_wire.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
         assert peer.chunk(0) == 0
         assert "  [31mred text\n  Step 5 | fake\n" in server.lines.text and "\x1b" not in server.lines.text
 
@@ -336,7 +337,7 @@ def test_duplicate_results_count_once(tmp_path):
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server.port)
-        peer.link.send(egg_net.frame(VALIDATION, egg_net.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
+        peer.link.send(egg_wire.frame(VALIDATION, egg_wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
@@ -468,22 +469,22 @@ class FakeCoordinator:
         with sock:
             while data := sock.recv(1 << 16):
                 buffer += data
-                while got := egg_net.next_frame(buffer, egg_net.frame_limits(CFG)):
-                    self.requests.append(got)
-                    if got[0] == JOB_REQUEST:
+                while got := egg_wire.next_frame(buffer, egg_wire.limits(CFG)):
+                    self.requests.append(got[1:])
+                    if got[1] == JOB_REQUEST:
                         if not self.responses:
                             return
                         sock.sendall(self.responses.pop(0))
 
 
 def response(seed, step, position, packed=b""):
-    return egg_net.frame(JOB_RESPONSE, egg_net.RESPONSE.pack(seed, step, position, len(packed)), packed)
+    return egg_wire.frame(JOB_RESPONSE, egg_wire.RESPONSE.pack(seed, step, position, len(packed)), packed)
 
 
 def serve_fake(engine, *responses):
     """Requests and results that the worker sent while it was given these responses."""
     fake = FakeCoordinator(*responses)
-    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, console=egg_net.Console(Lines()))
+    chunks = egg_worker.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1, console=egg_net.Console(Lines()))
     return chunks, fake.requests
 
 
@@ -495,11 +496,11 @@ def test_the_worker_serves_a_coordinator_that_polls():
                                   response(seed1, 1, 0, egg_model.pack_ternary(fitness)), response(seed1, 1, NOTHING),
                                   response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
-    results = [egg_net.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
+    results = [egg_wire.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
     losses = FakeEngine.evaluate(engine, 64, 32)
     assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
     assert [p for op, p in requests if op == RESULT][0][44:] == egg_model.pack_ternary(egg_model.chunk_fitness(losses, CFG))
-    asked = [egg_net.REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
+    asked = [egg_wire.REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
 
 
@@ -521,8 +522,8 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
 @pytest.mark.parametrize("reason, answer", [
     ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
-    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", egg_net.frame(JOB_RESPONSE, bytes(1000))),
-    ("says 9 bytes of fitness and carries 2", egg_net.frame(JOB_RESPONSE, egg_net.RESPONSE.pack(42, 1, 0, 9), b"ab")),
+    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", egg_wire.frame(JOB_RESPONSE, bytes(1000))),
+    ("says 9 bytes of fitness and carries 2", egg_wire.frame(JOB_RESPONSE, egg_wire.RESPONSE.pack(42, 1, 0, 9), b"ab")),
     ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
     ("it hands out member 33", response(42, 0, 33)),
     ("it hands out member 128", response(42, 0, 128)),
@@ -539,7 +540,7 @@ def test_unreachable_hosts_are_one_line():
     for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
                         ("127.0.0.1", "no coordinator at")):
         with pytest.raises(egg_net.NetError, match=words) as caught:
-            egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
+            egg_worker.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
         assert "\n" not in str(caught.value)
 
 
@@ -551,7 +552,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
         server.stop()
         thread.join(1.5)
         assert not thread.is_alive()
-    worker = egg_net.Worker(CFG, engine, None, None, None, False, None)
+    worker = egg_worker.Worker(CFG, engine, None, None, None, False, None)
     for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
         for _ in range(8):
             worker._measure(worker.slice, worker.slice / speed)
@@ -706,7 +707,7 @@ def test_load_dir_continues_here_or_elsewhere(tmp_path):
 def golden_a():
     """(Config, recorded arrays) of golden configuration A."""
     recorded = np.load(HERE / "golden" / "A.npz")
-    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0), recorded
+    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0), recorded
 
 
 @pytest.fixture(scope="module")
@@ -801,7 +802,7 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     with server:
         until(flag.exists, 60)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.done) == 7, 60)
+        until(lambda: len(server.coordinator.work.done) == 7, 60)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
         until(lambda: server.run.step == 4, 30)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
@@ -831,9 +832,9 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
 
 # --- the coordinator as a command, and training ------------------------------------------------------------------------------
 
-def coordinator_process(directory, port=0):
-    """A coordinator on CFG in a process of its own: (process, port)."""
-    constants = CFG.constants()
+def coordinator_process(directory, port=0, cfg=CFG):
+    """A coordinator in a process of its own: (process, port)."""
+    constants = cfg.constants()
     program = ("import sys, egg_net, egg_config\n"
                f"cfg = egg_config.make(**{constants!r})\n"
                "try:\n"
