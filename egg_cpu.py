@@ -361,7 +361,7 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     values int8 [rows, H] begin at cache_row; a uint8 [rows, H] (+ 128) is filled.
 
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of byte limbs."""
-    H, D = c.H, c.D
+    D = c.D
     context = start + n
     columns = (context + PANEL - 1) // PANEL * PANEL
     packed_k, packed_v = np.zeros(columns * D, np.int8), np.zeros(columns * D, np.int8)
@@ -722,18 +722,6 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
         votes[i] = s
 
 
-class Optimizer(NamedTuple):
-    """float32 constants of the update; sgd: 1 where OPTIMIZER is "sgd", with lr then the factor of a vote."""
-    sgd: int
-    lr: float
-    beta1: float
-    one_less_beta1: float
-    beta2: float
-    one_less_beta2: float
-    eps: float
-    decay: float
-
-
 @njit
 def move(o, vote, weight, moments):
     """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place."""
@@ -871,9 +859,9 @@ class CpuEngine:
                 votes = np.empty((1, t.cols), np.int32)
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]), t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            group = 4 if t.matrix else 1
-            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, optimizer(cfg, lr, t.lr_scale), w, row, group, votes,
-                                                                           self._moments, changed_rows, changed_cols), 4 * t.size))
+            group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t.lr_scale)
+            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, self._moments, changed_rows,
+                                                                           changed_cols), 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
@@ -933,15 +921,6 @@ class CpuEngine:
             token = choose_token(c, tables, z[0], seen, s.penalty, s.temp, s.floor, egg_model.sampling_random(seed, start - 1))
             yield int(token)
             new = np.array([[token]], np.int32)
-
-
-def optimizer(cfg, lr, lr_scale):
-    """The Optimizer constants of one array for learning rate `lr`."""
-    lr = f32(f32(lr) * f32(lr_scale)) if lr_scale != 1.0 else f32(lr)
-    sgd = cfg.OPTIMIZER == "sgd"
-    b1, b2 = f32(cfg.ADAM_BETA1), f32(cfg.ADAM_BETA2)
-    return Optimizer(int(sgd), f32(float(lr) / cfg.N_PAIRS ** 0.5) if sgd else lr, b1, f32(f32(1) - b1), b2, f32(f32(1) - b2),
-                     f32(cfg.ADAM_EPS), f32(cfg.ADAM_WEIGHT_DECAY))
 
 
 def warm_up(cfg, say=print):

@@ -288,7 +288,7 @@ def unpack_ternary(data, count):
 _DIGITS = np.array([[(0, 1, -1)[b // 3 ** k % 3] for k in range(5)] for b in range(243)], np.int8)
 
 
-# --- loss, windows, sampling: what both engines are told -----------------------------------------------------------------
+# --- loss, windows, optimizer, sampling: what both engines are told -----------------------------------------------------------------
 
 def log_unit(cfg):
     """Loss units (1/256 logit) in one octave of Q, with 16 fractional bits: the factor of log2 in LOSS = "exact"."""
@@ -305,6 +305,28 @@ def windows(cfg, tokens, step, first_pair, pairs):
     """int32 [pairs, SEQ_LEN + 1]: inputs and targets of each pair's window."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
     return np.asarray(tokens[starts[:, None] + np.arange(cfg.SEQ_LEN + 1)], np.int32)
+
+
+class Optimizer(NamedTuple):
+    """float32 constants of the update; sgd: 1 where OPTIMIZER is "sgd", with lr then the factor of a vote."""
+    sgd: int
+    lr: float
+    beta1: float
+    one_less_beta1: float
+    beta2: float
+    one_less_beta2: float
+    eps: float
+    decay: float
+
+
+def optimizer(cfg, lr, lr_scale):
+    """The Optimizer constants of one array for learning rate `lr`."""
+    lr = np.float32(np.float32(lr) * np.float32(lr_scale)) if lr_scale != 1.0 else np.float32(lr)
+    sgd = cfg.OPTIMIZER == "sgd"
+    b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
+    one = np.float32(1)
+    return Optimizer(int(sgd), np.float32(float(lr) / cfg.N_PAIRS ** 0.5) if sgd else lr, b1, one - b1, b2, one - b2,
+                     np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY))
 
 
 class Sampling(NamedTuple):

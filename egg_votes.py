@@ -13,7 +13,6 @@ from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 
 import egg_model
-from egg_cpu import optimizer
 from egg_kernels import build_noise
 from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
                      shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
@@ -127,7 +126,7 @@ def build(cfg, wgmma):
     pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
     masks, gaussian, sgd = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd"
     noise = build_noise(cfg).noise
-    o = optimizer(cfg, 1.0, 1.0)
+    o = egg_model.optimizer(cfg, 1.0, 1.0)
     beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
     beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
