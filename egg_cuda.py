@@ -77,9 +77,11 @@ def limits(gpu):
     return gpu.compute_capability, egg_ptx.shared_limit(gpu)
 
 
-def kernels(cfg, cc, shared_limit, token_type):
-    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all)."""
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit)
+def kernels(cfg, cc, shared_limit, token_type, silent=False):
+    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all).
+
+    silent: evaluation without noise (egg_kernels.build_noise)."""
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
     own = egg_votes.build(cfg, cc[0] == 9) | build(cfg, token_type)
     made = {name: cuda.jit(function) for name, (function, _) in own.items()}
     every = [(name, made[name], signature, egg_votes.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
@@ -88,7 +90,7 @@ def kernels(cfg, cc, shared_limit, token_type):
 
 def compile_all(every, directory, what, job):
     """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where something is compiled.
-    job: (cfg, device, name of the token type), for the processes that help. Returns the seconds it took."""
+    job: (cfg, device, name of the token type, silent), for the processes that help. Returns the seconds it took."""
     started = time.monotonic()
     paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
     missing, keep = sum(not path.exists() for path in paths), True
@@ -141,10 +143,10 @@ def _tell(text):
 
 def compile_share():
     """A compiling process: its share comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
-    (cfg, device, token_type), share = pickle.load(sys.stdin.buffer)
+    (cfg, device, token_type, silent), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu = cuda.get_current_device()
-    every = kernels(cfg, *limits(gpu), getattr(types, token_type))[2]
+    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
     for i, path in share:
         _, dispatcher, signature, _ = every[i]
         dispatcher._cache = KernelCache(path)
@@ -284,9 +286,10 @@ class CudaEngine:
     """The verbs of an engine (see egg_cpu.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits
-    easily, else windows are cut on the host. Raises ValueError (one line) where the device is missing or too small."""
+    easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises ValueError (one line) where the
+    device is missing or too small."""
 
-    def __init__(self, cfg, tokens=None, device=0):
+    def __init__(self, cfg, tokens=None, device=0, silent=False):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -296,9 +299,9 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type)
-        directory = cache_directory(cfg, gpu) / token_type.name
-        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name))
+        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type, silent)
+        directory = cache_directory(cfg, gpu) / (token_type.name + ("-silent" if silent else ""))
+        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name, silent))
         self._forward.tables()
         self._reserve()
         self.load(egg_model.initial_state(cfg))
@@ -510,10 +513,14 @@ def bench(cfg, tokens, device):
               f"{count / seconds * work / peak:.1%} of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
 
     chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-    rate("evaluation of a chunk", chunk, _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE)))
+    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("evaluation of a chunk", chunk, noisy)
+    silent_engine = CudaEngine(cfg, tokens, device, silent=True)
+    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("the same without noise", chunk, silent)
+    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
     windows = egg_model.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))
-    # its kernels are those of the general path, so the difference is not what noise costs
-    rate("validation, without noise", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
+    rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in egg_model.tensors(cfg) if t.matrix)

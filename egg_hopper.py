@@ -19,7 +19,7 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 import egg_model
 import egg_ptx
 from egg_kernels import (A8, A32, A64, AU32, PLAN, TILE, aligned, amax_scale, blocks, build_noise, byte, clip, device,
-                         loss_function, pack4, quad_max, quad_sum, quantise, vector_function)
+                         loss_function, pack4, pack_quad, quad_max, quad_sum, quantise, vector_function)
 
 SEQ_LEN, HIDDEN_DIM = 64, 256
 ROW_WORDS = 2 * SEQ_LEN * HIDDEN_DIM // 4        # int32 words of a pair's activations of width H
@@ -63,22 +63,58 @@ def _copies(cfg):
     return 32 if _exp_entries(cfg) <= 96 else 8
 
 
+def _loudest(cfg):
+    """Largest size of a noise value."""
+    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+
+
+def _fits(cfg, bits, most=0):
+    """Whether accumulator, noise and `most` << bits, all scaled by the noise's shift, stay well inside int32. As floor(floor(x) / 2^k) =
+    floor(x / 2^k), the noise's shift and one that follows it are then one, and a multiply-add takes the place of each shift and sum."""
+    largest = HIDDEN_DIM * 127 * ((127 << cfg.NOISE_SHIFT) + _loudest(cfg) ** 2) + (most << bits)
+    return cfg.ADAPTIVE_NOISE_MODE < 2 and bits <= 30 and largest < 2 ** 30 - 2 ** 24
+
+
+def _load4(nz):
+    """Device function: four words of noise from a shared address."""
+    SILENT = nz.silent
+
+    @device
+    def load4(address):
+        if SILENT:
+            return int32(0), int32(0), int32(0), int32(0)
+        return egg_ptx.load_shared4(address)
+    return load4
+
+
 def _level_function(cfg):
     """below(top, a, -s, n) = top - level, where level is an int32 of accumulator a, signed sb and column noise whose `shift`-fold right
-    shift is the logit: scaled by the noise's shift where that fits (multiply-adds instead of shifts), as
-    floor(floor(a) / 2^k) = floor(a / 2^k). Returns below, shift."""
-    SHIFT = cfg.NOISE_SHIFT
-    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-    largest = HIDDEN_DIM * 127 * ((127 << SHIFT) + loudest * loudest)
-    fits = cfg.ADAPTIVE_NOISE_MODE < 2 and cfg.SHIFT_LOGIT + SHIFT <= 30 and largest < 2 ** 30 - 2 ** 24
+    shift is the logit. Returns below, shift."""
+    NOISE_SHIFT = cfg.NOISE_SHIFT
+    fits = _fits(cfg, cfg.SHIFT_LOGIT + NOISE_SHIFT)
 
     @device
     def below(top, a, minus, n):
         if fits:
-            return int32(int32(top + int32(a * int32(-(1 << SHIFT)))) + int32(minus * n))
-        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(SHIFT))))
+            return int32(int32(top + int32(a * int32(-(1 << NOISE_SHIFT)))) + int32(minus * n))
+        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(NOISE_SHIFT))))
 
-    return below, cfg.SHIFT_LOGIT + (SHIFT if fits else 0)
+    return below, cfg.SHIFT_LOGIT + (NOISE_SHIFT if fits else 0)
+
+
+def _shifted_function(cfg, shift, most):
+    """shifted(a, s, n, e, 2^NOISE_SHIFT) = ((a + (s * n >> NOISE_SHIFT)) >> shift) + e / scale, for accumulator a, signed sb, column
+    noise and an e that is at most `most` times scale. Returns shifted, scale."""
+    NOISE_SHIFT, bits = cfg.NOISE_SHIFT, cfg.NOISE_SHIFT + shift
+    fits = _fits(cfg, bits, most)
+
+    @device
+    def shifted(a, s, n, e, unit):
+        if fits:
+            return int32(int32(int32(a * unit) + int32(int32(s * n) + e)) >> int32(bits))
+        return int32(int32(int32(a + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(shift)) + e)
+
+    return shifted, 1 << bits if fits else 1
 
 
 def _head_kernel(cfg, nz):
@@ -91,7 +127,7 @@ def _head_kernel(cfg, nz):
     EXPS = (MOST + 1) * COPIES
     LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
     HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # minus this: the accumulator of columns beyond the vocabulary
-    noise, scaled = nz.noise, nz.scaled
+    noise, scaled, four = nz.noise, nz.scaled, _load4(nz)
     position_loss = loss_function(cfg)
     (start, done), descriptor = _wgmma_tile(), _descriptor()
     SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
@@ -184,7 +220,7 @@ def _head_kernel(cfg, nz):
             at_noise = egg_ptx.shared_address(column, here) + q * 16
             if step < TILES:
                 for j in range(8):
-                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    n = four(at_noise + j * 64)
                     top0 = int32(max(max(top0, noisy(acc[8 * j], s0, n[0])), noisy(acc[8 * j + 1], s0, n[1])))
                     top0 = int32(max(max(top0, noisy(acc[8 * j + 4], s0, n[2])), noisy(acc[8 * j + 5], s0, n[3])))
                     top1 = int32(max(max(top1, noisy(acc[8 * j + 2], s1, n[0])), noisy(acc[8 * j + 3], s1, n[1])))
@@ -195,7 +231,7 @@ def _head_kernel(cfg, nz):
             else:
                 e0, e1 = uint32(0), uint32(0)
                 for j in range(8):
-                    n = egg_ptx.load_shared4(at_noise + j * 64)
+                    n = four(at_noise + j * 64)
                     for k in range(4):
                         i = 8 * j + (k >> 1) * 4 + (k & 1)
                         d = min(uint32(uint32(below(top0, acc[i], minus0, n[k])) >> uint32(SHIFT)), uint32(MOST))
@@ -277,12 +313,11 @@ def _norm_kernel(cfg, nz, streams):
     """n = ln(h) and the sums sb of n with `streams` input noises. Launch [pairs], 256 threads; a warp has 16 rows, four lanes two of
     them. plan as egg_kernels._rows_kernel."""
     H, MODE = HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
-    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-    FLOAT = MODE < 2 and 127 * (128 + (loudest * loudest >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 22     # (|p| + 1/2) / mean is then exact
+    FLOAT = MODE < 2 and 127 * (128 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 22     # (|p| + 1/2) / mean is then exact
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
-    FACTORS = streams * H if MODE == 2 else 1
+    FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
     vector = vector_function(cfg, nz, True)
-    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+    noise, factor, input_coefficient, input_term, whole_factor = nz.noise, nz.factor, nz.input_coefficient, nz.input_term, nz.whole
 
     @device
     def divided(p, mean, reciprocal, half):
@@ -301,18 +336,24 @@ def _norm_kernel(cfg, nz, streams):
     @cuda.jit(launch_bounds=256)
     def norm(call, plan, weights, overlay, job, offset, s_stride, h, n, sb):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
+        packed_noise = cuda.shared.array(192, int32)         # [stream][H / 4]
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         table[t], table[H + t] = vector(weights, overlay, plan, p, seed, t)
         table[2 * H + t], table[3 * H + t] = vector(weights, overlay, plan, p + 4, seed, t)
-        for s in range(streams):
+        whole = int32(1)
+        for s in range(SUMMED):
             stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
             entry = overlay[plan[p + 13 + 2 * s] + t]
+            whole = int32(whole & whole_factor(entry))
             table[AT_C + s * H + t] = input_coefficient(entry, stream, t)
+            word = pack_quad(noise(stream, t))
+            if t & 3 == 0:
+                packed_noise[s * (H // 4) + (t >> 2)] = word
             if MODE == 2:
                 factors[s * H + t] = factor(entry, stream, t)
-        cuda.syncthreads()
+        whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         lane = t & 31
         row = (t >> 5) * 16 + (lane >> 2)
         at = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
@@ -338,12 +379,18 @@ def _norm_kernel(cfg, nz, streams):
                 mean, reciprocal, nudge = (mean0, reciprocal0, half0) if half == 0 else (mean1, reciprocal1, half1)
                 for k in range(4):
                     x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal, nudge) + b[k]))
-                n[uint64(at + half * (2 * H) + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
-                for s in range(streams):
-                    c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
-                    for k in range(4):
-                        f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
-                        sums[3 * half + s] = int32(sums[3 * half + s] + input_term(x[k], c[k], f))
+                word = pack4(x[0], x[1], x[2], x[3])
+                n[uint64(at + half * (2 * H) + piece * 32)] = word
+                if whole:
+                    for s in range(SUMMED):
+                        c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
+                        sums[3 * half + s] = egg_ptx.dp4a(word, c4, sums[3 * half + s])
+                else:
+                    for s in range(SUMMED):
+                        c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
+                        for k in range(4):
+                            f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                            sums[3 * half + s] = int32(sums[3 * half + s] + input_term(x[k], c[k], f))
         for half in range(2):
             for s in range(streams):
                 total = quad_sum(sums[3 * half + s])
@@ -357,18 +404,20 @@ def _up_kernel(cfg, nz):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a
     block takes every gridDim-th two pairs. plan as egg_kernels._product_kernel. u words: [pair][8 blocks][core matrices of 128 rows,
     128 bytes]."""
-    H, SHIFT, NOISE_SHIFT = HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
+    H, NOISE_SHIFT = HIDDEN_DIM, cfg.NOISE_SHIFT
     TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
     AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = vector_function(cfg, nz, True)
     (start, done), descriptor = _wgmma_tile(), _descriptor()
+    shifted, SCALE = _shifted_function(cfg, cfg.SHIFT_MLP_UP, 256 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR))
+    four = _load4(nz)
 
     @cuda.jit(launch_bounds=512)
     def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
         sm = cuda.shared.array(0, int32)
         table = cuda.shared.array(0, int8)                   # [x + 128][lane][4] behind the tiles: a look-up has no bank conflicts
-        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias + 128][128]
+        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, (bias + 128) * SCALE][128]
         barriers = cuda.shared.array(16, int64)              # full, empty; then full, empty of each warpgroup's rows
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
@@ -392,6 +441,7 @@ def _up_kernel(cfg, nz):
         for i in range(t, 256 * 32, 512):
             table[AT_TABLE + i * 4] = gelu[((i >> 5) - 128) & 255]
         at_lane = uint32(AT_TABLE + lane * 4)
+        noise_unit = int32(int32(cuda.gridDim.y) << int32(NOISE_SHIFT))      # gridDim.y is 1; of a constant ptxas would make shifts and sums
         cuda.syncthreads()
         unit = 2 * cuda.blockIdx.x + (group >> 1)
         if steps > 0:
@@ -422,7 +472,7 @@ def _up_kernel(cfg, nz):
             stream = uint32(seed + seed_a)
             column[here + c] = scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i)
             plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
-            column[here + 128 + c] = int32((minus if member else plus) + int32(128))
+            column[here + 128 + c] = int32(int32((minus if member else plus) + int32(128)) * int32(SCALE))
             s0, s1 = int32(sb[uint64(unit * 128 + row)] * sign), int32(sb[uint64(unit * 128 + row + 8)] * sign)
             egg_ptx.named_barrier(1 + group, 128)
             done(acc)
@@ -439,13 +489,12 @@ def _up_kernel(cfg, nz):
                     egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
                     egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
             for j in range(8):
-                n, b = egg_ptx.load_shared4(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
+                n, b = four(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
                 for half in range(2):
                     s = s0 if half == 0 else s1
                     for k in range(4):
                         i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                        v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
-                        v = min(max(int32(int32(v >> int32(SHIFT)) + b[k]), int32(1)), int32(255))
+                        v = min(max(shifted(acc[i], s, n[k], b[k], noise_unit), int32(1)), int32(255))
                         acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
                     i = 8 * j + half * 2
                     u[uint64(to + half * H + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
@@ -483,7 +532,9 @@ def _wide_kernel(cfg, nz, kind):
     ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
     MODE = cfg.ADAPTIVE_NOISE_MODE
     COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
-    noise, scaled, factor, input_coefficient, input_fold = nz.noise, nz.scaled, nz.factor, nz.input_coefficient, nz.input_fold
+    SILENT = nz.silent
+    noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, _load4(nz)
+    input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = vector_function(cfg, nz, True)
     (start, done), descriptor = _wgmma_tile(K), _descriptor(K)
 
@@ -505,8 +556,8 @@ def _wide_kernel(cfg, nz, kind):
         fill(base, bar, stage, step + STAGES, first, every, x, packed, at)
 
     @device
-    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member):
-        """The noise of column c, and for "down" its bias and the input side, for one member's 256 threads."""
+    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member, whole):
+        """The noise of column c, and for "down" its bias and the input side (whole: as bytes), for one member's 256 threads."""
         stream = uint32(seed + uint32(plan[p + 1]))
         column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
         if DOWN:
@@ -515,7 +566,12 @@ def _wide_kernel(cfg, nz, kind):
             stream = uint32(seed + uint32(plan[p + 8]))
             for i in range(c, 4 * H, 256):
                 entry = overlay[plan[p + 9] + i]
-                coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
+                if whole:
+                    word = pack_quad(noise(stream, i))
+                    if c & 3 == 0:
+                        coefficient[member * (4 * H) + (i >> 2)] = word
+                else:
+                    coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
                 if MODE == 2:
                     factors[member * (4 * H) + i] = factor(entry, stream, i)
         egg_ptx.named_barrier(1 + member, 256)
@@ -526,10 +582,19 @@ def _wide_kernel(cfg, nz, kind):
         return egg_ptx.whole_64ths(int32(int32(x * c) + pb))
 
     @device
-    def add_sums(total, sm, at, chunk, coefficient, factors, t, member):
-        """total + this thread's share of sb (in 64ths in mode 1) for one row, t // 4 of the member, over the block of hidden units at
-        word `at`."""
+    def add_sums(total, sm, at, chunk, coefficient, factors, t, member, whole):
+        """total + this thread's share of sb (in 64ths in mode 1, unless whole) for one row, t // 4 of the member, over the block of
+        hidden units at word `at`."""
+        if SILENT:
+            return total
         lane = t & 31
+        if whole:
+            at_c, where = member * (4 * H) + chunk * 8 + (lane & 3), at + (t >> 5) * H + lane
+            for piece in range(2):
+                for sub in range(4):
+                    total = egg_ptx.dp4a(sm[uint32(where + sub * 64 + piece * 32)], coefficient[uint32(at_c + sub * 64 + piece * 4)],
+                                         total)
+            return total
         address = egg_ptx.shared_address(coefficient, member * (4 * H) + chunk * 32 + (lane & 3) * 4)
         where = at + (t >> 5) * H + lane
         pb = cuda.local.array(4, int32)
@@ -578,7 +643,10 @@ def _wide_kernel(cfg, nz, kind):
         if QKV:
             for i in range(t, T * D, 512):
                 sm[AT_ROPE // 4 + (i // D) * ROPE_ROW + i % D] = rope[i]
-        cuda.syncthreads()
+        whole = int32(1)
+        if DOWN:
+            whole = int32(whole_factor(overlay[plan[p + 9] + t]) & whole_factor(overlay[plan[p + 9] + t + 512]))
+        whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         steps = 0
         if first < pairs:
             steps = ((pairs - 1 - first) // every + 1) * CHUNKS
@@ -604,18 +672,16 @@ def _wide_kernel(cfg, nz, kind):
                 s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
                 s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
             seed = uint32(base_seed + uint32(unit))
-            if DOWN and chunk == 0:
-                total = int32(0)
-                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member)
             egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
             a_desc = descriptor(base + stage * STAGE + member * (A_BYTES // 2))
             b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * (B_BYTES // 2))
             start(acc, a_desc, b_desc, int32(chunk))
-            if not DOWN:                                     # while the tensor cores work
-                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member)
+            if chunk == 0:                                   # while the tensor cores work
+                total = int32(0)
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member, whole)
             if DOWN:
                 at_u = (stage * STAGE + member * (A_BYTES // 2)) // 4
-                total = add_sums(total, sm, at_u, chunk, coefficient, factors, t & 255, member)
+                total = add_sums(total, sm, at_u, chunk, coefficient, factors, t & 255, member, whole)
             done(acc)
             if DOWN or lane == 0:                            # every lane of add_sums has read the stage; else one speaks for its warp
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
@@ -624,7 +690,7 @@ def _wide_kernel(cfg, nz, kind):
             if chunk == CHUNKS - 1:
                 if DOWN:
                     total = quad_sum(total)
-                    if MODE == 1:
+                    if MODE == 1 and not whole:
                         total = int32(total >> int32(6))
                     if q == 0:
                         row_sums[member * 64 + ((t & 255) >> 2)] = total
@@ -635,11 +701,20 @@ def _wide_kernel(cfg, nz, kind):
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
                 top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
                 for j in range(8):
-                    n = egg_ptx.load_shared4(at_noise + j * 64)
-                    for k in range(4):
-                        i = 8 * j + (k >> 1) * 4 + (k & 1)
-                        acc[i] = int32(acc[i] + int32(int32(s0 * n[k]) >> int32(NOISE_SHIFT)))
-                        acc[i + 2] = int32(acc[i + 2] + int32(int32(s1 * n[k]) >> int32(NOISE_SHIFT)))
+                    n = four(at_noise + j * 64)
+                    if DOWN:
+                        b = egg_ptx.load_shared4(at_bias + j * 64)
+                    for half in range(2):
+                        s = s0 if half == 0 else s1
+                        word = int32(0) if QKV else h[uint64(to + j * 32 + half * (2 * H))]
+                        for k in range(4):
+                            i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                            v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                            if not QKV:
+                                v = int32(byte(word, k) + int32(v >> int32(SHIFT)))
+                            if DOWN:
+                                v = int32(v + b[k])
+                            acc[i] = v
                 if QKV:
                     if which < 2:
                         at_rope = base + AT_ROPE + ((row & 63) * ROPE_ROW) * 4
@@ -650,20 +725,6 @@ def _wide_kernel(cfg, nz, kind):
                                 i = 8 * j + 2 * half
                                 acc[i], acc[i + 1] = turn(acc[i], acc[i + 1], r[0], r[1])
                                 acc[i + 4], acc[i + 5] = turn(acc[i + 4], acc[i + 5], r[2], r[3])
-                else:
-                    for j in range(8):
-                        for half in range(2):
-                            word = h[uint64(to + j * 32 + half * (2 * H))]
-                            for k in range(4):
-                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                acc[i] = int32(byte(word, k) + int32(acc[i] >> int32(SHIFT)))
-                    if DOWN:
-                        for j in range(8):
-                            b = egg_ptx.load_shared4(at_bias + j * 64)
-                            for k in range(4):
-                                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                                acc[i] = int32(acc[i] + b[k])
-                                acc[i + 2] = int32(acc[i + 2] + b[k])
                 for j in range(16):
                     top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
                     top1, low1 = (int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])),
@@ -721,7 +782,7 @@ def _attention_kernel(cfg, nz):
     MOST, COPIES, LIMBS, LOWEST = _exp_entries(cfg) - 1, _copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
     EXPS, QUERY, FACTORS = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1
     HALF, BELOW_ONE = 2 * MEMBER_BYTES, 1 - 2.0 ** -22
-    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+    factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, _load4(nz)
 
     @device
     def quotient(num, den, reciprocal):
@@ -825,7 +886,7 @@ def _attention_kernel(cfg, nz):
                             r = egg_ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
                     for k in range(4):
                         o[tile * 4 + k] = r[k]
-                c = egg_ptx.load_shared4(at_c + channel * 4)
+                c = four(at_c + channel * 4)
                 for half in range(2):
                     for k in range(4):
                         m = (k >> 1) * 4 + half * 2 + (k & 1)
@@ -880,8 +941,8 @@ PACK_TYPES = (A32, A32, int64, int64, int64, int64)
 class Hopper:
     """The noisy forward pass on cc 9.0 at T = 64, H = 256."""
 
-    def __init__(self, cfg, packing):
-        nz = build_noise(cfg)
+    def __init__(self, cfg, packing, silent):
+        nz = build_noise(cfg, silent)
         self.kernels = []
 
         def add(made, signature):

@@ -41,13 +41,14 @@ CLEAN_EXPS = 4096           # entries of the float64 exponential table of valida
 
 # --- noise (SPEC 2, 4) ---------------------------------------------------------------------------------------------------------
 
-def build_noise(cfg):
-    """Device functions of the noise streams, constants frozen:
+def build_noise(cfg, silent=False):
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise costs.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
     factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at i)
     scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
+    whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     """
     MASK, GAUSSIAN, MODE = cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN, cfg.ADAPTIVE_NOISE_MODE
 
@@ -67,6 +68,8 @@ def build_noise(cfg):
 
     @device
     def noise(seed, i):
+        if silent:
+            return int32(0)
         r = hash32(seed, i)
         if GAUSSIAN:
             return int32(int32(draw(r, 0) + draw(r, 5)) + draw(r, 10))
@@ -119,8 +122,12 @@ def build_noise(cfg):
             return egg_ptx.trunc_64th(int32(p + int32(pb << int32(6))))
         return egg_ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
 
+    @device
+    def whole(overlay):
+        return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
+
     return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
-                           input_term=input_term, input_fold=input_fold)
+                           input_term=input_term, input_fold=input_fold, whole=whole, silent=silent)
 
 
 # --- small device functions ------------------------------------------------------------------------------------------------------
@@ -139,6 +146,14 @@ def byte(word, k):
 @device
 def pack4(a, b, c, d):
     return egg_ptx.byte_permute(egg_ptx.byte_permute(a, b, 0x0040), egg_ptx.byte_permute(c, d, 0x0040), 0x5410)
+
+
+@device
+def pack_quad(x):
+    """The low bytes of x of four neighbouring lanes as one word, known to all four."""
+    x = int32(int32(x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
+    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
+    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
 
 
 @device
@@ -1112,9 +1127,9 @@ class _Plan:
 class _General:
     """The forward pass as one kernel a phase: every shape, every card of cc 8.0 and newer."""
 
-    def __init__(self, cfg, noisy):
+    def __init__(self, cfg, noisy, silent=False):
         self.cfg, self.noisy = cfg, noisy
-        nz, H = build_noise(cfg), cfg.HIDDEN_DIM
+        nz, H = build_noise(cfg, silent), cfg.HIDDEN_DIM
         self.kernels = []
 
         def add(made, signature):
@@ -1203,14 +1218,14 @@ class _General:
 class Forward:
     """See the top of this file."""
 
-    def __init__(self, cfg, cc, shared_limit):
+    def __init__(self, cfg, cc, shared_limit, silent=False):
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         import egg_hopper                                    # it builds on this module
         fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (egg_hopper.SEQ_LEN, egg_hopper.HIDDEN_DIM)
                 and shared_limit >= egg_hopper.SHARED)
-        self._noisy = egg_hopper.Hopper(cfg, self._packing) if fast else _General(cfg, True)
+        self._noisy = egg_hopper.Hopper(cfg, self._packing, silent) if fast else _General(cfg, True, silent)
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
@@ -1261,6 +1276,6 @@ class Forward:
             self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
 
 
-def build_forward(cfg, cc, shared_limit):
-    """The forward pass of a configuration on a device: see the top of this file."""
-    return Forward(cfg, cc, shared_limit)
+def build_forward(cfg, cc, shared_limit, silent=False):
+    """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
+    return Forward(cfg, cc, shared_limit, silent)
