@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import egg_auth
 import egg_config
+import egg_digest
 import egg_history
 import egg_model
 import egg_net
@@ -50,8 +51,8 @@ class Peer2(Peer):
         self.cfg = cfg
         self.link = egg_worker.Link(cfg, "127.0.0.1", port, V2, egg_auth.Access(secret), card(cfg, **values))
 
-    def ask(self, step, digest=bytes(32), at=None):
-        self.link.send(self.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0), egg_wire.STATED.pack(step if at is None else at, digest)))
+    def ask(self, step, digest=bytes(16)):
+        self.link.send(self.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0), egg_wire.STATED.pack(digest)))
 
     def next(self, *opcodes, timeout=5):
         return self.link.any_of(opcodes, timeout)
@@ -85,11 +86,11 @@ def test_protocol_2_byte_by_byte(tmp_path):
         challenge = receive(32)
         assert receive(1) == b"\x01"
         sock.sendall(b"JOBS\x02\x22" + (32 + len(text)).to_bytes(4, "big") + proof(b"worker", hello, challenge, text) + text)
-        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x74"
+        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
         assert receive(32) == proof(b"coordinator", hello, challenge, text)
         config = hashlib.sha256(json.dumps(egg_history.kept(CFG), sort_keys=True).encode()).digest()
-        assert receive(84) == config + bytes(32) + bytes(8) + bytes(8) + b"\x00\x00\x00\x01"
-        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x40" + (42).to_bytes(8, "big") + bytes(16) + bytes(8) + b"d" * 32)
+        assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
+        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
         assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
 
 
@@ -238,7 +239,7 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
             sock.recv(1000)
             sock.sendall(egg_wire.frame(egg_wire.CHALLENGE, egg_wire.CHALLENGED.pack(bytes(32), 1), version=V2))
             given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
-            sock.sendall(egg_wire.frame(WELCOME, egg_wire.WELCOMED.pack(given, egg_snapshot.config_digest(CFG), bytes(32), 0, 0, 1), version=V2))
+            sock.sendall(egg_wire.frame(WELCOME, egg_wire.WELCOMED.pack(given, egg_snapshot.config_digest(CFG), bytes(32), 0, 0), version=V2))
             sock.recv(1)
 
     thread = threading.Thread(target=impostor)
@@ -496,35 +497,26 @@ def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
 def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_path):
     with Server(tmp_path) as server:
         a, b = Peer2(server.port, name="a"), Peer2(server.port, name="b")
-        a.ask(0, b"a" * 32)
+        a.ask(0, b"a" * 16)
         assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
         a.result(0, 0)
         until(lambda: server.coordinator.work.done)
-        b.ask(0, b"b" * 32)
+        b.ask(0, b"b" * 16)
         assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
-        a.ask(0, b"a" * 32)
+        a.ask(0, b"a" * 16)
         assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
         assert not server.coordinator.work.done                                 # what was computed in doubt is done again
         for peer, digest in ((a, b"a"), (b, b"b")):
-            peer.ask(0, digest * 32)
+            peer.ask(0, digest * 16)
             assert peer.silent()
         assert "start another worker, which decides" in server.lines.text
         c = Peer2(server.port, name="c")
-        c.ask(0, b"b" * 32)
+        c.ask(0, b"b" * 16)
         assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
             a.next(JOB_RESPONSE)
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
             Peer2(server.port, name="a")
-
-
-def test_a_digest_of_the_wrong_step_is_refused(tmp_path):
-    with Server(tmp_path, changed(DIGEST_EVERY=10)) as server:
-        for step, at in ((0, 10), (0, egg_wire.NOTHING)):
-            peer = Peer2(server.port)
-            peer.ask(step, at=at)
-            with pytest.raises(egg_net.NetError, match="wrong step: a digest"):
-                peer.answer()
 
 
 # --- snapshots ----------------------------------------------------------------------------------------------------------------
@@ -534,11 +526,11 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     state.moments[:] = rng.normal(size=state.moments.shape)
     state.step, state.seed = 20, 77
     run = egg_history.open_run(CFG)
-    upload, body = egg_snapshot.Upload(CFG, 20, 77, tmp_path), egg_snapshot.pack(state)
+    upload, body = egg_snapshot.Upload(CFG, 20, 77, egg_digest.of_state(state), tmp_path), egg_snapshot.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
         upload.add(len(body), at, body[at:at + 10000])
-    assert upload.finished and upload.digest() == egg_snapshot.state_digest(state)
+    assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
     back = egg_snapshot.unpack(CFG, data)
@@ -572,7 +564,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
 ])
 def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     body = egg_snapshot.pack(egg_model.initial_state(CFG))
-    upload = egg_snapshot.Upload(CFG, 20, 77, tmp_path)
+    upload = egg_snapshot.Upload(CFG, 20, 77, bytes(16), tmp_path)
     started = time.monotonic()
     with pytest.raises(ValueError):
         for piece in pieces(body):
@@ -628,14 +620,14 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
 
     class Wrong(FakeEngine):
-        asked = False
-
         def state(self):
             state = super().state()
-            if self.step == 2 and self.asked:
+            if self.step == 2:
                 state.moments = state.moments + 1
-            self.asked = self.step == 2
             return state
+
+        def digest(self):
+            return egg_digest.of_state(super().state())
 
     server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
     assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.lines.text
@@ -722,7 +714,7 @@ class Chaos:
         while not self.stop:
             with contextlib.suppress(OSError, egg_net.EggError, egg_worker.OldCoordinator):
                 peer = Peer2(self.port, CHAOS, name=name)
-                peer.ask(0, egg_snapshot.state_digest(FakeEngine(CHAOS).state()))
+                peer.ask(0, FakeEngine(CHAOS).digest())
                 what, step = dice.randrange(7), peer.answer(1)[1]
                 if what == 0:
                     peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
@@ -953,18 +945,18 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     By hand: python -c 'import test_cluster; print(test_cluster.load("load"))'"""
     import heapq
     import selectors
-    cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0, DIGEST_EVERY=1 << 20)
+    cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0)
     os.makedirs(directory, exist_ok=True)
     process, port = coordinator_process(directory, 0, cfg)
     threading.Thread(target=process.stdout.read, daemon=True).start()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     limits, selector, times, rush, due, done = egg_wire.limits(cfg), selectors.DefaultSelector(), [], [], [], 0
-    digest = bytes(32)
+    digest = egg_wire.STATED.pack(bytes(16))
     peers = [Peer2(port, cfg, name=f"w{i}") for i in range(workers)]
     for peer in peers:
         peer.asked, peer.step, peer.buffer, peer.rush = time.perf_counter(), 0, bytearray(), True
-        peer.ask(0, digest, 0)
+        peer.ask(0)
         peer.link.sock.setblocking(False)
         selector.register(peer.link.sock, selectors.EVENT_READ, peer)
     cpu = open(f"/proc/{process.pid}/stat").read().split()[13:15]
@@ -992,7 +984,7 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
                     out = peer.link.frame(RESULT, egg_wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD)), GOOD)
                     when += chunk_seconds * dice.uniform(0.5, 1.5)
                     done += 1
-                out += peer.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, peer.step, 0), egg_wire.STATED.pack(0, digest))
+                out += peer.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, peer.step, 0), digest)
                 heapq.heappush(due, (when, id(peer), peer, out))
     took = time.perf_counter() - started
     after = open(f"/proc/{process.pid}/stat").read().split()[13:15]
