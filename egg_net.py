@@ -750,12 +750,13 @@ class Coordinator:
                 del votes[stated]
         votes.setdefault(digest, set()).add(author)
         mine, others = len(votes[digest]), max((len(a) for d, a in votes.items() if d != digest), default=0)
+        taken = self.shelf.digests.get(step)
+        if taken and len(votes.get(taken, ())) <= max((len(a) for d, a in votes.items() if d != taken), default=0):
+            self.shelf.forget(step)                  # nobody shall rebuild from a snapshot that is not what most have
         if mine > others:
             connection.trusted = True
             for wrong in {a for d, authors in votes.items() if d != digest for a in authors}:
                 self._distrust(wrong)
-            if self.shelf.digests.get(step, digest) != digest:
-                self.shelf.forget(step)              # made by one that is now in the minority
             return True
         self._distrust(author)
         if connection.rebuilt_at != step:
@@ -789,7 +790,7 @@ class Coordinator:
         self.bans.add(author.identity, why)
         self._distrust(author)
         for connection in [c for c in self.connections if c.author == author]:
-            self._refuse(connection, f"banned: {why}", BANNED)
+            self._refuse(connection, self._banned(author) or f"banned: {why}", BANNED)
 
     # snapshots
 

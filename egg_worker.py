@@ -15,7 +15,7 @@ import egg_history
 import egg_model
 import egg_snapshot
 import egg_wire
-from egg_net import Console, HEARTBEAT_EVERY, NetError, printable, reason, tune
+from egg_net import Console, HEARTBEAT_EVERY, NetError, one_line, printable, reason, tune
 from egg_wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL, FrameError, HEARTBEAT,
                       HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT,
                       RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED, STATUS, STEP, TEXT_LIMIT, V1, V2,
@@ -104,7 +104,7 @@ class Link:
                     if got[1] in opcodes:
                         return got[1:]
                     if got[1] == ERROR and self.version == V2:
-                        code, why = FAILED.unpack_from(got[2])[0], printable(got[2][FAILED.size:].decode("utf-8", "replace")).strip()
+                        code, why = FAILED.unpack_from(got[2])[0], one_line(got[2][FAILED.size:].decode("utf-8", "replace"))
                         if code == FULL:
                             raise TimeoutError(why)
                         raise NetError(f"{self.name} refuses this worker: {why}")
@@ -410,6 +410,9 @@ def describe_status(told):
         facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**told["validation"])
     facts.append(f"kept in {told['save_dir']}" + (f", newest snapshot of step {told['snapshot']}" if told["snapshot"] else "")
                  if told["save_dir"] else "not kept")
+    if told["banned"]:
+        facts += [f"banned: {who}: {why}" for who, why in told["banned"].items()]
+        facts.append(f"to lift a ban remove its line from {told['ban_file']}" if told["ban_file"] else "bans last until the coordinator ends")
     rows = [("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen")]
     for w in told["workers"]:
         rows.append((w["name"], w["device"], w["address"], w["state"], str(w["step"]),
