@@ -566,6 +566,7 @@ def bench(cfg, tokens, device):
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in egg_model.tensors(cfg) if t.matrix)
     print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
           + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
+    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
     prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
     seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
     print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")

@@ -757,6 +757,9 @@ class Coordinator:
             connection.trusted = True
             for wrong in {a for d, authors in votes.items() if d != digest for a in authors}:
                 self._distrust(wrong)
+            if ("state", step) in self.disputes:     # it is decided: those that wait for that are to be looked at
+                self.disputes.discard(("state", step))
+                self.wake = True
             return True
         self._distrust(author)
         if connection.rebuilt_at != step:
