@@ -351,6 +351,8 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
             time.sleep(0.2)
             honest.link.send(honest.link.frame(egg_wire.HEARTBEAT))
         assert honest.chunk(0) == 0                                                    # heartbeats keep it
+        old = Peer(server.port, cfg)
+        assert old.chunk(0) == 32                                                      # version 1 has none, and is idle all the same
         until(lambda: not server.coordinator.connections)
         assert "said nothing for 1 s" in server.lines.text and not server.coordinator.door.by_host
 
