@@ -1,4 +1,4 @@
-"""Who may take part: the shared secret, the proofs of knowing it, TLS, and how much one address may ask for.
+"""Who may take part: the shared secret, the proofs of knowing it, TLS, how much one address may ask for, and who is banned.
 
 Both sides send 32 random bytes and prove with HMAC-SHA256 over both, and over what the worker said about itself, that they know the
 secret. Fresh random bytes on either side make a recorded proof worthless, and the side is part of what is signed, so that a proof
@@ -6,6 +6,7 @@ cannot be sent back as one's own. Without TLS whoever sits on the line can read 
 networks of others use TLS.
 """
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -19,6 +20,7 @@ LEAST_SECRET = 16          # bytes
 HANDSHAKE_SECONDS = 10.0   # a peer may take so long from connecting to being let in
 REASONS_TOLD = 32          # refusals of one address that are logged, each reason once
 ADDRESSES_TOLD = 256
+BANNED_FILE = "banned.txt"  # in the save directory: identity, tab, reason
 
 
 class AuthError(EggError):
@@ -114,12 +116,12 @@ def _context(kind, cert, key, ca):
 
 
 class Door:
-    """Counts connections and remembers who was refused or banned."""
+    """Counts connections, and remembers what has been said about whom it refused."""
 
     def __init__(self, total, per_address):
         self.total, self.per_address = total, per_address
         self.count, self.by_host = 0, {}
-        self._told, self._banned = {}, {}
+        self._told = {}
 
     def enter(self, host):
         """Lets a connection in, or gives the reason why not."""
@@ -137,13 +139,6 @@ class Door:
         if not self.by_host[host]:
             del self.by_host[host]
 
-    def ban(self, host, name, reason):
-        self._banned[host, name] = reason
-
-    def banned(self, host, name):
-        """Why this worker may not come back, or None."""
-        return self._banned.get((host, name))
-
     def worth_telling(self, host, reason):
         """Whether a refusal is new: a peer that tries again and again must not fill the log."""
         if host not in self._told and len(self._told) >= ADDRESSES_TOLD:
@@ -153,3 +148,32 @@ class Door:
             return False
         told.add(reason)
         return True
+
+
+class Bans:
+    """Who may not come back, and why. A line each in BANNED_FILE of `directory`, so that a restart forgets none; to lift a ban remove its
+    line, the file is read whenever somebody comes in. What cannot be written, and without a directory all, lasts as long as this object."""
+
+    def __init__(self, directory=None):
+        self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
+        self._kept = {}
+
+    def add(self, identity, reason):
+        """identity, reason: one line each."""
+        try:
+            if self.path is None:
+                raise OSError
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{identity}\t{reason}\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self._kept[identity] = reason
+
+    def all(self):
+        """{identity: reason}."""
+        bans = dict(self._kept)
+        if self.path is not None:
+            with contextlib.suppress(OSError), open(self.path, encoding="utf-8", errors="replace") as file:
+                bans.update(line.rstrip("\n").split("\t", 1) for line in file if "\t" in line)
+        return bans

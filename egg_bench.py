@@ -59,6 +59,12 @@ def bench_cpu(cfg, tokens, threads):
     started = time.perf_counter()
     engine.update(fitness)
     print(f"update      {(time.perf_counter() - started) * 1e3:,.0f} ms for {cfg.POPULATION_SIZE:,} members", flush=True)
+    times = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        engine.digest()
+        times.append(time.perf_counter() - started)
+    print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {13 * egg_model.n_weights(cfg) / 1e6:.1f} MB of state")
     windows = egg_model.windows(cfg, tokens, 0, 0, max(1, members // 2))
     started = time.perf_counter()
     engine.validate(windows)

@@ -84,9 +84,8 @@ DECODING_FILE = "decoding.bin"
 DETOKENIZE = 0                # 1, with VOCAB_SIZE 256: the files hold tokens of decoding.bin, read as the bytes they stand for
 PORT = 12345
 STRAGGLER_TIMEOUT = 90.0      # seconds after which a silent worker's chunk is handed out again, before the time of a chunk is known
-DIGEST_EVERY = 10             # steps between digests of the whole state, by which the coordinator compares replicas
 AUDIT_RATE = 0.01             # share of the chunks that two workers evaluate, where there are two; 1: all
-SNAPSHOT_EVERY = 100          # steps between snapshots in the save directory, a multiple of DIGEST_EVERY; 0: none
+SNAPSHOT_EVERY = 100          # steps between snapshots in the save directory; 0: none
 CONNECTIONS_PER_ADDRESS = 256  # connections that one address may hold open at the coordinator
 IDLE_TIMEOUT = 600.0          # seconds after which a connection that says nothing at all is closed
 DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU where there is one
@@ -101,7 +100,7 @@ PRESETS = {
                    VALIDATE_EVERY=100, SAMPLE_EVERY=500),
 }
 
-LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "DIGEST_EVERY", "AUDIT_RATE", "SNAPSHOT_EVERY",
+LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "AUDIT_RATE", "SNAPSHOT_EVERY",
          "CONNECTIONS_PER_ADDRESS", "IDLE_TIMEOUT", "DEVICE", "SIMD"}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k not in ("PRESETS", "LOCAL") and not k.startswith("_")}
@@ -122,7 +121,7 @@ _RULES = {
     "SAMPLING_TEMP": (0.0, 100.0), "SAMPLING_MIN_P": (0.0, 1.0), "SAMPLING_PRESENCE_PENALTY": (0.0, 100.0),
     "SAMPLE_EVERY": (0, 1 << 30), "SAMPLE_PROMPT": (1, 1024), "SAMPLE_TOKENS": (1, 65536),
     "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "DETOKENIZE": (0, 1),
-    "PORT": (0, 65535), "STRAGGLER_TIMEOUT": (0.1, 1e6), "DIGEST_EVERY": (1, 1 << 30), "AUDIT_RATE": (0.0, 1.0),
+    "PORT": (0, 65535), "STRAGGLER_TIMEOUT": (0.1, 1e6), "AUDIT_RATE": (0.0, 1.0),
     "SNAPSHOT_EVERY": (0, 1 << 30), "CONNECTIONS_PER_ADDRESS": (1, 1 << 20), "IDLE_TIMEOUT": (1.0, 1e6), "DEVICE": ("auto", "cpu", "cuda"),
     "SIMD": ("auto", "vnni512", "vnni256", "madd", "portable"),
 }
@@ -210,8 +209,6 @@ def validate(cfg):
         if getattr(cfg, side + "_GAUSSIAN"):
             need(getattr(cfg, side + "_MASK") <= 42, side + "_MASK", f"must be at most 42 with {side}_GAUSSIAN: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
-    need(cfg.SNAPSHOT_EVERY % cfg.DIGEST_EVERY == 0, "SNAPSHOT_EVERY",
-         f"must be a multiple of DIGEST_EVERY = {cfg.DIGEST_EVERY}: a snapshot is checked by a digest")
     steps = [s for s, _ in cfg.LR_SCHEDULE]
     need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")

@@ -18,6 +18,7 @@ import numba
 import numpy as np
 
 import egg_config
+import egg_digest
 import egg_engine
 import egg_model
 import egg_simd
@@ -27,7 +28,7 @@ from egg_simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
 def _cache_directory():
     """A directory a state of the sources and product kind, because numba's own key sees neither the other modules nor the kind."""
     here = pathlib.Path(__file__).parent
-    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py"))
+    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_digest.py"))
     key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
     path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
     try:
@@ -766,6 +767,20 @@ def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols, firs
     return changed
 
 
+mixed, halves = njit(egg_digest.mixed), njit(egg_digest.halves)
+
+
+@njit
+def word_sums(words, first):
+    """The two sums of egg_digest over uint64 [n], the first of them being word number `first` (uint64)."""
+    a = b = np.uint64(0)
+    for i in range(words.size):
+        x = mixed(words[i], first + np.uint64(i))
+        a += x
+        b += halves(x)
+    return a, b
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------------
 
 class CpuEngine:
@@ -835,6 +850,17 @@ class CpuEngine:
     def state(self):
         """A copy of the State."""
         return egg_model.State(self.cfg, self._w.weights.copy(), self._moments.copy(), self._w.overlay.copy(), self.step, self.seed)
+
+    def digest(self):
+        """bytes [16]: egg_digest of the State."""
+        digest = egg_digest.Digest(self.step, self.seed)
+        for part in (self._w.weights, self._moments):
+            words = part.ravel().view(np.uint64)
+            for sums in self._spread(words.size, lambda a, b: word_sums(words[a:b], np.uint64(digest.number + a)), words.size):
+                digest.add(*map(int, sums))
+            digest.number += words.size
+        digest.update(self._w.overlay.data)
+        return digest.digest()
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
@@ -933,5 +959,6 @@ def warm_up(cfg, say=print):
     engine.evaluate(0, 2)
     engine.update(np.ones(1, np.int8))
     engine.validate(np.zeros((1, 9), np.int32))
+    engine.digest()
     list(engine.generate([1], 1, 0))
     return time.monotonic() - started

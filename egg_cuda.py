@@ -15,13 +15,14 @@ import time
 
 import numpy as np
 from cuda.bindings import driver
-from numba import cuda, float32, int32, int64, types, uint8, uint32
+from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 from numba.cuda.serialize import dumps
 
 import egg_cpu
+import egg_digest
 import egg_kernels
 import egg_model
 import egg_ptx
@@ -31,6 +32,7 @@ numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have sm
 
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
+DIGESTERS = 1024            # blocks that make a digest, at most
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
@@ -156,7 +158,7 @@ def compile_share():
 # --- kernels of this file --------------------------------------------------------------------------------------------------
 
 A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
-I1 = types.Array(int64, 1, "C")
+I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
 
 
 def build(cfg, token_type):
@@ -164,6 +166,7 @@ def build(cfg, token_type):
     T, V, H, pairs = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.N_PAIRS
     last, same = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0
     hash32 = egg_kernels.build_noise(cfg).hash32
+    mixed, halves = egg_kernels.device(egg_digest.mixed), egg_kernels.device(egg_digest.halves)
 
     @egg_kernels.device
     def score(z, seen, penalty, v):
@@ -242,7 +245,38 @@ def build(cfg, token_type):
         if t == 0:
             at[0] = position + 1
 
+    def digest(weights, moments, overlay, out):
+        """Adds to out uint64 [2] the sums of egg_digest over all of the state but step and seed. weights, moments: as uint64 words;
+        overlay int8, zeros beyond. Any grid."""
+        sums = cuda.shared.array((2, BLOCK), uint64)
+        t = cuda.threadIdx.x
+        a, b = uint64(0), uint64(0)
+        for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
+            if i < weights.size:
+                word = weights[i]
+            elif i < weights.size + moments.size:
+                word = moments[i - weights.size]
+            else:
+                word, at = uint64(0), 8 * (i - weights.size - moments.size)
+                for k in range(min(8, overlay.size - at)):
+                    word |= uint64(uint8(overlay[at + k])) << uint64(8 * k)
+            x = mixed(word, uint64(i + egg_digest.FIRST))
+            a += x
+            b += halves(x)
+        sums[0, t], sums[1, t] = a, b
+        half = BLOCK // 2
+        while half > 0:
+            cuda.syncthreads()
+            if t < half:
+                sums[0, t] += sums[0, t + half]
+                sums[1, t] += sums[1, t + half]
+            half //= 2
+        cuda.syncthreads()
+        if t < 2:
+            cuda.atomic.add(out, t, sums[t, 0])
+
     return {
+        "digest": (digest, (W1, W1, S1, W1)),
         "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
         "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
     }
@@ -318,6 +352,7 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
+        self._sums = cuda.device_array(2, np.uint64)
         self._exps = cuda.to_device(egg_model.exp_table(cfg))
         self._votes = egg_votes.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
@@ -344,6 +379,18 @@ class CudaEngine:
         """A copy of the State."""
         return egg_model.State(self.cfg, self._weights.copy_to_host(), self._moments.copy_to_host(), self._overlay.copy_to_host(),
                                self.step, self.seed)
+
+    def digest(self):
+        """bytes [16]: egg_digest of the State, without bringing it to the host."""
+        words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
+        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
+        self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
+        self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
+        sums = self._sums.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        digest = egg_digest.Digest(self.step, self.seed)
+        digest.add(*map(int, sums))
+        return digest.digest()
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
@@ -526,6 +573,7 @@ def bench(cfg, tokens, device):
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in egg_model.tensors(cfg) if t.matrix)
     print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
           + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
+    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
     prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
     seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
     print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")

@@ -26,6 +26,7 @@ MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
 RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
+WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # what others have packed may take so much memory to unpack (level 1 needs 2 ** 19)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure; egg_snapshot has the format
 NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
 
@@ -63,6 +64,10 @@ class Run:
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step."""
+        return pyzstd.decompress(self.body(step))
+
+    def body(self, step):
+        """bytes: the same under zstd, as the record has it."""
         if step in self._recent:
             return self._recent[step]
         at = self._offsets[step]
@@ -70,7 +75,7 @@ class Run:
         body = self._pread(size + 4, at + HEAD)
         if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
             raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it from a copy")
-        return self._remember(step, pyzstd.decompress(body[:size]))
+        return self._remember(step, body[:size])
 
     def record(self, step):
         """(sum of losses, updates reported) of a completed step."""
@@ -83,7 +88,7 @@ class Run:
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
         self._write(fields + _crc(fields) + body + _crc(body))
-        self._remember(self.step, bytes(packed))
+        self._remember(self.step, body)
         self._advance(at)
 
     def copy(self, steps, read):
@@ -116,11 +121,11 @@ class Run:
         self.seed = egg_model.next_seed(self.seed, self.step)
         self.step += 1
 
-    def _remember(self, step, packed):
-        self._recent[step] = packed
+    def _remember(self, step, body):
+        self._recent[step] = body
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
-        return packed
+        return body
 
     def _pread(self, size, at):
         return os.pread(self._file.fileno(), size, at)
@@ -141,7 +146,7 @@ class Run:
     def _read_all(self, size, writable):
         """Checks every record and notes where it begins; a last one that is not whole is left out, and cut off where we may write."""
         self._end = _check_header(self.cfg, self._pread, size, self._name)
-        longest = HEAD + 4 + _most_zstd(_packed_size(self.cfg))
+        longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
             length = self._whole_head(head, self.step, self.seed)
@@ -218,7 +223,7 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
                            "cannot be rebuilt")
-    out, seed, size = [], egg_model.INITIAL_SEED, _packed_size(cfg)
+    out, seed, size = [], egg_model.INITIAL_SEED, egg_model.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
         seed = egg_model.next_seed(seed, step - 1)
@@ -308,13 +313,22 @@ def _crc(data):
     return zlib.crc32(data).to_bytes(4, "little")
 
 
-def _packed_size(cfg):
-    return -(-cfg.N_PAIRS // 5)
-
-
-def _most_zstd(size):
-    """Bytes that zstd needs at most for `size` bytes (its documented bound)."""
+def most_body(cfg):
+    """Bytes that the body of a record has at most: zstd's documented bound."""
+    size = egg_model.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+
+
+def unzip(data, size):
+    """bytes [size] from one whole zstd frame of somebody else. Raises ValueError where it is not that, before it takes more memory."""
+    decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
+    try:
+        raw = decompressor.decompress(data, size + 1)
+    except pyzstd.ZstdError as error:
+        raise ValueError(str(error)) from None
+    if len(raw) != size or not decompressor.eof or decompressor.unused_data:
+        raise ValueError(f"it does not unpack to {size} bytes")
+    return raw
 
 
 def kept(cfg):

@@ -267,16 +267,21 @@ def chunk_fitness(losses, cfg):
 
 def pack_ternary(fitness):
     """bytes: five values of {-1, 0, 1} a byte, least significant digit first (-1 is digit 2)."""
-    digits = np.zeros(-(-fitness.size // 5) * 5, np.uint8)
+    digits = np.zeros(packed_size(fitness.size) * 5, np.uint8)
     digits[:fitness.size] = np.where(fitness < 0, 2, fitness)
     return (digits.reshape(-1, 5) @ np.array([1, 3, 9, 27, 81], np.uint8)).astype(np.uint8).tobytes()
+
+
+def packed_size(count):
+    """Bytes of `count` packed values."""
+    return -(-count // 5)
 
 
 def unpack_ternary(data, count):
     """int8 [count] from packed bytes. Raises ValueError for a wrong size, a byte above 242 or a digit beyond `count`."""
     packed = np.frombuffer(data, np.uint8)
-    if packed.size != -(-count // 5):
-        raise ValueError(f"{packed.size} bytes of fitness where {count} values need {-(-count // 5)}")
+    if packed.size != packed_size(count):
+        raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")
     if packed.size and packed.max() > 242:
         raise ValueError(f"byte {int(packed.max())} is not five ternary digits")
     digits = _DIGITS[packed].reshape(-1)

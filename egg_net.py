@@ -9,10 +9,10 @@ without Nagle's delay, because every exchange is a small question and a small an
 import contextlib
 import datetime
 import errno
+import hashlib
 import json
 import math
 import os
-import random
 import resource
 import selectors
 import signal
@@ -25,6 +25,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 
 import egg_auth
 import egg_history
@@ -92,6 +93,11 @@ def printable(text):
     return "\n".join("  " + line for line in lines)
 
 
+def one_line(text, most=2000):
+    """The same as part of a line of ours."""
+    return printable(text.replace("\n", " ")).strip()[:most]
+
+
 @contextlib.contextmanager
 def stop_signals():
     """Gives a list that is no longer empty after SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
@@ -117,6 +123,7 @@ def stop_signals():
 
 BACKLOG = 1024
 AT_ONCE = 2                # chunks one connection may hold: the next may be asked for before the last is done
+IN_A_ROW = 16              # held requests that are answered before those are looked at that came in meanwhile
 HALF_FRAME_TIMEOUT = 30.0  # seconds a peer may take for a frame it has begun, or to read an answer before its next frame is taken
 LOOK_EVERY = 0.05          # seconds between looks at leases and half frames
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
@@ -126,6 +133,9 @@ AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second wo
 LEASE_FACTOR, LEASE_LEAST = 4.0, 2.0     # a silent worker's chunk goes to another after so many times a chunk's usual time, in seconds
 #                                          at least; one with heartbeats has LEASE_FACTOR times longer
 STATES_KEPT = 8            # digests of so many steps are remembered
+WORDS, WORDS_A_SECOND = 32, 2.0          # log messages of a connection that are printed in a row, and a second after that
+STATUS_WORKERS = 4000      # workers that `status` lists at most, so that it stays below STATUS_LIMIT
+STATUS_BANS = 100
 PROTOCOL_WITHOUT_A_SECRET = "version 1 peers prove nothing and are not let in where there is a secret or TLS"
 
 
@@ -145,6 +155,12 @@ class Author(NamedTuple):
     host: str
     key: str                # of the process
     name: str
+    certificate: str = ""   # SHA-256 of the one that it showed for TLS
+
+    @property
+    def identity(self):
+        """What a ban holds on to: the certificate, which cannot be made up, where the coordinator asks for one."""
+        return f"certificate {self.certificate}" if self.certificate else f"{self.name} at {self.host}"
 
 
 class Connection:
@@ -160,17 +176,28 @@ class Connection:
         self.joined = self.status = False
         self.device = ""
         self.step = None               # updates it has applied, from its last request
-        self.stated = None             # (step, digest of its state then)
+        self.stated = None             # digest of its state then
         self.trusted = True            # its state is that of the others, as far as is known
-        self.rebuilt_at = None         # step of the digest for which it was told to rebuild
+        self.rebuilt_at = None         # step at which it was told to rebuild
         self.snapshots = True          # those that it makes are sound
         self.waiting = False           # it asked, and the answer is held
         self.held = {}                 # chunk -> when it was handed out
+        self.given = set()             # chunks of this step that it has ever held
         self.pace = None               # seconds it takes for a chunk
         self.chunks = 0                # results that were taken
-        self.born = self.heard = time.monotonic()
+        self.words = WORDS             # log messages that it may send just now
+        self.born = self.heard = self.spoke = time.monotonic()
         self.half = None               # since when the beginning of a frame is here
         self.open = True
+
+    def may_speak(self):
+        """Whether one more log message is to be printed."""
+        now = time.monotonic()
+        self.words, self.spoke = min(WORDS, self.words + (now - self.spoke) * WORDS_A_SECOND) - 1, now
+        if self.words < 0:
+            self.words = 0.0
+            return False
+        return True
 
     def said(self):
         """What `status` tells about it."""
@@ -197,17 +224,19 @@ class Coordinator:
         self.limits_at_first = egg_wire.limits_before_join(self.limits)
         self.most_weights = egg_model.n_weights(cfg)
         self.selector = selectors.DefaultSelector()
-        self.connections, self.idle = set(), deque()
+        self.connections = set()
+        self.idle, self.unseen = deque(), 0          # who waits for an answer; how many of them have not been looked at since `wake`
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64, cfg.CONNECTIONS_PER_ADDRESS)
+        self.bans = egg_auth.Bans(run.directory)
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
         # when there was last more than one; a run that goes on may have had some, who are about to come back
         self.several_at = time.monotonic() if run.step else -math.inf
         self.patience = AUDIT_PATIENCE if peers else 0.0
         self.last_frame = None, b""
-        self.states = {}                             # step -> {digest: authors}
+        self.states = {}                             # step -> {digest: authors}, of the last STATES_KEPT steps
         self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
-        self.disputes, self.random = set(), random.SystemRandom()
+        self.disputes = set()
         self.first_step, self.started, self.completed = run.step, None, None
         self.validations, self.unsaid_validation, self.last_loss = [], None, None
         self.speed = 0.0
@@ -226,7 +255,7 @@ class Coordinator:
 
     def poll(self, timeout=TICK):
         """Does what there is to do, waiting for it at most `timeout` seconds."""
-        for key, mask in self.selector.select(timeout):
+        for key, mask in self.selector.select(0 if self.unseen or self.wake and self.idle else timeout):
             connection = key.data
             if connection is None:
                 self._accept()
@@ -237,7 +266,7 @@ class Coordinator:
                 self._take_frames(connection)
             else:
                 self._read(connection)
-            self._answer_waiting()
+        self._answer_waiting()
         now = time.monotonic()
         if now >= self.look_at:
             self.look_at = now + LOOK_EVERY
@@ -272,11 +301,14 @@ class Coordinator:
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
         workers = sorted((c.said() for c in self.connections if c.author), key=lambda w: (w["name"], w["address"]))
+        bans = self.bans.all()
         return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.work.done), "chunks": self.cfg.N_CHUNKS,
                 "tokens_per_second": self.speed, "loss": self.last_loss,
                 "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None,
                 "snapshot": self.shelf.newest, "save_dir": str(self.run.directory) if self.run.directory else None,
-                "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0, "workers": workers}
+                "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
+                "banned": dict(list(bans.items())[-STATUS_BANS:]), "ban_file": self.bans.path,
+                "connected": len(workers), "workers": workers[:STATUS_WORKERS]}
 
     # connections
 
@@ -348,6 +380,8 @@ class Coordinator:
         self.wake = True
 
     def _tell_refused(self, host, title, why):
+        """`why` may quote the peer."""
+        why = one_line(why)
         if self.door.worth_telling(host, why):
             self.console.line(f"refused {title}: {why}")
 
@@ -396,7 +430,7 @@ class Coordinator:
 
     def _send(self, connection, data):
         self.tx += len(data)
-        connection.outbox = connection.outbox + data if connection.outbox else data
+        connection.outbox = memoryview(bytes(connection.outbox) + data if connection.outbox else data)
         self._flush(connection)
 
     def _flush(self, connection):
@@ -431,7 +465,7 @@ class Coordinator:
                 self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
             elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
                 self._refuse(connection, "stopped in the middle of a frame")
-            elif silent > cfg.IDLE_TIMEOUT and connection.version == V2:
+            elif silent > cfg.IDLE_TIMEOUT and not (connection.version == V1 and connection.waiting):
                 self._refuse(connection, f"said nothing for {cfg.IDLE_TIMEOUT:g} s")
             elif connection.pace:
                 paces.append(connection.pace)
@@ -467,7 +501,7 @@ class Coordinator:
                 self._refuse(connection, PROTOCOL_WITHOUT_A_SECRET)
                 return
             author = Author(connection.host, connection.title, "a version 1 peer")
-            if why := self.door.banned(author.host, author.name):
+            if why := self._banned(author):
                 self._refuse(connection, why)
                 return
             self._let_in(connection, V1, author)
@@ -487,8 +521,9 @@ class Coordinator:
             raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
 
     def _join(self, connection, text, card):
-        author = Author(connection.host, card["id"], card["name"])
-        if why := self.door.banned(author.host, author.name):
+        shown = connection.sock.getpeercert(True) if self.access.tls else None
+        author = Author(connection.host, card["id"], card["name"], hashlib.sha256(shown).hexdigest() if shown else "")
+        if card["role"] == "worker" and (why := self._banned(author)):
             self._refuse(connection, why, BANNED)
             return
         if card["role"] == "worker":
@@ -507,7 +542,7 @@ class Coordinator:
         self._let_in(connection, V2, author if card["role"] == "worker" else None)
         mine = egg_auth.proof(self.access.secret, b"coordinator", connection.hello, connection.challenge, text)
         self._say(connection, WELCOME, WELCOMED.pack(mine, egg_snapshot.config_digest(self.cfg), self.run.data, self.run.step,
-                                                     self.shelf.newest, self.cfg.DIGEST_EVERY))
+                                                     self.shelf.newest))
         if card["role"] == "status":
             connection.status = True
             self._say(connection, STATUS, json.dumps(self.status()).encode())
@@ -516,10 +551,17 @@ class Coordinator:
         connection.version, connection.author, connection.joined = version, author, True
         connection.limits = egg_wire.limits_of(self.limits, version)
 
+    def _banned(self, author):
+        """Why this author may not take part, or None."""
+        why = self.bans.all().get(author.identity)
+        how = f"remove its line from {self.bans.path}" if self.bans.path else "start the coordinator again"
+        return None if why is None else f"banned: {why}; to let {author.identity} in again, {how}"
+
     # work
 
     def _new_step(self):
-        self.work = egg_step.Step(self.cfg, [c for c in range(self.cfg.N_CHUNKS) if self.random.random() < self.cfg.AUDIT_RATE])
+        draws = np.frombuffer(os.urandom(4 * self.cfg.N_CHUNKS), np.uint32)          # nobody can know what will be audited
+        self.work = egg_step.Step(self.cfg, np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
         self.updates, self.late = [], []             # late: chunks that an idle worker may take a copy of
         self.disputes.clear()
         self.step_started, self.step_tx, self.step_rx = time.monotonic(), self.tx, self.rx
@@ -530,13 +572,13 @@ class Coordinator:
         elif connection.status:
             raise FrameError("a status was asked for, and nothing else is answered")
         elif opcode == JOB_REQUEST:
-            stated = STATED.unpack_from(payload, REQUEST.size) if version == V2 else None
+            stated = STATED.unpack_from(payload, REQUEST.size)[0] if version == V2 else None
             self._request(connection, REQUEST.unpack_from(payload)[1], stated)
         elif opcode == RESULT:
             self._result(connection, payload)
         elif opcode == VALIDATION:
-            self._validation(*VALIDATED.unpack(payload))
-        elif opcode == LOG_MESSAGE:
+            self._validation(connection, *VALIDATED.unpack(payload))
+        elif opcode == LOG_MESSAGE and connection.may_speak():
             text = printable(payload.decode("utf-8", "replace"))
             self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
         elif opcode == SNAPSHOT_DATA and version == V2:
@@ -562,7 +604,7 @@ class Coordinator:
         if step > run.step:
             # our worker takes this as the sign to rebuild; others wait until the run has come as far
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
-        elif connection.stated and not self._agrees(connection, *connection.stated):
+        elif connection.stated and not self._agrees(connection):
             return
         elif step < run.step:
             self._send(connection, self._catch_up(step, connection.version))
@@ -571,8 +613,8 @@ class Coordinator:
             if self.started is None:
                 self.started = self.step_started = now
             connection.held[chunk] = now
-            stated = connection.stated and connection.stated[0] == step
-            if stated and connection.snapshots and self.upload is None and self.shelf.wanted(step):
+            connection.given.add(chunk)
+            if connection.stated and connection.snapshots and self.upload is None and self.shelf.wanted(step):
                 self._want_snapshot(connection)
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
         else:
@@ -582,7 +624,7 @@ class Coordinator:
         """The frame with the fitness of a step; at the end of a step all workers want the same one, at the same time."""
         key = self.run.step, step, version
         if self.last_frame[0] != key:
-            packed = self.run.fitness(step)
+            packed = self.run.body(step) if version == V2 else self.run.fitness(step)
             head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
             self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
         return self.last_frame[1]
@@ -592,20 +634,26 @@ class Coordinator:
         self.idle.append(connection)
 
     def _next_chunk(self, connection):
-        if self.closing or self.finished or len(connection.held) >= AT_ONCE:
+        if self.closing or self.finished:
             return None
         now = time.monotonic()
         chunk = self.work.take(connection, connection.author, now)
-        if chunk is None and self.late:
+        if len(connection.held) >= AT_ONCE:
+            # a worker that asks again and again without delivering has lost what it was given: it is not left waiting while there is
+            # work, but holds no more than AT_ONCE, so that it keeps nobody else waiting either
+            if chunk is not None:
+                self._give_back(connection, [next(iter(connection.held))])
+        elif chunk is None and self.late:
             chunk = self.work.copy(connection, connection.author, now, self.late)
         return chunk
 
     def _answer_waiting(self):
-        """First come, first served, over all requests that are held, where something has happened for them."""
-        if not self.wake:
-            return
-        self.wake = False
-        for _ in range(len(self.idle)):
+        """First come, first served, over all requests that are held, where something has happened for them. Not all in one go: when a
+        step ends a thousand workers are sent its fitness, and the first of them shall not wait with their next request for the last."""
+        if self.wake:
+            self.wake, self.unseen = False, len(self.idle)
+        for _ in range(min(self.unseen, IN_A_ROW)):
+            self.unseen -= 1
             connection = self.idle.popleft()
             connection.waiting = False
             if connection.open:
@@ -639,6 +687,8 @@ class Coordinator:
             raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {self.most_weights}")
         if connection.version == V2 and connection.step != step:
             raise FrameError(f"wrong step: RESULT for step {step} after a request at step {connection.step}")
+        if connection.version == V2 and chunk not in connection.given:
+            raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")       # two liars could outvote whom they like
         since = connection.held.pop(chunk, None)
         if not connection.trusted:
             self.work.give_back(connection, chunk)   # made with a state that is not that of the others
@@ -668,59 +718,61 @@ class Coordinator:
         report = self._report(step, updates, sum_loss)
         for connection in self.connections:
             connection.held.clear()
+            connection.given.clear()
         self._new_step()
         self.wake = True
         self._answer_waiting()                       # before anything is written: workers come first
         self.console.line(report)
 
-    def _validation(self, step, tokens, n_bytes, nats):
+    def _validation(self, connection, step, tokens, n_bytes, nats):
         if not tokens or not math.isfinite(nats) or nats < 0:
             raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
-        if not self.run.step - 1 <= step <= self.run.step or any(v[0] == step for v in self.validations[-2:]):
+        if not (connection.trusted and self.run.step - 1 <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
             return
+        del self.validations[1:-2]                   # the first and the last are told
         self.validations.append((step, nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"))
         self.unsaid_validation = self.validations[-1]
         self.shelf.validated(step, self.validations[-1][1])
 
     # replicas
 
-    def _agrees(self, connection, at, digest):
+    def _agrees(self, connection):
         """Whether the state of this worker is that of the others; if not, it is told to rebuild, or waits for a third to decide."""
-        every, step, author = self.cfg.DIGEST_EVERY, connection.step, connection.author
-        if at not in (step, step // every * every):
-            raise FrameError(f"wrong step: a digest of step {at} with a request at step {step}, wanted is that of {step // every * every}")
-        if at <= self.run.step - STATES_KEPT * every:
-            known = self.shelf.digests.get(at)
-            if known in (None, digest):
-                return True
-            votes, mine, others = {known: ()}, 0, 1
-        else:
-            votes = self.states.setdefault(at, {})
-            while len(self.states) > STATES_KEPT:
-                del self.states[min(self.states)]
-            for stated, authors in list(votes.items()):
-                authors.discard(author)
-                if not authors:
-                    del votes[stated]
-            votes.setdefault(digest, set()).add(author)
-            mine, others = len(votes[digest]), max((len(a) for d, a in votes.items() if d != digest), default=0)
+        step, digest, author = connection.step, connection.stated, connection.author
+        if step <= self.run.step - STATES_KEPT:
+            return True                              # it replays the run, and will be compared when it has come nearer
+        votes = self.states.setdefault(step, {})
+        while len(self.states) > STATES_KEPT:
+            del self.states[min(self.states)]
+        for stated, authors in list(votes.items()):
+            authors.discard(author)
+            if not authors:
+                del votes[stated]
+        votes.setdefault(digest, set()).add(author)
+        mine, others = len(votes[digest]), max((len(a) for d, a in votes.items() if d != digest), default=0)
+        taken = self.shelf.digests.get(step)
+        if taken and len(votes.get(taken, ())) <= max((len(a) for d, a in votes.items() if d != taken), default=0):
+            self.shelf.forget(step)                  # nobody shall rebuild from a snapshot that is not what most have
         if mine > others:
             connection.trusted = True
             for wrong in {a for d, authors in votes.items() if d != digest for a in authors}:
                 self._distrust(wrong)
+            if ("state", step) in self.disputes:     # it is decided: those that wait for that are to be looked at
+                self.disputes.discard(("state", step))
+                self.wake = True
             return True
         self._distrust(author)
-        if connection.rebuilt_at != at:
-            connection.rebuilt_at = at
-            start = max((s for s in self.shelf.files if s <= at), default=0)
-            self.console.line(f"worker {connection.title}: its state at step {at} is not that of others: it rebuilds from step {start}")
+        if connection.rebuilt_at != step:
+            connection.rebuilt_at = step
+            start = max((s for s in self.shelf.files if s <= step), default=0)
+            self.console.line(f"worker {connection.title}: its state at step {step} is not that of others: it rebuilds from step {start}")
             self._say(connection, REBUILD, STEP.pack(start))
         elif mine < others:
-            self._ban(author, f"its state at step {at} is not that of others, and was not after it was rebuilt")
+            self._ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
-            if ("state", at) not in self.disputes:
-                self.disputes.add(("state", at))
-                self.console.line(f"step {self.run.step}: workers hold different states of step {at}, as many for one as for another: "
+            if ("state", step) not in self.disputes:
+                self.disputes.add(("state", step))
+                self.console.line(f"step {self.run.step}: workers hold different states of step {step}, as many for one as for another: "
                                   "start another worker, which decides, or stop the wrong one")
             self._hold(connection)
         return False
@@ -732,20 +784,22 @@ class Coordinator:
         if doubted:
             self.work.withdraw(author, self.alone)
             self.wake = True
+        if self.upload and self.upload[0] in doubted:
+            self._end_upload()
 
     def _ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, is out, and so are its results."""
         self.console.line(f"banned {author.name} at {author.host}: {why}")
-        self.door.ban(author.host, author.name, f"banned: {why}")
+        self.bans.add(author.identity, why)
         self._distrust(author)
         for connection in [c for c in self.connections if c.author == author]:
-            self._refuse(connection, f"banned: {why}", BANNED)
+            self._refuse(connection, self._banned(author) or f"banned: {why}", BANNED)
 
     # snapshots
 
     def _want_snapshot(self, connection):
         try:
-            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, self.run.directory)
+            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory)
             self._say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
         except OSError as error:
             self._no_snapshots(error)
@@ -758,9 +812,6 @@ class Coordinator:
         try:
             upload.add(total, offset, payload[BLOCK_HEAD.size:])
             if upload.finished:
-                votes = self.states.get(step, {})
-                if upload.digest() != max(votes, key=lambda d: len(votes[d]), default=None):
-                    raise ValueError("it is not the state that workers stated")
                 self.shelf.put(upload)
                 self.upload = None
         except ValueError as error:
@@ -876,8 +927,7 @@ def _card(text):
         data = bytes.fromhex(card.get("data", "")) or bytes(32)
         if role not in ("worker", "status") or len(data) != 32 or type(config) is not dict:
             raise ValueError
-        id_, name, device = (printable(str(card.get(k, "")).replace("\n", " ")).strip()[:64] for k in ("id", "name", "device"))
-        config = {printable(k).strip()[:64]: v for k, v in config.items()}
+        id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise FrameError("JOIN does not say who it is") from None
     return {"role": role, "id": id_, "name": name or "nameless", "device": device or "device not told", "config": config, "data": data}

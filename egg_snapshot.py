@@ -1,8 +1,9 @@
-"""The state of the model as a digest and as a file: how replicas are compared, and how a worker that joins late gets there quickly.
+"""The state of the model as a file, by which a worker that joins late gets there quickly; and what tells configurations and data apart.
 
-A snapshot file: HEAD (magic, step, seed, digest, digest of the configuration, of the fitness before it, bytes of the body), u32 CRC-32
-of these, then weights, overlay and moments, one after the other, under zstd. All little-endian. It is checked by the digest when it is
-taken and when it is used, so nothing waits for the disk: a file that was only half written is found out and thrown away.
+A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of the body), u32
+CRC-32 of these, then weights, moments and overlay, one after the other, under zstd. All little-endian. It is checked by the digest that
+workers state when it is taken and by SHA-256 when it is used, so nothing waits for the disk: a file that was only half written is found
+out and thrown away.
 """
 
 import contextlib
@@ -16,26 +17,32 @@ import zlib
 import numpy as np
 import pyzstd
 
+import egg_digest
 import egg_history
 import egg_model
 
-MAGIC = b"EGGSNAP1"
+MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 KEPT = 2                   # newest snapshots that stay, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are unpacked at a time
 
 
-def state_digest(state):
-    """bytes [32]: SHA-256 over step, seed, weights, overlay and moments. Engines that agree to the bit agree here."""
-    digest = _begin(state.step, state.seed)
-    for part in (state.weights, state.overlay, state.moments):
-        digest.update(np.ascontiguousarray(part))
-    return digest.digest()
+def state_sha256(state):
+    """bytes [32]: SHA-256 over the same bytes as egg_digest (without the zeros at its end)."""
+    sha256 = _begin(state.step, state.seed)
+    for part in _parts(state):
+        sha256.update(part)
+    return sha256.digest()
 
 
 def _begin(step, seed):
-    return hashlib.sha256(b"egg state" + struct.pack("<QQ", step, seed))
+    return hashlib.sha256(struct.pack("<QQ", step, seed))
+
+
+def _parts(state):
+    """Weights, moments and overlay as bytes."""
+    return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
 
 
 def data_digest(tokens):
@@ -55,9 +62,9 @@ def config_digest(cfg):
 
 
 def sizes(cfg):
-    """(bytes of weights, of overlay, of moments)."""
+    """(bytes of weights, of moments, of overlay)."""
     n = egg_model.n_weights(cfg)
-    return n, egg_model.n_overlay(cfg), 12 * n
+    return n, 12 * n, egg_model.n_overlay(cfg)
 
 
 def most_bytes(cfg):
@@ -68,51 +75,47 @@ def most_bytes(cfg):
 def pack(state):
     """bytes of the body of a snapshot."""
     compressor = pyzstd.ZstdCompressor(LEVEL)
-    arrays = (np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.overlay, state.moments))
-    return b"".join([compressor.compress(x) for x in arrays]) + compressor.flush()
+    return b"".join([compressor.compress(part) for part in _parts(state)]) + compressor.flush()
 
 
 def unpack(cfg, data):
     """The State in the bytes of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
-    step, seed, digest, body = _head(cfg, data[:HEAD.size + 4])
+    step, seed, sha256, body = _head(cfg, data[:HEAD.size + 4])
     if len(data) != HEAD.size + 4 + body:
         raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD.size + 4 + body}")
-    total = sum(sizes(cfg))
+    n, m, k = sizes(cfg)
     try:
-        raw = pyzstd.ZstdDecompressor().decompress(data[HEAD.size + 4:], total + 1)
-    except pyzstd.ZstdError as error:
+        raw = np.frombuffer(egg_history.unzip(data[HEAD.size + 4:], n + m + k), np.int8)
+    except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
-    if len(raw) != total:
-        raise ValueError(f"snapshot of step {step} unpacks to {len(raw)} bytes of {total}")
-    n, k, _ = sizes(cfg)
-    array = np.frombuffer(raw, np.uint8)
-    state = egg_model.State(cfg, array[:n].view(np.int8), np.frombuffer(array[n + k:].tobytes(), np.float32).reshape(-1, 3),
-                            array[n:n + k].view(np.int8), step, seed)
-    if state_digest(state) != digest:
-        raise ValueError(f"snapshot of step {step}: its digest is another")
+    state = egg_model.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+    if state_sha256(state) != sha256:
+        raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
     return state
 
 
 def _head(cfg, data):
-    """(step, seed, digest, bytes of the body) from HEAD and its CRC. Raises ValueError."""
+    """(step, seed, SHA-256, bytes of the body) from HEAD and its CRC. Raises ValueError."""
     if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
-    magic, step, seed, digest, config, _, body = HEAD.unpack(data[:HEAD.size])
+    magic, step, seed, sha256, config, _, body = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
         raise ValueError("not a snapshot")
     if config != config_digest(cfg):
         raise ValueError(f"snapshot of step {step} is of another configuration")
-    return step, seed, digest, body
+    return step, seed, sha256, body
 
 
 class Upload:
     """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
-    flat and no piece costs much; `finished` when all is here. Raises ValueError where it cannot be right, OSError of the disk."""
+    flat and no piece costs much; `finished` when all is here and its digest is `digest`. Raises ValueError where it cannot be right,
+    OSError of the disk."""
 
-    def __init__(self, cfg, step, seed, directory):
-        self.step, self.seed, self.total, self.finished = step, seed, None, False
+    def __init__(self, cfg, step, seed, digest, directory):
+        self.step, self.seed, self.digest, self.total, self.finished = step, seed, digest, None, False
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
-        self._digest, self._zstd = _begin(step, seed), pyzstd.ZstdDecompressor()
+        self._sha256, self._digest = _begin(step, seed), egg_digest.Digest(step, seed)
+        self._zstd = pyzstd.ZstdDecompressor(option=egg_history.WINDOW)
         self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
         self._file.write(bytes(HEAD.size + 4))
 
@@ -132,21 +135,21 @@ class Upload:
                 self._left -= len(raw)
                 if self._left < 0:
                     break
+                self._sha256.update(raw)
                 self._digest.update(raw)
         except pyzstd.ZstdError as error:
             raise ValueError(str(error)) from None
         if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
                 or self._got == total and not self._zstd.eof:
             raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
+        if self._got == total and self._digest.digest() != self.digest:
+            raise ValueError("it is not the state that workers stated")
         self.finished = self._got == total
-
-    def digest(self):
-        return self._digest.digest()
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the step before."""
         before = hashlib.sha256(fitness).digest()
-        head = HEAD.pack(MAGIC, self.step, self.seed, self.digest(), config_digest(self._cfg), before, self.total)
+        head = HEAD.pack(MAGIC, self.step, self.seed, self._sha256.digest(), config_digest(self._cfg), before, self.total)
         self._file.seek(0)
         self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
         self._file.close()
@@ -165,7 +168,7 @@ class Shelf:
 
     def __init__(self, cfg, run):
         self.cfg, self.run, self.directory = cfg, run, run.directory
-        self.files, self.digests, self.figures = {}, {}, {}     # step -> name, -> digest, -> validation figure of the last steps
+        self.files, self.digests, self.figures = {}, {}, {}     # step -> name, -> digest of those taken in, -> validation figure
         self._open, self._stopped = (None, None), False
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
@@ -178,10 +181,10 @@ class Shelf:
         """Lists a file if its head is that of this run; others are left alone."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
             data = file.read(HEAD.size + 4)
-            step, seed, digest, body = _head(self.cfg, data)
+            step, _, _, body = _head(self.cfg, data)
             if (step == int(match[1]) and 0 < step <= self.run.step and os.fstat(file.fileno()).st_size == HEAD.size + 4 + body
                     and HEAD.unpack(data[:HEAD.size])[5] == hashlib.sha256(self.run.fitness(step - 1)).digest()):
-                self.files[step], self.digests[step] = name, digest
+                self.files[step] = name
                 if match[2]:
                     self.figures[step] = float(match[2])
 
@@ -202,7 +205,7 @@ class Shelf:
         """Takes a finished upload in. Raises OSError."""
         name = f"snapshot-{upload.step:08d}.egg"
         upload.keep(os.path.join(self.directory, name), self.run.fitness(upload.step - 1))
-        self.files[upload.step], self.digests[upload.step] = name, upload.digest()
+        self.files[upload.step], self.digests[upload.step] = name, upload.digest
         self._arrange()
 
     def validated(self, step, figure):
@@ -213,7 +216,7 @@ class Shelf:
                 self._arrange()
 
     def forget(self, step):
-        """Removes a snapshot that turned out wrong."""
+        """Removes a snapshot: an old one, or one that turned out wrong."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.directory, self.files.pop(step)))
         self.digests.pop(step, None)

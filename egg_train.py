@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import time
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     say_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
+    name = name or f"{socket.gethostname()}/{device}"        # which of several GPUs: a ban, for one, shall not take all of them
     egg_worker.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name)
 
 

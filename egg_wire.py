@@ -1,10 +1,14 @@
 """Frames: what coordinator and workers say to each other, byte by byte (PROTOCOL.md; version 1 is SPEC section 10).
 
-Version 1 is spoken with C++ peers. Version 2 has the same header and the same four work frames, and adds an introduction in which both
+Version 1 is spoken with C++ peers. Version 2 has the same header and the same work frames, and adds an introduction in which both
 sides prove that they know the secret, digests of the model's state, heartbeats, snapshots and errors in words.
 """
 
 import struct
+
+import egg_digest
+import egg_history
+import egg_model
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
@@ -18,16 +22,16 @@ REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 
 NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
-STATED = struct.Struct(">Q32s")          # version 2 adds: step of the digest, digest of the state at that step
-RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow
+STATED = struct.Struct(f">{egg_digest.SIZE}s")     # version 2 adds: digest of the state at this step
+RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow, in version 2 under zstd
 RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes
 #                                          of fitness that follow
 VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
 NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
 CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; 1 where a secret is wanted
 PROOF = struct.Struct(">32s")            # JOIN: the worker's proof; JSON follows
-WELCOMED = struct.Struct(">32s32s32sQQI")  # WELCOME: the coordinator's proof, fingerprints of configuration and data (zeros: not known
-#                                            yet), completed steps, step of the newest snapshot (0: none), steps between digests
+WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, fingerprints of configuration and data (zeros: not known
+#                                            yet), completed steps, step of the newest snapshot (0: none)
 FAILED = struct.Struct(">H")             # ERROR: code; text follows
 STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
@@ -54,21 +58,18 @@ def frame(opcode, *parts, version=V1):
     return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
 
 
-def packed_size(pairs):
-    return -(-pairs // 5)
-
-
 def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every frame that is known; other opcodes may have OTHER_LIMIT bytes."""
     def exactly(*structs):
         return (sum(s.size for s in structs),) * 2
 
     v1 = {JOB_REQUEST: exactly(REQUEST),
-          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + packed_size(cfg.CHUNK_SIZE // 2)),
-          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + packed_size(cfg.N_PAIRS)),
+          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + egg_model.packed_size(cfg.CHUNK_SIZE // 2)),
+          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + egg_model.packed_size(cfg.N_PAIRS)),
           LOG_MESSAGE: (0, TEXT_LIMIT),
           VALIDATION: exactly(VALIDATED)}
-    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED), HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
+    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED), JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + egg_history.most_body(cfg)),
+          HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
           HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
           SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT)}

@@ -15,7 +15,7 @@ import egg_history
 import egg_model
 import egg_snapshot
 import egg_wire
-from egg_net import Console, HEARTBEAT_EVERY, NetError, printable, reason, tune
+from egg_net import Console, HEARTBEAT_EVERY, NetError, one_line, printable, reason, tune
 from egg_wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL, FrameError, HEARTBEAT,
                       HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT,
                       RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED, STATUS, STEP, TEXT_LIMIT, V1, V2,
@@ -40,7 +40,7 @@ class Link:
     def __init__(self, cfg, host, port, version=V1, access=egg_auth.Access(), card=None):
         self.name, self.limits, self.inbox = f"{host}:{port}", egg_wire.limits(cfg), bytearray()
         self.version, self.limits = version, {version: self.limits[version]}
-        self.beaten, self.snapshot, self.digest_every = time.monotonic(), 0, 0
+        self.beaten, self.snapshot = time.monotonic(), 0
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
@@ -71,10 +71,10 @@ class Link:
         if wanted and not access.secret:
             raise NetError(f"{self.name} wants a secret: give the coordinator's with --secret-file FILE, or in EGG_SECRET")
         self.send(self.frame(JOIN, egg_auth.proof(access.secret, b"worker", hello, challenge, text), text))
-        proof, config, data, _, self.snapshot, self.digest_every = WELCOMED.unpack(self.next(WELCOME, CONNECT_TIMEOUT))
+        proof, config, _, _, self.snapshot = WELCOMED.unpack(self.next(WELCOME, CONNECT_TIMEOUT))
         if not egg_auth.proves(access.secret, proof, b"coordinator", hello, challenge, text):
             raise NetError(f"{self.name} does not know the secret: is it the right coordinator?")
-        if card["role"] == "worker" and config != egg_snapshot.config_digest(cfg) or not self.digest_every:
+        if card["role"] == "worker" and config != egg_snapshot.config_digest(cfg):
             raise NetError(f"{self.name}: it let us in with another configuration: is it of the same version of egg?")
 
     def frame(self, opcode, *parts):
@@ -104,7 +104,7 @@ class Link:
                     if got[1] in opcodes:
                         return got[1:]
                     if got[1] == ERROR and self.version == V2:
-                        code, why = FAILED.unpack_from(got[2])[0], printable(got[2][FAILED.size:].decode("utf-8", "replace")).strip()
+                        code, why = FAILED.unpack_from(got[2])[0], one_line(got[2][FAILED.size:].decode("utf-8", "replace"))
                         if code == FULL:
                             raise TimeoutError(why)
                         raise NetError(f"{self.name} refuses this worker: {why}")
@@ -116,7 +116,7 @@ class Link:
             self.beat()
 
     def response(self, timeout=None):
-        """(seed, step, first member, packed fitness) of the next JOB_RESPONSE."""
+        """(seed, step, first member, fitness as it came) of the next JOB_RESPONSE."""
         return self.unpack_response(self.next(JOB_RESPONSE, timeout))
 
     def unpack_response(self, payload):
@@ -201,6 +201,8 @@ class Worker:
             self._rebuild(link, None, step)
             return
         try:
+            if link.version == V2:
+                packed = egg_history.unzip(packed, egg_model.packed_size(self.cfg.N_PAIRS))
             fitness = egg_model.unpack_ternary(packed, self.cfg.N_PAIRS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
@@ -223,14 +225,12 @@ class Worker:
         self.changed, self.told_step, self.stated = 0, -1, None
 
     def _state(self, link):
-        """The digest that goes with a request, of the last step that is a multiple of the coordinator's DIGEST_EVERY (of this step
-        where that one has gone by); b"" with version 1. A state copied off a device and hashed is not free, so it is done that often."""
+        """The digest of this step's state, which goes with every request; b"" with version 1."""
         if link.version == V1:
             return b""
-        step = self.engine.step
-        if self.stated is None or self.stated[0] not in (step, step // link.digest_every * link.digest_every):
-            self.stated = step, egg_snapshot.state_digest(self.engine.state())
-        return STATED.pack(*self.stated)
+        if self.stated is None or self.stated[0] != self.engine.step:
+            self.stated = self.engine.step, self.engine.digest()
+        return STATED.pack(self.stated[1])
 
     def _load(self, link, step):
         """Takes over the coordinator's snapshot of this step; without one that is good the run is replayed as far."""
@@ -410,6 +410,9 @@ def describe_status(told):
         facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**told["validation"])
     facts.append(f"kept in {told['save_dir']}" + (f", newest snapshot of step {told['snapshot']}" if told["snapshot"] else "")
                  if told["save_dir"] else "not kept")
+    if told["banned"]:
+        facts += [f"banned: {who}: {why}" for who, why in told["banned"].items()]
+        facts.append(f"to lift a ban remove its line from {told['ban_file']}" if told["ban_file"] else "bans last until the coordinator ends")
     rows = [("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen")]
     for w in told["workers"]:
         rows.append((w["name"], w["device"], w["address"], w["state"], str(w["step"]),

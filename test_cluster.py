@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import egg_auth
 import egg_config
+import egg_digest
 import egg_history
 import egg_model
 import egg_net
@@ -50,8 +51,8 @@ class Peer2(Peer):
         self.cfg = cfg
         self.link = egg_worker.Link(cfg, "127.0.0.1", port, V2, egg_auth.Access(secret), card(cfg, **values))
 
-    def ask(self, step, digest=bytes(32), at=None):
-        self.link.send(self.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0), egg_wire.STATED.pack(step if at is None else at, digest)))
+    def ask(self, step, digest=bytes(16)):
+        self.link.send(self.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0), egg_wire.STATED.pack(digest)))
 
     def next(self, *opcodes, timeout=5):
         return self.link.any_of(opcodes, timeout)
@@ -85,11 +86,11 @@ def test_protocol_2_byte_by_byte(tmp_path):
         challenge = receive(32)
         assert receive(1) == b"\x01"
         sock.sendall(b"JOBS\x02\x22" + (32 + len(text)).to_bytes(4, "big") + proof(b"worker", hello, challenge, text) + text)
-        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x74"
+        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
         assert receive(32) == proof(b"coordinator", hello, challenge, text)
         config = hashlib.sha256(json.dumps(egg_history.kept(CFG), sort_keys=True).encode()).digest()
-        assert receive(84) == config + bytes(32) + bytes(8) + bytes(8) + b"\x00\x00\x00\x01"
-        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x40" + (42).to_bytes(8, "big") + bytes(16) + bytes(8) + b"d" * 32)
+        assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
+        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
         assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
 
 
@@ -109,6 +110,52 @@ def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other,
     assert (tmp_path / egg_history.DATA_FILE).read_text().strip() == "cd" * 32
     with Server(tmp_path, save=True) as server, pytest.raises(egg_net.NetError, match="other training data"):
         Peer2(server.port, data="ab" * 32)                       # after a restart too
+
+
+def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
+    """PROTOCOL.md in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
+    import egg_cpu
+    most = (1 << 64) - 1
+    cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
+    rng, state = np.random.default_rng(1), egg_model.initial_state(cfg)
+    state.moments[:], state.overlay[:] = rng.normal(size=state.moments.shape), rng.integers(-127, 128, state.overlay.size)
+    state.step, state.seed = 9, 4000000000
+    data = (9).to_bytes(8, "little") + state.seed.to_bytes(8, "little") + state.weights.tobytes() + state.moments.tobytes() + state.overlay.tobytes()
+    data += bytes(-len(data) % 8)
+    first = second = 0
+    for number in range(1, len(data) // 8 + 1):
+        x = int.from_bytes(data[8 * number - 8:8 * number], "little") + number * 0x9E3779B97F4A7C15 & most
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & most
+        x ^= x >> 31
+        first, second = first + x, second + (x & 0xFFFFFFFF) * (x >> 32)
+    digest = egg_digest.of_state(state)
+    assert digest == (first & most).to_bytes(8, "little") + (second & most).to_bytes(8, "little") and state.overlay.size % 8
+    pieces = egg_digest.Digest(9, state.seed)
+    for at in range(16, len(data), 99991):
+        pieces.update(data[at:min(at + 99991, 16 + egg_snapshot.sizes(cfg)[0] + egg_snapshot.sizes(cfg)[1] + state.overlay.size)])
+    assert pieces.digest() == digest
+    for threads in (1, None):
+        engine = egg_cpu.CpuEngine(cfg, threads=threads)
+        engine.load(state)
+        assert engine.digest() == digest
+        engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+        assert engine.digest() == egg_digest.of_state(engine.state()) != digest
+    seen = {digest}
+    for array in (state.weights, state.moments.view(np.uint8).ravel(), state.overlay):
+        for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
+            for bit in (1, -128):
+                array.view(np.int8)[at] ^= bit
+                seen.add(egg_digest.of_state(state))
+                array.view(np.int8)[at] ^= bit
+    state.step += 1
+    seen.add(egg_digest.of_state(state))
+    state.step, state.seed = 9, state.seed + 1
+    seen.add(egg_digest.of_state(state))
+    state.seed -= 1
+    state.moments[[3, 5000]] = state.moments[[5000, 3]]
+    seen.add(egg_digest.of_state(state))
+    assert len(seen) == 1 + 3 * 13 * 2 + 3
 
 
 def test_training_data_are_told_apart():
@@ -238,7 +285,7 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
             sock.recv(1000)
             sock.sendall(egg_wire.frame(egg_wire.CHALLENGE, egg_wire.CHALLENGED.pack(bytes(32), 1), version=V2))
             given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
-            sock.sendall(egg_wire.frame(WELCOME, egg_wire.WELCOMED.pack(given, egg_snapshot.config_digest(CFG), bytes(32), 0, 0, 1), version=V2))
+            sock.sendall(egg_wire.frame(WELCOME, egg_wire.WELCOMED.pack(given, egg_snapshot.config_digest(CFG), bytes(32), 0, 0), version=V2))
             sock.recv(1)
 
     thread = threading.Thread(target=impostor)
@@ -304,6 +351,8 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
             time.sleep(0.2)
             honest.link.send(honest.link.frame(egg_wire.HEARTBEAT))
         assert honest.chunk(0) == 0                                                    # heartbeats keep it
+        old = Peer(server.port, cfg)
+        assert old.chunk(0) == 32                                                      # version 1 has none, and is idle all the same
         until(lambda: not server.coordinator.connections)
         assert "said nothing for 1 s" in server.lines.text and not server.coordinator.door.by_host
 
@@ -317,6 +366,17 @@ def test_a_worker_comes_again_when_there_is_room(tmp_path):
         assert not engine.evaluated
         first.link.close()
         until(lambda: engine.evaluated)
+
+
+def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"}), "another configuration")
+        peer = Peer2(server.port)
+        for i in range(3 * egg_net.WORDS):
+            peer.link.send(peer.link.frame(egg_wire.LOG_MESSAGE, f"word {i}.".encode()))
+        assert peer.chunk(0) == 0
+        assert not re.search("[\x1b\x07]|^Step", server.lines.text, re.M) and server.lines.text.count("another configuration") == 1
+        assert "word 0." in server.lines.text and egg_net.WORDS <= server.lines.text.count("word ") < egg_net.WORDS + 10
 
 
 def test_names_cannot_write_to_the_terminal(tmp_path):
@@ -407,6 +467,54 @@ def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
         until(lambda: server.run.step == 1)
 
 
+def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work(tmp_path):
+    cfg = changed(POPULATION_SIZE=32 * 12)
+    with Server(tmp_path, cfg) as server:
+        greedy, other = Peer(server.port, cfg), Peer2(server.port, cfg)
+        asked = [greedy.chunk(0) // 32 for _ in range(9)]        # without waiting, and without holding more than AT_ONCE
+        assert all(0 <= c < 12 for c in asked) and len(next(c for c in server.coordinator.connections if c.version == 1).held) == egg_net.AT_ONCE
+        mine = []
+        for _ in range(12 - egg_net.AT_ONCE):
+            mine.append(other.chunk(0) // 32)
+            other.result(0, 32 * mine[-1])
+        assert sorted(mine + asked[-egg_net.AT_ONCE:]) == list(range(12))
+        greedy.ask(0)                                            # now there is nothing left that it has not got
+        assert greedy.silent()
+
+
+def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
+    """Else two liars could outvote whomever they like."""
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        assert peer.chunk(0) == 0
+        peer.result(0, 64)
+        with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
+            peer.answer()
+        assert not server.coordinator.work.done
+
+
+def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
+    cfg, run = changed(POPULATION_SIZE=32), egg_history.open_run(changed(POPULATION_SIZE=32))
+    coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    peers = []
+    for _ in range(6 * egg_net.IN_A_ROW):
+        peers.append(Peer(coordinator.address[1], cfg))
+        peers[-1].ask(0)
+        until(lambda: coordinator.poll(0.01) or len(coordinator.idle) == len(peers) - 1)
+    assert peers[0].answer()[2] == 0                             # it has the chunk, the others wait
+    peers[0].result(0, 0)
+    until(lambda: coordinator.poll(0.001) or run.step == 1)
+    assert len(coordinator.idle) > egg_net.IN_A_ROW
+    assert peers[1].answer()[1] == 1
+    peers[1].ask(1)
+    coordinator.poll()
+    assert peers[1].answer()[1:3] == (1, 0) and coordinator.idle  # its next chunk, before the last has been told of the step
+    until(lambda: coordinator.poll(0.001) or not coordinator.idle)
+    assert all(peer.answer()[1] == 1 for peer in peers[2:])
+    coordinator.close()
+    run.close()
+
+
 class Liar(FakeEngine):
     """Evaluates wrongly from some step on."""
 
@@ -464,6 +572,50 @@ def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
     run.close()
 
 
+def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
+    for turn in range(3):
+        with Server(tmp_path, save=True) as server:
+            if turn == 0:
+                peer = Peer2(server.port, name="w1")
+                assert peer.chunk(0) == 0
+                server.coordinator._ban(next(iter(server.coordinator.connections)).author, "it said that 2 + 2 = 5")
+                with pytest.raises(egg_net.NetError, match="banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
+                    peer.answer()
+            if turn < 2:
+                for _ in range(2):
+                    with pytest.raises(egg_net.NetError, match="banned: it said that"):
+                        Peer2(server.port, name="w1")
+                Peer2(server.port, name="w2")
+                told = egg_worker.fetch_status(CFG, "127.0.0.1", server.port)
+                assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
+                assert f"banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\nto lift a ban remove its line from {tmp_path}" in egg_worker.describe_status(told)
+            if turn == 1:
+                (tmp_path / egg_auth.BANNED_FILE).write_text("")          # no restart is needed
+            if turn:
+                Peer2(server.port, name="w1")
+
+
+def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
+    cert, key = certificates
+    access = egg_auth.Access(SECRET, egg_auth.server_tls(cert, key, ca=cert))
+    ours = egg_auth.Access(SECRET, egg_auth.client_tls(cert, cert, key))
+    with Server(tmp_path, save=True, access=access) as server:
+        link = egg_worker.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
+        until(lambda: any(c.author for c in server.coordinator.connections))
+        server.coordinator._ban(next(c.author for c in server.coordinator.connections if c.author), "it lied")
+        link.close()
+        refused_by(lambda: egg_worker.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")), "banned: it lied")
+    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / egg_auth.BANNED_FILE).read_text())
+
+
+def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
+    bans = egg_auth.Bans(tmp_path / "gone")
+    bans.add("w1 at host", "it lied")
+    assert bans.all() == {"w1 at host": "it lied"}
+    (tmp_path / egg_auth.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
+    assert egg_auth.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
+
+
 def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.5)
     times = [time.monotonic()]
@@ -496,35 +648,27 @@ def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
 def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_path):
     with Server(tmp_path) as server:
         a, b = Peer2(server.port, name="a"), Peer2(server.port, name="b")
-        a.ask(0, b"a" * 32)
+        a.ask(0, b"a" * 16)
         assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
         a.result(0, 0)
         until(lambda: server.coordinator.work.done)
-        b.ask(0, b"b" * 32)
+        b.ask(0, b"b" * 16)
         assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
-        a.ask(0, b"a" * 32)
+        a.ask(0, b"a" * 16)
         assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
         assert not server.coordinator.work.done                                 # what was computed in doubt is done again
         for peer, digest in ((a, b"a"), (b, b"b")):
-            peer.ask(0, digest * 32)
+            peer.ask(0, digest * 16)
             assert peer.silent()
         assert "start another worker, which decides" in server.lines.text
-        c = Peer2(server.port, name="c")
-        c.ask(0, b"b" * 32)
+        c, started = Peer2(server.port, name="c"), time.monotonic()
+        c.ask(0, b"b" * 16)
         assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        assert time.monotonic() - started < 1                                   # b was waiting for just this
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
             a.next(JOB_RESPONSE)
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
             Peer2(server.port, name="a")
-
-
-def test_a_digest_of_the_wrong_step_is_refused(tmp_path):
-    with Server(tmp_path, changed(DIGEST_EVERY=10)) as server:
-        for step, at in ((0, 10), (0, egg_wire.NOTHING)):
-            peer = Peer2(server.port)
-            peer.ask(step, at=at)
-            with pytest.raises(egg_net.NetError, match="wrong step: a digest"):
-                peer.answer()
 
 
 # --- snapshots ----------------------------------------------------------------------------------------------------------------
@@ -534,11 +678,11 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     state.moments[:] = rng.normal(size=state.moments.shape)
     state.step, state.seed = 20, 77
     run = egg_history.open_run(CFG)
-    upload, body = egg_snapshot.Upload(CFG, 20, 77, tmp_path), egg_snapshot.pack(state)
+    upload, body = egg_snapshot.Upload(CFG, 20, 77, egg_digest.of_state(state), tmp_path), egg_snapshot.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
         upload.add(len(body), at, body[at:at + 10000])
-    assert upload.finished and upload.digest() == egg_snapshot.state_digest(state)
+    assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
     back = egg_snapshot.unpack(CFG, data)
@@ -572,7 +716,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
 ])
 def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     body = egg_snapshot.pack(egg_model.initial_state(CFG))
-    upload = egg_snapshot.Upload(CFG, 20, 77, tmp_path)
+    upload = egg_snapshot.Upload(CFG, 20, 77, bytes(16), tmp_path)
     started = time.monotonic()
     with pytest.raises(ValueError):
         for piece in pieces(body):
@@ -628,14 +772,14 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
 
     class Wrong(FakeEngine):
-        asked = False
-
         def state(self):
             state = super().state()
-            if self.step == 2 and self.asked:
+            if self.step == 2:
                 state.moments = state.moments + 1
-            self.asked = self.step == 2
             return state
+
+        def digest(self):
+            return egg_digest.of_state(super().state())
 
     server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
     assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.lines.text
@@ -682,6 +826,34 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
     assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
 
 
+def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        engine = FakeEngine(cfg)
+        liar, others = Peer2(server.port, cfg, name="liar"), [Peer2(server.port, cfg, name=f"w{i}") for i in range(2)]
+        for chunk in range(4):
+            liar.ask(0, engine.digest())
+            assert liar.answer()[2] == 32 * chunk
+            liar.result(0, 32 * chunk)
+        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        right, state = engine.digest(), engine.state()
+        state.weights[5] ^= 1
+        liar.ask(1, egg_digest.of_state(state))
+        assert liar.next(egg_wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
+        body = egg_snapshot.pack(state)
+        for at in range(0, len(body), egg_wire.BLOCK):
+            liar.link.send(liar.link.frame(egg_wire.SNAPSHOT_DATA, egg_wire.BLOCK_HEAD.pack(1, len(body), at), body[at:at + egg_wire.BLOCK]))
+        until(lambda: server.coordinator.shelf.newest == 1)
+        others[0].ask(1, right)
+        assert others[0].next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))     # not from that snapshot
+        assert server.coordinator.shelf.newest == 0
+        others[0].ask(1, right)
+        others[1].ask(1, right)
+        assert others[1].next(JOB_RESPONSE) and others[0].next(JOB_RESPONSE)
+        refused_by(lambda: (liar.ask(1, egg_digest.of_state(state)), liar.next(REBUILD), liar.ask(1, bytes(16)), liar.next(JOB_RESPONSE)), "banned")
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
 class Chaos:
     """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in mid-frame, stop,
     crawl or say everything twice, and a coordinator that is killed."""
@@ -709,9 +881,12 @@ class Chaos:
         self.engines.append(engine)
 
         def serve():
+            lives = 0
             while not self.stop:
-                with contextlib.suppress(egg_net.EggError):      # a banned one comes back all the same, until the next kill forgets it
-                    egg_worker.run_worker(CHAOS, "127.0.0.1", self.port, engine, name=name, retry=False, console=egg_net.Console(Lines()))
+                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
+                    egg_worker.run_worker(CHAOS, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
+                                          console=egg_net.Console(Lines()))
+                lives += 1
                 time.sleep(0.05)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -721,8 +896,8 @@ class Chaos:
     def misbehave(self, dice, name):
         while not self.stop:
             with contextlib.suppress(OSError, egg_net.EggError, egg_worker.OldCoordinator):
-                peer = Peer2(self.port, CHAOS, name=name)
-                peer.ask(0, egg_snapshot.state_digest(FakeEngine(CHAOS).state()))
+                peer = Peer2(self.port, CHAOS, name=f"{name}.{dice.random()}")
+                peer.ask(0, FakeEngine(CHAOS).digest())
                 what, step = dice.randrange(7), peer.answer(1)[1]
                 if what == 0:
                     peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
@@ -952,59 +1127,68 @@ def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     all workers ask at once, are counted apart.
     By hand: python -c 'import test_cluster; print(test_cluster.load("load"))'"""
     import heapq
-    import selectors
-    cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0, DIGEST_EVERY=1 << 20)
+    import select
+    cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0)
     os.makedirs(directory, exist_ok=True)
     process, port = coordinator_process(directory, 0, cfg)
     threading.Thread(target=process.stdout.read, daemon=True).start()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    limits, selector, times, rush, due, done = egg_wire.limits(cfg), selectors.DefaultSelector(), [], [], [], 0
-    digest = bytes(32)
-    peers = [Peer2(port, cfg, name=f"w{i}") for i in range(workers)]
-    for peer in peers:
-        peer.asked, peer.step, peer.buffer, peer.rush = time.perf_counter(), 0, bytearray(), True
-        peer.ask(0, digest, 0)
-        peer.link.sock.setblocking(False)
-        selector.register(peer.link.sock, selectors.EVENT_READ, peer)
+    poll, peers, times, rush, due, done = select.epoll(), {}, [], [], [], 0
+    stated, dice, given = egg_wire.STATED.pack(bytes(16)), random.Random(1), {}
+    # digits as often as in a run of the default configuration
+    some = [egg_model.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=16), np.int8)) for _ in range(256)]
+
+    def request(step):
+        return egg_wire.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, step, 0), stated, version=V2)
+
+    for i in range(workers):
+        peer = Peer2(port, cfg, name=f"w{i}")
+        peer.sock, peer.step, peer.buffer, peer.rush = peer.link.sock, 0, b"", None       # not counted: all of them come in one go
+        peer.sock.setblocking(False)
+        peers[peer.sock.fileno()] = peer
+        poll.register(peer.sock, select.EPOLLIN)
+    for peer in peers.values():
+        peer.sock.send(request(0))
+        peer.asked = time.perf_counter()
     cpu = open(f"/proc/{process.pid}/stat").read().split()[13:15]
-    started = time.perf_counter()
-    dice, given = random.Random(1), {}
-    while time.perf_counter() - started < seconds:
-        while due and due[0][0] <= time.perf_counter():
+    started = now = time.perf_counter()
+    while now - started < seconds:
+        while due and due[0][0] <= now:
             _, _, peer, out = heapq.heappop(due)
             peer.asked = time.perf_counter()
-            peer.link.sock.send(out)
-        for key, _ in selector.select(max(0.0, min(0.1, due[0][0] - time.perf_counter())) if due else 0.1):
-            peer = key.data
-            peer.buffer += peer.link.sock.recv(1 << 16)
-            while got := egg_wire.next_frame(peer.buffer, limits):
-                assert got[1] == JOB_RESPONSE, got
-                _, step, position, size = egg_wire.RESPONSE.unpack_from(got[2])
-                if not size and position not in given.setdefault(step, set()):
-                    (rush if peer.rush else times).append(time.perf_counter() - peer.asked)
-                    given[step].add(position)
-                out, when = b"", time.perf_counter()
-                peer.rush = bool(size)
-                if size:
-                    peer.step = step
-                else:
-                    out = peer.link.frame(RESULT, egg_wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD)), GOOD)
-                    when += chunk_seconds * dice.uniform(0.5, 1.5)
-                    done += 1
-                out += peer.link.frame(JOB_REQUEST, egg_wire.REQUEST.pack(0, peer.step, 0), egg_wire.STATED.pack(0, digest))
-                heapq.heappush(due, (when, id(peer), peer, out))
-    took = time.perf_counter() - started
+            peer.sock.send(out)
+        for number, _ in poll.poll(max(0.0, min(0.1, due[0][0] - now)) if due else 0.1):
+            peer = peers[number]
+            peer.buffer += peer.sock.recv(1 << 16)
+            if len(peer.buffer) < 10 or len(peer.buffer) < 10 + int.from_bytes(peer.buffer[6:10], "big"):
+                continue
+            assert peer.buffer[:6] == b"JOBS\x02\x02", peer.buffer[:100]
+            (_, step, position, size), peer.buffer, now = egg_wire.RESPONSE.unpack_from(peer.buffer, 10), b"", time.perf_counter()
+            if size:
+                peer.step, peer.rush, peer.asked = step, True, now
+                peer.sock.send(request(step))
+                continue
+            if peer.rush is not None and position not in given.setdefault(step, set()):
+                (rush if peer.rush else times).append(now - peer.asked)
+                given[step].add(position)
+            peer.rush, done = False, done + 1
+            head = egg_wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD))
+            out = egg_wire.frame(RESULT, head, some[position // 32 % 256], version=V2) + request(step)
+            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, peer, out))
+        now = time.perf_counter()
+    took = now - started
     after = open(f"/proc/{process.pid}/stat").read().split()[13:15]
     memory = int(re.search(r"VmHWM:\s+(\d+)", open(f"/proc/{process.pid}/status").read())[1]) / 1024
     process.kill()
     process.wait()
-    times.sort()
-    rush.sort()
     ticks = sum(map(int, after)) - sum(map(int, cpu))
-    return {"workers": workers, "results/s": round(done / took), "median ms": round(1e3 * times[len(times) // 2], 2),
-            "99% ms": round(1e3 * times[int(len(times) * 0.99)], 2),
-            "after a step 99% ms": round(1e3 * rush[int(len(rush) * 0.99)], 2), "MB": round(memory),
+
+    def ms(of, part):
+        return round(1e3 * sorted(of)[int(len(of) * part)], 2) if of else None
+
+    return {"workers": workers, "results/s": round(done / took), "median ms": ms(times, 0.5), "99% ms": ms(times, 0.99),
+            "after a step 99% ms": ms(rush, 0.99), "MB": round(memory),
             "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
 
 

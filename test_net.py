@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import egg_config
+import egg_digest
 import egg_history
 import egg_model
 import egg_net
@@ -31,7 +32,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=128,
-                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, DIGEST_EVERY=1, AUDIT_RATE=0.0)
+                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, AUDIT_RATE=0.0)
 
 
 class FakeEngine:
@@ -50,6 +51,9 @@ class FakeEngine:
     def state(self):
         weights = np.concatenate([self.weights, self.whole.weights[8:]])
         return egg_model.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
+
+    def digest(self):
+        return egg_digest.of_state(self.state())
 
     def evaluate(self, first, count):
         assert first % 2 == count % 2 == 0 and count > 0
