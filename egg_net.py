@@ -58,7 +58,7 @@ def tune(sock):
 class Console:
     """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR."""
 
-    COLOURS = {"green": "32", "red": "31", "blue": "34"}
+    COLOURS = {"green": "32", "red": "31", "blue": "34", "yellow": "33", "magenta": "35", "cyan": "36", "white": "37", "grey": "90", "bold": "1"}
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None, quiet=False):
@@ -564,6 +564,8 @@ class Coordinator:
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
         elif connection.stated and not self._agrees(connection, *connection.stated):
             return
+        elif step < run.start.step:
+            self._send_to_start(connection)
         elif step < run.step:
             self._send(connection, self._catch_up(step, connection.version))
         elif (chunk := self._next_chunk(connection)) is not None:
@@ -586,6 +588,15 @@ class Coordinator:
             head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
             self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
         return self.last_frame[1]
+
+    def _send_to_start(self, connection):
+        """For a worker that stands before the imported model with which the run began: no replay leads there, only a snapshot."""
+        if connection.version == V1 or connection.rebuilt_at == 0 or not self.shelf.newest:
+            self._refuse(connection, f"this run began at step {self.run.start.step} from an imported model, which only a snapshot brings: "
+                                     "the worker must speak protocol 2, and the snapshots must lie in the save directory")
+            return
+        connection.rebuilt_at = 0
+        self._say(connection, REBUILD, STEP.pack(self.shelf.newest))
 
     def _hold(self, connection):
         connection.waiting = True
