@@ -228,6 +228,22 @@ def _derive(cfg):
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 
+def bounds(name):
+    """(lowest, highest) that a constant may be."""
+    return _RULES[name]
+
+
+def changed(cfg):
+    """{name: value}: the constants of cfg, without those of this machine, that are not as in this file."""
+    default = make()
+    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+
+
+def text(value):
+    """A value as an override takes it."""
+    return ",".join(f"{step}:{rate!r}" for step, rate in value) if isinstance(value, tuple) else str(value)
+
+
 def _kind(name):
     return {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}[type(_DEFAULTS[name])]
 

@@ -279,10 +279,10 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     texts: paths, read as bytes one after the other, .zst ones unpacked. val: path of the held-out text; without it VAL_SHARE of
     the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone. `say` takes progress
     lines. Returns the number of tokens in the vocabulary. Raises DataError; then the files that were there are as they were."""
-    train = [b"".join(map(_read_text, texts))]
+    train = [b"".join(map(read_text, texts))]
     if not train[0]:
         raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
-    held_out = [_read_text(val)] if val else None
+    held_out = [read_text(val)] if val else None
     if held_out is None:
         train, held_out = split(train[0])
     if val and not held_out[0]:
@@ -325,7 +325,7 @@ def split(data):
     return train + [data[done:]], held_out
 
 
-def _read_text(path):
+def read_text(path):
     """bytes of a file; a .zst file unpacked."""
     try:
         with open(path, "rb") as file:

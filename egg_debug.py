@@ -245,10 +245,10 @@ def write(told, path):
         raise EggError(f"{path}: {error.strerror}: name a file for the trace that can be written") from None
 
 
-def report(cfg, engine, tokens, console):
-    """What DEBUG does before a step is evaluated."""
+def report(cfg, engine, tokens, console, path=None):
+    """Prints the trace of an engine's state, and appends it to the file `path` if there is one."""
     told = trace(cfg, engine.state(), tokens)
     for line in describe(told, console.colour):
         console.line(line)
-    if cfg.DEBUG_FILE:
-        write(told, cfg.DEBUG_FILE)
+    if path:
+        write(told, path)

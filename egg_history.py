@@ -263,9 +263,9 @@ def newest(pattern="ckpt*"):
     return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
 
 
-def replay(run, engine):
-    """Brings an engine that stands at or before the run's step to it."""
-    for step in range(engine.step, run.step):
+def replay(run, engine, until=None):
+    """Brings an engine that stands at or before the run's step to it, or to step `until`."""
+    for step in range(engine.step, run.step if until is None else until):
         engine.update(egg_model.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 

@@ -77,6 +77,23 @@ class Console:
             self._write("\r\x1b[K" + text)
             self._progress, self._next = True, time.monotonic() + self.PROGRESS_EVERY
 
+    def clear(self):
+        """Takes the progress line away."""
+        if self._progress:
+            self._write("\r\x1b[K")
+            self._progress = False
+
+    def write(self, text, name=None):
+        """Part of a line, at once, in a colour; a terminal gets no characters that would steer it."""
+        if self.terminal:
+            text = "".join(c for c in text if c.isprintable() or c in "\n\t")
+        self._write(self.colour(text, name) if name and text else text)
+
+    def sample(self, text):
+        """`text` with the prompt and what the model made of it in different colours, where it is a sample ("prompt >>> more")."""
+        prompt, arrow, more = text.partition(" >>> ")
+        return self.colour(prompt, "blue") + arrow + self.colour(more, "green") if arrow else text
+
     def colour(self, text, name):
         return f"\x1b[{self.COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
 
@@ -538,6 +555,7 @@ class Coordinator:
             self._validation(*VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE:
             text = printable(payload.decode("utf-8", "replace"))
+            text = self.console.sample(text)
             self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
         elif opcode == SNAPSHOT_DATA and version == V2:
             self._take_snapshot(connection, payload)

@@ -105,6 +105,13 @@ def _head(cfg, data):
     return step, seed, digest, body
 
 
+def save(cfg, state, directory):
+    """Puts a State into `directory` as the snapshot with which a run begins. Raises OSError."""
+    body, upload = pack(state), Upload(cfg, state.step, state.seed, directory)
+    upload.add(len(body), 0, body)
+    upload.keep(os.path.join(directory, f"snapshot-{state.step:08d}.egg"), b"")
+
+
 class Upload:
     """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
     flat and no piece costs much; `finished` when all is here. Raises ValueError where it cannot be right, OSError of the disk."""

@@ -294,7 +294,7 @@ class Worker:
         if cfg.DEBUG and self.tokens is not None:
             import egg_debug
             if step % egg_debug.EVERY == 0:
-                egg_debug.report(cfg, self.engine, self.tokens, Console())       # here, and not at the coordinator
+                egg_debug.report(cfg, self.engine, self.tokens, Console(), cfg.DEBUG_FILE)       # here, not at the coordinator
         if self.validation is not None and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)
