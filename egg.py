@@ -4,6 +4,7 @@
 import argparse
 import os
 import shlex
+import shutil
 import sys
 
 import egg_config
@@ -117,9 +118,10 @@ def of_file(args):
 
 
 def command_line():
-    """How this program is called here."""
+    """How this program is called here, by the Python that runs it."""
     python = os.path.relpath(sys.executable)
-    return f"{'python' if python.startswith('..') else python} {os.path.relpath(__file__)}"
+    python = "python" if sys.executable == shutil.which("python") else sys.executable if python.startswith("..") else python
+    return f"{shlex.quote(python)} {shlex.quote(os.path.relpath(__file__))}"
 
 
 def arch(cfg, args):

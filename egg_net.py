@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import selectors
 import signal
@@ -58,7 +59,7 @@ def tune(sock):
 class Console:
     """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR."""
 
-    COLOURS = {"green": "32", "red": "31", "blue": "34", "yellow": "33", "magenta": "35", "cyan": "36", "white": "37", "grey": "90", "bold": "1"}
+    COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36", "white": "37", "grey": "90"}
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None, quiet=False):
@@ -90,9 +91,9 @@ class Console:
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with the prompt and what the model made of it in different colours, where it is a sample ("prompt >>> more")."""
-        prompt, arrow, more = text.partition(" >>> ")
-        return self.colour(prompt, "blue") + arrow + self.colour(more, "green") if arrow else text
+        """`text` with the prompt and what the model made of it in different colours, where it is a sample (egg_worker.sample)."""
+        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
+        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
 
     def colour(self, text, name):
         return f"\x1b[{self.COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -554,8 +555,7 @@ class Coordinator:
         elif opcode == VALIDATION:
             self._validation(*VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE:
-            text = printable(payload.decode("utf-8", "replace"))
-            text = self.console.sample(text)
+            text = self.console.sample(printable(payload.decode("utf-8", "replace")))
             self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
         elif opcode == SNAPSHOT_DATA and version == V2:
             self._take_snapshot(connection, payload)

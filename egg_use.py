@@ -173,11 +173,12 @@ LONGEST_HEADER = 100_000_000     # bytes; what the format allows
 def write_tensors(path, arrays, metadata):
     """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError; then nothing has changed."""
     names, header, at = {v: k for k, v in DTYPES.items()}, {"__metadata__": metadata}, 0
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))         # so that every element is aligned
     for name, array in arrays.items():
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)              # arrays begin at a multiple of 8, as others like it
+    text += b" " * (-len(text) % 8)
     with tempfile.NamedTemporaryFile(dir=os.path.dirname(os.path.abspath(path)), prefix=os.path.basename(path), delete=False) as file:
         try:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -314,7 +314,8 @@ def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert egg_net.Console(Screen()).sample("  sample at step 5: ab >>> cd") == "\x1b[34m  sample at step 5: ab\x1b[0m >>> \x1b[32mcd\x1b[0m"
+    assert egg_net.Console(Screen()).sample("  sample at step 5: ab >>> c >>> d") == "  sample at step 5: \x1b[34mab\x1b[0m >>> \x1b[32mc >>> d\x1b[0m"
+    assert egg_net.Console(Screen()).sample("  a\n  b >>> c") == "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
     assert egg_net.Console(Screen()).sample("hello") == "hello"
     monkeypatch.setenv("NO_COLOR", "1")
     assert egg_net.Console(Screen()).sample("a >>> b") == egg_net.Console(Lines()).sample("a >>> b") == "a >>> b"
@@ -423,6 +424,9 @@ def test_damaged_safetensors_files_end_in_one_line(here, capsys):
 def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the engine alone."""
     assert call(capsys, "export", "w.safetensors", "--full")[0] == 0
+    arrays, t = safetensors.numpy.load_file("w.safetensors"), next(t for t in egg_model.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
+    moments = here[STEPS].moments[t.weights:t.weights + t.size]
+    assert moments.any() and np.array_equal(egg_model.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
     assert "with the optimizer's state" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[1]
     tokens = np.frombuffer(TEXT, np.uint8)
     alone, worker = (egg_cpu.CpuEngine(CFG, tokens, threads=1) for _ in range(2))
