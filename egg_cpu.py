@@ -907,9 +907,8 @@ class CpuEngine:
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = egg_model.sampling(self.cfg, temp, min_p, penalty)
         cfg, c = self.cfg, self._constants
-        total = len(prompt) + count
-        tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
-        keys, values = (np.zeros((cfg.N_LAYERS, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+        total, room = len(prompt) + count, 0
+        cache = np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)              # keys, values; grows as it fills
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
@@ -917,8 +916,13 @@ class CpuEngine:
         for _ in range(count):
             seen[new[0]] = 1
             n = new.shape[1]
+            if start + n > room:
+                room = min(total, max(2 * room, start + n + 64))
+                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                cache[:, :, :start] = old[:, :, :start]
+                tables = self._tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64))
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, keys, values, x)
+            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, cache[0], cache[1], x)
             last[0] = x[-1]
             logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
             start += n

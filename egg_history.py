@@ -307,7 +307,7 @@ def read_cpp_checkpoints(cfg, directory):
 
 
 def _no_run(directory):
-    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...")
+    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
 
 
 def _open(cfg, directory, start=Start()):

@@ -117,6 +117,17 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 
 
+def test_a_sequence_takes_the_memory_that_it_has_come_to():
+    """So that a generation can be as long as anybody likes; and what was there before the cache grew is still right after."""
+    engine = egg_cpu.CpuEngine(CFG)
+    endless = engine.generate([5], 1 << 40, 3, temp=9.0)
+    got = [next(endless) for _ in range(300)]
+    sequence, settings = [5] + got, dict(temp=9.0, min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
+    z = Reading(CFG, engine.state()).logits(sequence)
+    for t in range(280, 300):
+        assert sequence[t + 1] == drawn(CFG, z[t], np.unique(sequence[:t + 1]), t, 3, **settings), t
+
+
 def test_a_prompt_of_another_vocabulary_is_refused():
     engine = egg_cpu.CpuEngine(CFG)
     for prompt in ([], [256], [-1]):
