@@ -4,15 +4,17 @@
 import argparse
 import os
 import shlex
+import shutil
 import sys
 
 import egg_config
-from egg_engine import cores
+import egg_engine
 
 EXAMPLES = """\
 examples:
   python egg.py train --preset laptop --minutes 1     learn from the shipped text on this machine, no GPU needed
   python egg.py train --save-dir ckpt                 train until Ctrl-C, and go on from there the next time
+  python egg.py generate --prompt 'The king said'     ... and let it write
   python egg.py prepare my.txt                        your own text in place of the shipped one
   openssl rand -hex 32 > secret                       a cluster: a file for all its machines, this on one of them, which
   python egg.py coordinator --save-dir ckpt --secret-file secret       needs no GPU and no data,
@@ -33,7 +35,6 @@ def coordinator(cfg, args):
 
 
 def worker(cfg, args):
-    import egg_engine
     if args.list_devices:
         print("\n".join(egg_engine.devices(cfg)))
         return
@@ -57,7 +58,70 @@ def access_to(args):
 
 def train(cfg, args):
     import egg_train
-    egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads)
+    done = egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads)
+    if done.final is not None and done.coordinator.directory:
+        print(f"try it: {command_line()} generate --load-dir {shlex.quote(done.coordinator.directory)} --prompt 'The king said'")
+
+
+def generate(cfg, args):
+    import egg_use
+    text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
+    settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
+    egg_use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
+
+
+def eval_(cfg, args):
+    import egg_use
+    egg_use.evaluate(cfg, load(cfg, args), args.file, args.tokens, console(sys.stdout))
+
+
+def export(cfg, args):
+    import egg_use
+    print(egg_use.export(cfg, load(cfg, args), args.file, args.full))
+
+
+def import_(cfg, args):
+    import egg_use
+    print(egg_use.import_(cfg, args.file, args.save_dir))
+    constants = " ".join(shlex.quote(f"-D{name}={egg_config.text(value)}") for name, value in egg_config.changed(cfg).items())
+    print(f"next: {command_line()} train --save-dir {shlex.quote(args.save_dir)} {constants}".rstrip())
+
+
+def debug(cfg, args):
+    import egg_debug
+    import egg_data
+    tokens, saved = egg_data.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
+    egg_debug.report(cfg, saved.engine, tokens, console(sys.stdout), args.json)
+
+
+def load(cfg, args):
+    """The saved run that the arguments name, ready for use."""
+    import egg_use
+    return egg_use.load(cfg, args.load_dir, args.best, egg_engine.one_device(cfg, args.gpu), args.threads, console(sys.stderr))
+
+
+def console(stream):
+    import egg_net
+    return egg_net.Console(stream)
+
+
+def of_run(args):
+    """The constants of the saved run that a command is about; it need not be told them."""
+    import egg_history
+    args.load_dir = args.load_dir or egg_history.newest()
+    return egg_history.configuration(args.load_dir)
+
+
+def of_file(args):
+    import egg_use
+    return egg_use.read_config(args.file)
+
+
+def command_line():
+    """How this program is called here, by the Python that runs it."""
+    python = os.path.relpath(sys.executable)
+    python = "python" if sys.executable == shutil.which("python") else sys.executable if python.startswith("..") else python
+    return f"{shlex.quote(python)} {shlex.quote(os.path.relpath(__file__))}"
 
 
 def arch(cfg, args):
@@ -113,10 +177,10 @@ def parser():
                   epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(function, text, epilog=None):
-        sub = commands.add_parser(function.__name__, help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog,
+    def command(function, text, epilog=None, saved=lambda args: {}):
+        sub = commands.add_parser(function.__name__.rstrip("_"), help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-        sub.set_defaults(function=function)
+        sub.set_defaults(function=function, saved=saved)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be given many times")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made set of constants")
@@ -152,6 +216,50 @@ def parser():
     options(sub, "port", "secret-file", "tls-cert", "tls-key", "tls-ca")
     sub.add_argument("--json", action="store_true", help="all of it, for programs")
 
+    def command_of_run(function, text, epilog):
+        sub = command(function, text, epilog, of_run)
+        sub.add_argument("--load-dir", metavar="DIR", help="directory of the saved run (default: of ckpt* here the one written last); its "
+                         "configuration is taken from there")
+        sub.add_argument("--best", action="store_true", help="the snapshot that was best in validation, not the newest state")
+        options(sub, "threads", "gpu")
+        return sub
+
+    sub = command_of_run(generate, "let a saved run write: text that goes on from a prompt",
+                         "examples:\n  python egg.py generate --prompt 'The king said' --tokens 100\n"
+                         "  echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0")
+    sub.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from; -: all of standard input (default: a new line)")
+    sub.add_argument("--tokens", type=number(int, 1, 1 << 40, "a number of tokens, 1 or more"), default=200, metavar="N",
+                     help="tokens to add (default: 200); memory is the only limit")
+    sub.add_argument("--temp", type=number(float, *egg_config.bounds("SAMPLING_TEMP"), "a temperature from 0 to 100"), metavar="T",
+                     help="temperature, 0 takes the likeliest token always (default: SAMPLING_TEMP)")
+    sub.add_argument("--min-p", type=number(float, *egg_config.bounds("SAMPLING_MIN_P"), "a share from 0 to 1"), metavar="P",
+                     help="tokens less likely than this share of the likeliest are cut (default: SAMPLING_MIN_P)")
+    sub.add_argument("--penalty", type=number(float, *egg_config.bounds("SAMPLING_PRESENCE_PENALTY"), "a penalty from 0 to 100"), metavar="X",
+                     help="nats taken once from every token seen (default: SAMPLING_PRESENCE_PENALTY)")
+    sub.add_argument("--seed", type=number(int, 0, (1 << 32) - 1, "a seed from 0 to 4294967295"), default=1, metavar="N",
+                     help="another seed, another text (default: 1); both engines write the same one")
+
+    sub = command_of_run(eval_, "measure a saved run on held-out text: bits per byte, beside simple models",
+                         "examples:\n  python egg.py eval --load-dir ckpt\n  python egg.py eval --load-dir ckpt --best other.txt")
+    sub.add_argument("file", nargs="?", metavar="FILE", help="a text, .zst unpacked, or tokens in a .bin (default: VAL_FILE)")
+    sub.add_argument("--tokens", type=number(int, 1, 1 << 40, "a number of tokens, 1 or more"), default=0, metavar="N",
+                     help="read at most N tokens of it, in windows spread evenly (default: all)")
+
+    sub = command_of_run(export, "write the weights of a saved run as a safetensors file",
+                         "example: python egg.py export weights.safetensors --load-dir ckpt")
+    sub.add_argument("file", metavar="FILE", help="the file to write")
+    sub.add_argument("--full", action="store_true", help="with the optimizer's moments and the noise scales, so that training can go on bit for bit")
+
+    sub = command(import_, "begin a run with the weights of a safetensors file", "example: python egg.py import weights.safetensors --save-dir ckpt-new",
+                  of_file)
+    sub.add_argument("file", metavar="FILE", help="a file written by `egg.py export`; its configuration is taken from there, -D changes it")
+    sub.add_argument("--save-dir", required=True, metavar="DIR", help="the directory to make; train, coordinator and generate go on from there")
+
+    sub = command_of_run(debug, "statistics of a saved run: activations of member 0, attention, weights",
+                         "examples:\n  python egg.py debug --load-dir ckpt --json trace.jsonl\n"
+                         "  EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines")
+    sub.add_argument("--json", metavar="FILE", help="append them to a file, as a line of JSON")
+
     command(arch, "print the architecture: parameters, sizes, what a step costs", "example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8")
 
     sub = command(prepare, "turn texts into input.bin, val.bin and decoding.bin",
@@ -174,7 +282,7 @@ OPTIONS = {
     "minutes": dict(type=number(float, 1e-3, 1e7, "a number of minutes"), metavar="N", help="stop after so many minutes"),
     "save-dir": dict(metavar="DIR", help="keep the run's history here, and go on with the run that is here already"),
     "load-dir": dict(metavar="DIR", help="start from the run in this directory"),
-    "threads": dict(type=number(int, 1, cores(), f"a number of cores of this machine, 1 to {cores()}"), metavar="N",
+    "threads": dict(type=number(int, 1, egg_engine.cores(), f"a number of cores of this machine, 1 to {egg_engine.cores()}"), metavar="N",
                     help="cores that the CPU engine uses (default: all)"),
     "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: variable EGG_SECRET)"),
     "tls-cert": dict(metavar="FILE", help="own certificate, PEM"),
@@ -189,7 +297,7 @@ def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
     try:
         args = parser().parse_args(argv)
-        args.function(egg_config.load(args.preset, args.defines), args)
+        args.function(egg_config.load(args.preset, args.defines, saved=args.saved(args)), args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

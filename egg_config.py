@@ -89,6 +89,8 @@ SNAPSHOT_EVERY = 100          # steps between snapshots in the save directory; 0
 CONNECTIONS_PER_ADDRESS = 256  # connections that one address may hold open at the coordinator
 IDLE_TIMEOUT = 600.0          # seconds after which a connection that says nothing at all is closed
 DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU where there is one
+DEBUG = 0                     # 1: every tenth step the worker of chunk 0 prints statistics of member 0's activations and of the weights
+DEBUG_FILE = ""               # ... and appends them to this file, a line of JSON a step
 SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
 
 PRESETS = {
@@ -101,7 +103,7 @@ PRESETS = {
 }
 
 LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "AUDIT_RATE", "SNAPSHOT_EVERY",
-         "CONNECTIONS_PER_ADDRESS", "IDLE_TIMEOUT", "DEVICE", "SIMD"}
+         "CONNECTIONS_PER_ADDRESS", "IDLE_TIMEOUT", "DEVICE", "DEBUG", "DEBUG_FILE", "SIMD"}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k not in ("PRESETS", "LOCAL") and not k.startswith("_")}
 
@@ -123,7 +125,7 @@ _RULES = {
     "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "DETOKENIZE": (0, 1),
     "PORT": (0, 65535), "STRAGGLER_TIMEOUT": (0.1, 1e6), "AUDIT_RATE": (0.0, 1.0),
     "SNAPSHOT_EVERY": (0, 1 << 30), "CONNECTIONS_PER_ADDRESS": (1, 1 << 20), "IDLE_TIMEOUT": (1.0, 1e6), "DEVICE": ("auto", "cpu", "cuda"),
-    "SIMD": ("auto", "vnni512", "vnni256", "madd", "portable"),
+    "DEBUG": (0, 1), "SIMD": ("auto", "vnni512", "vnni256", "madd", "portable"),
 }
 
 
@@ -150,11 +152,12 @@ class Config(types.SimpleNamespace):
         return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
 
 
-def load(preset=None, defines=(), environ=os.environ):
+def load(preset=None, defines=(), environ=os.environ, saved=()):
     """Constants with overrides applied and checked: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
+    saved: the constants of a saved run, as JSON gives them back, which stand in for those of this file.
 
     Raises ConfigError with one line naming the constant and the rule."""
-    values = dict(_DEFAULTS)
+    values = {**_DEFAULTS, **{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in dict(saved).items()}}
     preset = preset or environ.get("EGG_PRESET")
     if preset:
         if preset not in PRESETS:
@@ -220,6 +223,22 @@ def _derive(cfg):
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
+
+
+def bounds(name):
+    """(lowest, highest) that a constant may be."""
+    return _RULES[name]
+
+
+def changed(cfg):
+    """{name: value}: the constants of cfg, without those of this machine, that are not as in this file."""
+    default = make()
+    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+
+
+def text(value):
+    """A value as an override takes it."""
+    return ",".join(f"{step}:{rate!r}" for step, rate in value) if isinstance(value, tuple) else str(value)
 
 
 def _kind(name):

@@ -50,6 +50,7 @@ AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIE
  LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
 WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
+SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
 
 
@@ -370,7 +371,7 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     nothing = np.zeros(PANEL, i32)
     scores = np.empty((ROWS, columns), i32)
     limbs = np.zeros((3, ROWS, columns), np.uint8)
-    sums = np.empty((3, ROWS, D), i32)
+    sums, weighted = np.empty((3, ROWS, D), i32), np.empty((ROWS, D), f64)
     weights = np.empty(columns, i32)
     query = np.zeros((ROWS, D), np.uint8)
     totals = np.empty(ROWS, np.int64)
@@ -415,15 +416,20 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                     limbs[0, r, p] = np.uint8(weights[p] & i32(255))
                     limbs[1, r, p] = np.uint8(i32(weights[p] >> i32(8)) & i32(255))
                     limbs[2, r, p] = np.uint8(weights[p] >> i32(16))
-            for limb in range(3):
-                for p in range(D // PANEL):
-                    tile(limbs, limb * ROWS * columns, columns, packed_v, p * columns * PANEL, nothing, 0, 0,
-                         sums, limb * ROWS * D + p * PANEL, D, wide // 4)
+            for first in range(0, wide, SUMMED):
+                k4 = min(SUMMED, wide - first) // 4
+                for limb in range(3):
+                    for p in range(D // PANEL):
+                        tile(limbs, limb * ROWS * columns + first, columns, packed_v, (p * columns + first) * PANEL, nothing, 0, 0,
+                             sums, limb * ROWS * D + p * PANEL, D, k4)
+                for r in range(count):
+                    for d in range(D):
+                        part = f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0
+                        weighted[r, d] = part + (weighted[r, d] if first else 0.0)       # exact: below 2^53 for 2^28 positions
             for r in range(count):
                 total_weight = f64(totals[r])
                 for d in range(D):
-                    num = f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0      # exact: below 2^45
-                    a[first_row + block + r, base + d] = np.uint8(clip(i32(num / total_weight)) + i32(128))
+                    a[first_row + block + r, base + d] = np.uint8(clip(i32(weighted[r, d] / total_weight)) + i32(128))
 
 
 @njit
@@ -927,20 +933,22 @@ class CpuEngine:
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = egg_model.sampling(self.cfg, temp, min_p, penalty)
         cfg, c = self.cfg, self._constants
-        total = len(prompt) + count
-        tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
-        keys, values = (np.zeros((cfg.N_LAYERS, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
+        total, room = len(prompt) + count, 0
+        cache = np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)              # keys, values; grows as it fills
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
-        new, start = np.array(prompt, np.int32).reshape(1, -1), 0
-        if not new.size or new.min() < 0 or new.max() >= cfg.VOCAB_SIZE:
-            raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
+        new, start = egg_model.checked_prompt(cfg, prompt).reshape(1, -1), 0
         for _ in range(count):
             seen[new[0]] = 1
             n = new.shape[1]
+            if start + n > room:
+                room = min(total, max(2 * room, start + n + 64))
+                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                cache[:, :, :start] = old[:, :, :start]
+                tables = self._tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64))
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, keys, values, x)
+            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, cache[0], cache[1], x)
             last[0] = x[-1]
             logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
             start += n

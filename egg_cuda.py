@@ -475,8 +475,10 @@ class CudaEngine:
 
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
         cfg, forward, stream = self.cfg, self._forward, self.stream
-        s = egg_model.sampling(cfg, temp, min_p, penalty)
+        s, prompt = egg_model.sampling(cfg, temp, min_p, penalty), egg_model.checked_prompt(cfg, prompt)
         total = len(prompt) + count
+        if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+            raise MemoryError(f"{self.name}: not enough free GPU memory for {total} positions")
         sequence = np.zeros(total, np.int32)
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))

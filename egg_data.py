@@ -6,6 +6,7 @@ token u32 length and its bytes. Everything that can be wrong with a file raises 
 
 import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -103,6 +104,7 @@ class Decoding:
         self.lengths = np.array([len(p) for p in pieces], np.int64)
         self._first = np.cumsum(self.lengths) - self.lengths
         self._bytes = np.frombuffer(b"".join(pieces), np.uint8)
+        self._ids = None                 # bytes -> token, once something is encoded
 
     def __len__(self):
         return self.lengths.size
@@ -142,6 +144,39 @@ class Decoding:
         ends = np.cumsum(lengths)
         inside = np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - lengths, lengths)
         return self._bytes[np.repeat(self._first[tokens], lengths) + inside]
+
+    def encode(self, data):
+        """int32: the tokens of `data` (bytes). Within a word (WORDS) the two neighbours go together that make the token with the
+        lowest id, then again: in the decoding.bin of `prepare` ids follow the order in which the BPE learned its merges, so these are
+        the tokens that it would give. Raises DataError for a byte that no token stands for."""
+        if self._ids is None:
+            at = [*self._first.tolist(), self._bytes.size]
+            self._ids = {self._bytes[at[t]:at[t + 1]].tobytes(): t for t in reversed(range(len(self)))}     # the first of equal ones
+        if unknown := [b for b in sorted(set(data)) if bytes([b]) not in self._ids]:
+            raise DataError(f"the vocabulary has no token for byte {unknown[0]:#04x} ({chr(unknown[0])!r}), which the text holds: leave it "
+                            "out, or use the decoding.bin of `python egg.py prepare`, which has all bytes")
+        if (self.lengths == 1).all():
+            return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
+        known, out = {}, []
+        for word in re.findall(WORDS, data.decode("latin-1")):
+            if word not in known:
+                known[word] = self._merge(word.encode("latin-1"))
+            out += known[word]
+        return np.array(out, np.int32)
+
+    def _merge(self, word):
+        """[token]: the tokens of one word."""
+        parts, ids = [word[i:i + 1] for i in range(len(word))], self._ids
+        while True:
+            lowest = min((ids.get(a + b, len(self)) for a, b in zip(parts, parts[1:])), default=len(self))
+            if lowest == len(self):
+                return [ids[part] for part in parts]
+            merged, i = [], 0
+            while i < len(parts):
+                two = i + 1 < len(parts) and ids.get(parts[i] + parts[i + 1]) == lowest
+                merged.append(parts[i] + parts[i + 1] if two else parts[i])
+                i += 1 + two
+            parts = merged
 
     def decode(self, tokens):
         """bytes of a sequence of token ids; one that decoding.bin does not know becomes U+FFFD."""
@@ -194,11 +229,16 @@ def open_validation(cfg, decoding, warn=None):
     if not os.path.exists(cfg.VAL_FILE):
         (warn or _warn)(f"{cfg.VAL_FILE} is missing: no validation")
         return None
-    tokens, length = open_tokens(cfg, cfg.VAL_FILE), cfg.SEQ_LEN
+    return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
+
+
+def held_out(cfg, tokens, path, decoding, most=0):
+    """A Validation on `tokens`, those of the file `path`: `most` of them at most, in windows spread evenly; 0: all. Raises DataError."""
+    length = cfg.SEQ_LEN
     if decoding is not None:
-        _need_decodable(tokens, cfg.VAL_FILE, decoding, cfg.DECODING_FILE)
+        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
     there = (tokens.size - 1) // length
-    wanted = min(there, max(1, cfg.VALIDATE_TOKENS // length)) if cfg.VALIDATE_TOKENS else there
+    wanted = min(there, max(1, most // length)) if most else there
     starts = np.arange(wanted) * there // wanted * length
     windows = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
     if decoding is None:
@@ -239,10 +279,10 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     texts: paths, read as bytes one after the other, .zst ones unpacked. val: path of the held-out text; without it VAL_SHARE of
     the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone. `say` takes progress
     lines. Returns the number of tokens in the vocabulary. Raises DataError; then the files that were there are as they were."""
-    train = [b"".join(map(_read_text, texts))]
+    train = [b"".join(map(read_text, texts))]
     if not train[0]:
         raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
-    held_out = [_read_text(val)] if val else None
+    held_out = [read_text(val)] if val else None
     if held_out is None:
         train, held_out = split(train[0])
     if val and not held_out[0]:
@@ -285,7 +325,7 @@ def split(data):
     return train + [data[done:]], held_out
 
 
-def _read_text(path):
+def read_text(path):
     """bytes of a file; a .zst file unpacked."""
     try:
         with open(path, "rb") as file:

@@ -4,10 +4,14 @@ FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (J
 then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported, seed), u32 CRC-32 of these
 fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on
 the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
+
+A run that began from an imported model names its start in the header ("start": step, seed and digest of the state; version 2); it has no
+record before that step, and the snapshot of that step is what it is rebuilt from.
 """
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import re
@@ -15,6 +19,7 @@ import shutil
 import struct
 import tempfile
 import zlib
+from typing import NamedTuple
 
 import pyzstd
 
@@ -43,14 +48,21 @@ class HistoryError(EggError):
     """About a save directory or the files in it."""
 
 
+class Start(NamedTuple):
+    """Where a run begins: at step 0 with the model that is drawn, or with an imported one (`state`: its digest, hex)."""
+    step: int = 0
+    seed: int = egg_model.INITIAL_SEED
+    state: str = ""
+
+
 class Run:
-    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `directory`: where
-    it lies, None for a temporary file; `data`: digest of the training data, zeros while unknown; `said`: lines about what
-    was mended. Get one from `open_run`."""
+    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `start`: a Start;
+    `directory`: where it lies, None for a temporary file; `owned`: nobody else may write there; `data`: digest of the training data,
+    zeros while unknown; `said`: lines about what was mended. Get one from `open_run` or `read_run`."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
-        self.cfg, self.directory, self.said = cfg, directory, []
-        self.step, self.seed = 0, egg_model.INITIAL_SEED
+        self.cfg, self.directory, self.said, self.start = cfg, directory, [], Start()
+        self.step, self.seed = self.start[:2]
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
         self.data = _read_data(directory)
@@ -63,14 +75,14 @@ class Run:
             self._read_all(os.fstat(file.fileno()).st_size, writable)
 
     def fitness(self, step):
-        """bytes: the packed fitness of all pairs in a completed step."""
-        return pyzstd.decompress(self.body(step))
+        """bytes: the packed fitness of all pairs in a completed step; b"" for the step before an imported start."""
+        return b"" if step == self.start.step - 1 else pyzstd.decompress(self.body(step))
 
     def body(self, step):
         """bytes: the same under zstd, as the record has it."""
         if step in self._recent:
             return self._recent[step]
-        at = self._offsets[step]
+        at = self._offsets[step - self.start.step]
         size = RECORD.unpack(self._pread(RECORD.size, at))[0]
         body = self._pread(size + 4, at + HEAD)
         if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
@@ -79,7 +91,7 @@ class Run:
 
     def record(self, step):
         """(sum of losses, updates reported) of a completed step."""
-        return RECORD.unpack(self._pread(RECORD.size, self._offsets[step]))[2:4]
+        return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
         """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the
@@ -91,10 +103,10 @@ class Run:
         self._remember(self.step, body)
         self._advance(at)
 
-    def copy(self, steps, read):
+    def copy(self, steps, read, start=Start()):
         """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
         already; these must be the same."""
-        if any(self.fitness(k) != read(k)[0] for k in range(min(self.step, steps))):
+        if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
         self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
         for k in range(self.step, steps):
@@ -109,6 +121,10 @@ class Run:
             if self.directory is not None:
                 with contextlib.suppress(OSError), open(os.path.join(self.directory, DATA_FILE), "w") as file:
                     file.write(digest.hex() + "\n")
+
+    @property
+    def owned(self):
+        return self._lock is not None
 
     def close(self):
         self._file.close()
@@ -145,7 +161,8 @@ class Run:
 
     def _read_all(self, size, writable):
         """Checks every record and notes where it begins; a last one that is not whole is left out, and cut off where we may write."""
-        self._end = _check_header(self.cfg, self._pread, size, self._name)
+        self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
+        self.step, self.seed = self.start[:2]
         longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
@@ -191,26 +208,67 @@ def open_run(cfg, save_dir=None, load_dir=None):
     own = os.path.isfile(os.path.join(load_dir, FILE))
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
         return _open(cfg, load_dir)
-    if own:
-        source = _open_to_read(cfg, load_dir)
-        steps, read = source.step, lambda k: (source.fitness(k), *source.record(k))
-    else:
-        fitness = read_cpp_checkpoints(cfg, load_dir)
-        steps, read = len(fitness), lambda k: (fitness[k], 0, 0)
-    run = _open(cfg, save_dir if save_dir is not None else load_dir)
+    source = read_run(cfg, load_dir)
+    run = _open(cfg, save_dir if save_dir is not None else load_dir, source.start)
     try:
-        run.copy(steps, read)
+        run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
     except HistoryError:
         run.close()
         raise
+    finally:
+        source.close()
     if own and run.directory is not None:
         _copy_snapshots(load_dir, run.directory)
     return run
 
 
-def replay(run, engine):
-    """Brings an engine that stands at or before the run's step to it."""
-    for step in range(engine.step, run.step):
+def read_run(cfg, directory):
+    """The Run in a save directory, to read and not to write, also while a coordinator goes on with it; C++ checkpoints as a temporary
+    Run. Raises HistoryError."""
+    if os.path.isfile(os.path.join(directory, FILE)):
+        return _open_to_read(cfg, directory)
+    fitness = read_cpp_checkpoints(cfg, directory)
+    run = Run(cfg, tempfile.TemporaryFile())
+    run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
+    return run
+
+
+def begin_run(cfg, directory, start):
+    """The Run of a directory that holds none yet, begun from an imported model; its snapshot must be there. Raises HistoryError."""
+    if os.path.exists(os.path.join(directory, FILE)):
+        raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
+    return _open(cfg, directory, start)
+
+
+def configuration(directory):
+    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do not tell.
+    Raises HistoryError."""
+    if not os.path.isdir(directory):
+        raise HistoryError(f"{directory}: no such directory: give --load-dir that of a saved run")
+    name = os.path.join(directory, FILE)
+    if not os.path.isfile(name):
+        if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
+            return {}
+        raise _no_run(directory)
+    try:
+        with open(name, "rb") as file:
+            return _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, name)[0]["config"]
+    except OSError as error:
+        raise HistoryError(f"{name}: {error.strerror}") from None
+
+
+def newest(pattern="ckpt*"):
+    """Of the directories here whose names match, the one whose run was written last. Raises HistoryError where there is none."""
+    found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
+    if not found:
+        raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, or name its "
+                           "directory with --load-dir")
+    return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
+
+
+def replay(run, engine, until=None):
+    """Brings an engine that stands at or before the run's step to it, or to step `until`."""
+    for step in range(engine.step, run.step if until is None else until):
         engine.update(egg_model.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 
@@ -218,7 +276,7 @@ def read_cpp_checkpoints(cfg, directory):
     """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises HistoryError."""
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
-        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...")
+        raise _no_run(directory)
     missing = sorted(set(range(1, max(found) + 1)) - set(found))
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
@@ -251,7 +309,11 @@ def read_cpp_checkpoints(cfg, directory):
     return out
 
 
-def _open(cfg, directory):
+def _no_run(directory):
+    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
+
+
+def _open(cfg, directory, start=Start()):
     """The Run in `directory`, created where there is none; locked against a second coordinator."""
     path, lock = os.path.join(directory, FILE), None
     try:
@@ -259,7 +321,7 @@ def _open(cfg, directory):
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.exists(path):
-            _create(cfg, directory, path)
+            _create(cfg, directory, path, start)
             os.fsync(lock)
         return Run(cfg, open(path, "r+b", buffering=0), directory, True, lock)
     except BlockingIOError:
@@ -282,10 +344,10 @@ def _copy_snapshots(source, target):
                 shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
 
 
-def _create(cfg, directory, path):
+def _create(cfg, directory, path, start):
     # under its name only when whole, so that a file without a header is never ours
     with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
-        file.write(_header(cfg))
+        file.write(_header(cfg, start))
         file.flush()
         os.fsync(file.fileno())
     os.chmod(file.name, 0o644)
@@ -343,14 +405,15 @@ def difference(there, here, where=("there", "here")):
                      for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
 
 
-def _header(cfg):
-    text = json.dumps({"version": 1, "config": kept(cfg)}, sort_keys=True).encode()
+def _header(cfg, start=Start()):
+    told = {"version": 2, "start": start._asdict()} if start.step else {"version": 1}       # 1: what every version of egg reads
+    text = json.dumps({**told, "config": kept(cfg)}, sort_keys=True).encode()
     data = MAGIC + len(text).to_bytes(4, "little") + text
     return data + _crc(data)
 
 
-def _check_header(cfg, pread, size, name):
-    """Bytes of the header. Raises HistoryError where it is not one of ours, or of another configuration."""
+def _read_header(pread, size, name):
+    """(what the header says, its bytes). Raises HistoryError where it is not one of ours."""
     start = pread(12, 0)
     if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
@@ -362,8 +425,14 @@ def _check_header(cfg, pread, size, name):
     if _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
     header = json.loads(data[12:-4])
-    if header["version"] != 1:
-        raise HistoryError(f"{name} has format {header['version']}, this program reads 1: use the version of egg that wrote it")
+    if header["version"] not in (1, 2):
+        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 and 2: use the version of egg that wrote it")
+    return header, len(data)
+
+
+def _check_header(cfg, pread, size, name):
+    """(bytes of the header, Start). Raises HistoryError where it is not one of ours, or of another configuration."""
+    header, length = _read_header(pread, size, name)
     if differ := difference(header["config"], kept(cfg)):
         raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
-    return len(data)
+    return length, Start(**header.get("start", {}))

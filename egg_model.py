@@ -349,6 +349,14 @@ def sampling(cfg, temp=None, min_p=None, penalty=None):
     return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))
 
 
+def checked_prompt(cfg, prompt):
+    """int32 [n]: the tokens of a prompt. Raises ValueError (one line) for one that is empty or not of this vocabulary."""
+    prompt = np.array(prompt, np.int64).ravel()
+    if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
+        raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
+    return prompt.astype(np.int32)
+
+
 def sampling_random(seed, position):
     """The uint32 that draws the token after `position` of a sequence sampled under `seed` (SPEC 10)."""
     return np.uint32(hash32(seed + 999 + 555 * position, 0))

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import selectors
 import signal
@@ -59,7 +60,7 @@ def tune(sock):
 class Console:
     """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR."""
 
-    COLOURS = {"green": "32", "red": "31", "blue": "34"}
+    COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36", "white": "37", "grey": "90"}
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None, quiet=False):
@@ -77,6 +78,23 @@ class Console:
         if self.terminal and not self.quiet and time.monotonic() >= self._next:
             self._write("\r\x1b[K" + text)
             self._progress, self._next = True, time.monotonic() + self.PROGRESS_EVERY
+
+    def clear(self):
+        """Takes the progress line away."""
+        if self._progress:
+            self._write("\r\x1b[K")
+            self._progress = False
+
+    def write(self, text, name=None):
+        """Part of a line, at once, in a colour; a terminal gets no characters that would steer it."""
+        if self.terminal:
+            text = "".join(c for c in text if c.isprintable() or c in "\n\t")
+        self._write(self.colour(text, name) if name and text else text)
+
+    def sample(self, text):
+        """`text` with the prompt and what the model made of it in different colours, where it is a sample (egg_worker.sample)."""
+        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
+        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
 
     def colour(self, text, name):
         return f"\x1b[{self.COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -579,7 +597,7 @@ class Coordinator:
         elif opcode == VALIDATION:
             self._validation(connection, *VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE and connection.may_speak():
-            text = printable(payload.decode("utf-8", "replace"))
+            text = self.console.sample(printable(payload.decode("utf-8", "replace")))
             self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
         elif opcode == SNAPSHOT_DATA and version == V2:
             self._take_snapshot(connection, payload)
@@ -606,6 +624,8 @@ class Coordinator:
             self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
         elif connection.stated and not self._agrees(connection):
             return
+        elif step < run.start.step:
+            self._send_to_start(connection)
         elif step < run.step:
             self._send(connection, self._catch_up(step, connection.version))
         elif (chunk := self._next_chunk(connection)) is not None:
@@ -628,6 +648,15 @@ class Coordinator:
             head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
             self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
         return self.last_frame[1]
+
+    def _send_to_start(self, connection):
+        """For a worker that stands before the imported model with which the run began: no replay leads there, only a snapshot."""
+        if connection.version == V1 or connection.rebuilt_at == 0 or not self.shelf.newest:
+            self._refuse(connection, f"this run began at step {self.run.start.step} from an imported model, which only a snapshot brings: "
+                                     "the worker must speak protocol 2, and the snapshots must lie in the save directory")
+            return
+        connection.rebuilt_at = 0
+        self._say(connection, REBUILD, STEP.pack(self.shelf.newest))
 
     def _hold(self, connection):
         connection.waiting = True

@@ -106,6 +106,13 @@ def _head(cfg, data):
     return step, seed, sha256, body
 
 
+def save(cfg, state, directory):
+    """Puts a State into `directory` as the snapshot with which a run begins. Raises OSError."""
+    body, upload = pack(state), Upload(cfg, state.step, state.seed, egg_digest.of_state(state), directory)
+    upload.add(len(body), 0, body)
+    upload.keep(os.path.join(directory, f"snapshot-{state.step:08d}.egg"), b"")
+
+
 class Upload:
     """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
     flat and no piece costs much; `finished` when all is here and its digest is `digest`. Raises ValueError where it cannot be right,
@@ -173,7 +180,8 @@ class Shelf:
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
                 with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.directory, name))
+                    if run.owned:                            # else it may be on its way in
+                        os.unlink(os.path.join(self.directory, name))
             elif match := egg_history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
 
@@ -181,8 +189,10 @@ class Shelf:
         """Lists a file if its head is that of this run; others are left alone."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
             data = file.read(HEAD.size + 4)
-            step, _, _, body = _head(self.cfg, data)
-            if (step == int(match[1]) and 0 < step <= self.run.step and os.fstat(file.fileno()).st_size == HEAD.size + 4 + body
+            step, _, sha256, body = _head(self.cfg, data)
+            start, size = self.run.start, os.fstat(file.fileno()).st_size
+            if (step == int(match[1]) and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+                    and (step != start.step or sha256.hex() == start.state)
                     and HEAD.unpack(data[:HEAD.size])[5] == hashlib.sha256(self.run.fitness(step - 1)).digest()):
                 self.files[step] = name
                 if match[2]:
@@ -192,6 +202,16 @@ class Shelf:
     def newest(self):
         """Step of the newest snapshot, 0 without one."""
         return max(self.files, default=0)
+
+    @property
+    def best(self):
+        """Step of the snapshot that was best in validation, None where none was validated."""
+        return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
+
+    def state(self, step):
+        """The State in a snapshot. Raises ValueError (one line) where it is damaged, OSError."""
+        with open(os.path.join(self.directory, self.files[step]), "rb") as file:
+            return unpack(self.cfg, file.read())
 
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
@@ -228,8 +248,8 @@ class Shelf:
                 new = f"snapshot-{step:08d}-{self.figures[step]:.4f}.egg"
                 os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
                 self.files[step] = new
-        best = min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
-        stay = set(sorted(self.files)[-KEPT:]) | {best}
+        best = self.best
+        stay = set(sorted(self.files)[-KEPT:]) | {best, self.run.start.step}       # an imported start is nowhere else
         for step in set(self.files) - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", best)):

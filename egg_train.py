@@ -270,4 +270,4 @@ def _say_summary(summary, console):
         references = ", ".join(f"{name} {figure:.2f}" for name, figure in summary.references.items())
         console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after ({references})")
     if final is not None:
-        console.line(f"sample after {final.step} steps:\n{egg_net.printable(final.sample)}")
+        console.line(f"sample after {final.step} steps:\n{console.sample(egg_net.printable(final.sample))}")

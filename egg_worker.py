@@ -291,6 +291,10 @@ class Worker:
     def _tell(self, link):
         """What the worker of chunk 0 adds to the result: validation and a sample, every so many steps."""
         cfg, step = self.cfg, self.engine.step
+        if cfg.DEBUG and self.tokens is not None:
+            import egg_debug
+            if step % egg_debug.EVERY == 0:
+                egg_debug.report(cfg, self.engine, self.tokens, Console(), cfg.DEBUG_FILE)       # here, not at the coordinator
         if self.validation is not None and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)

@@ -1,6 +1,6 @@
 """Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
 
-`Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
+`egg_debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import egg_config
 import egg_cpu
 import egg_model
 import egg_simd
+from egg_debug import Reading
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 6
@@ -37,139 +38,21 @@ def population_fitness(cfg, losses):
     return np.concatenate([egg_model.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
 
 
-# --- a plain reading of the SPEC -------------------------------------------------------------------------------------------
+# --- the plain reading of the SPEC, and what to hold against it ---------------------------------------------------------------
 
-def wrap(x):
-    """int64 values as int32 would hold them."""
-    return (np.asarray(x, np.int64) + 2 ** 31) % 2 ** 32 - 2 ** 31
-
-
-def truncated(f):
-    return np.clip(np.trunc(f.astype(np.float64)), -2 ** 31, 2 ** 31 - 1).astype(np.int64)
-
-
-def hashes(seed, index):
-    return np.array([egg_model.hash32(seed, int(i)) for i in np.atleast_1d(index)], np.uint32)
-
-
-class Reading:
-    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout."""
-
-    def __init__(self, cfg, state):
-        self.cfg, self.state = cfg, state
-        self.tensors = {(t.name, t.layer): t for t in egg_model.tensors(cfg)}
-
-    def noise(self, seed, index):
-        return egg_model.uniform_noise(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
-
-    def factor(self, at, seed, index):
-        overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
-        if self.cfg.ADAPTIVE_NOISE_MODE == 0:
-            return np.ones(len(index), np.float32)
-        if self.cfg.ADAPTIVE_NOISE_MODE == 1:
-            return np.clip(overlay, 0, 64) / np.float32(64)
-        tail = (hashes(seed + 100000, index).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
-        return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
-
-    def matrix(self, t):
-        return egg_model.from_canonical(self.state.weights[t.weights:t.weights + t.size], t.rows, t.cols).astype(np.int64)
-
-    def vector(self, name, layer, seed, sign):
-        t = self.tensors[name, layer]
-        i, v = np.arange(t.cols), self.state.weights[t.weights:t.weights + t.cols].astype(np.int64)
-        if not sign:
-            return v
-        p = (self.noise(seed + t.seed_a, i) * self.noise(seed + t.seed_b, i)).astype(np.float32)
-        return v + (truncated(p * self.factor(t.overlay_a, seed + t.seed_a, i)) * sign >> self.cfg.SIGMA_SHIFT_VECTOR)
-
-    def product(self, name, layer, seed, sign, x, down=False):
-        t = self.tensors[name, layer]
-        y = x @ self.matrix(t)
-        if not sign:
-            return y
-        rows, cols, H = np.arange(t.rows), np.arange(t.cols), self.cfg.HIDDEN_DIM
-        xn, f = (x * self.noise(seed + t.seed_b, rows)).astype(np.float32), self.factor(t.overlay_b, seed + t.seed_b, rows)
-        if down:
-            p = np.zeros((len(x), H), np.int64)
-            for sub in range(4):
-                part = slice(sub * H, sub * H + H)
-                # in float64 the product is exact and the sum is rounded once more only where modes 0 and 1 cannot get
-                p = truncated((p + xn[:, part].astype(np.float64) * f[part]).astype(np.float32))
-            sb = wrap(p.sum(1))
+def loss_of(reading, window, seed, sign):
+    """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
+    cfg, exp, z = reading.cfg, [int(e) for e in egg_model.exp_table(reading.cfg)], reading.logits(window[:-1], seed, sign)
+    total = 0
+    for row, target in zip(z, window[1:]):
+        q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
+        above = int(row.max() - row[target])
+        if cfg.LOSS == "deggs":
+            total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
         else:
-            sb = wrap(truncated(xn * f).sum(1))
-        a = truncated(self.noise(seed + t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, seed + t.seed_a, cols))
-        return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.cfg.NOISE_SHIFT))
-
-    def layer_norm(self, h, w, b):
-        p, mean = wrap(h * w), np.maximum(1, np.abs(h).sum(1) // self.cfg.HIDDEN_DIM)[:, None]
-        return np.clip(wrap(np.sign(p) * (np.abs(p) // mean) + b), -127, 127)
-
-    def amax(self, v):
-        y = v.astype(np.float32) * (np.float32(127) / (np.abs(v).max(1).astype(np.float32)[:, None] + np.float32(1e-9)))
-        whole = np.trunc(y)
-        return np.clip(whole + np.where(np.abs(y - whole) >= 0.5, np.sign(y), 0), -127, 127).astype(np.int64)
-
-    def mlp(self, h, layer, seed, sign, norm, up, up_bias, down, down_bias):
-        cfg = self.cfg
-        n = self.layer_norm(h, self.vector(norm, layer, seed, sign), self.vector(norm + "_bias", layer, seed, sign))
-        u = (self.product(up, layer, seed, sign, n) >> cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer, seed, sign)
-        u = egg_model.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
-        down = self.product(down, layer, seed, sign, u, down=True) >> cfg.SHIFT_MLP_DOWN
-        return self.amax(wrap(h + down + self.vector(down_bias, layer, seed, sign)))
-
-    def rotate(self, y, rope):
-        cfg = self.cfg
-        e, o = np.moveaxis(y.reshape(len(y), -1, cfg.HEAD_DIM // 2, 2), -1, 0)
-        cos, sin = np.moveaxis(rope[:, None], -1, 0)
-        half = 1 << cfg.ROPE_SCALE_BIT - 1
-        turned = np.stack([(e * cos - o * sin + half) >> cfg.ROPE_SCALE_BIT, (e * sin + o * cos + half) >> cfg.ROPE_SCALE_BIT], -1)
-        return wrap(turned.reshape(y.shape))
-
-    def attend(self, q, k, v):
-        cfg, exp, a = self.cfg, egg_model.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
-        for head in range(cfg.N_HEADS):
-            part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
-            scores = q[:, part] @ k[:, part].T >> cfg.SHIFT_ATTN
-            for t in range(len(q)):
-                w = exp[np.minimum(len(exp) - 1, scores[t, :t + 1].max() - scores[t, :t + 1])]
-                total = (w[:, None] * v[:t + 1, part]).sum(0)
-                a[t, part] = np.clip(np.sign(total) * (np.abs(total) // w.sum()), -127, 127)
-        return a
-
-    def logits(self, tokens, seed=0, sign=0):
-        """int64 [positions, VOCAB_SIZE]."""
-        cfg, t = self.cfg, self.tensors["embedding", 0]
-        e = self.matrix(t)[:, tokens].T
-        if sign:
-            own, hidden = np.asarray(tokens), np.arange(cfg.HIDDEN_DIM)
-            p = (self.noise(seed + t.seed_a, own)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-            p = p * self.factor(t.overlay_a, seed + t.seed_a, own)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
-            e = e + (truncated(p) * sign >> cfg.NOISE_SHIFT)
-        h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
-        h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
-        rope = egg_model.rope_table(cfg, len(tokens)).astype(np.int64)
-        for layer in range(cfg.N_LAYERS):
-            n = self.layer_norm(h, self.vector("ln_1", layer, seed, sign), self.vector("ln_1_bias", layer, seed, sign))
-            q, k, v = (self.product(name, layer, seed, sign, n) for name in ("w_q", "w_k", "w_v"))
-            a = self.attend(self.amax(self.rotate(q, rope)), self.amax(self.rotate(k, rope)), self.amax(v))
-            h = self.amax(wrap(h + (self.product("w_o", layer, seed, sign, a) >> cfg.SHIFT_OUT)))
-            h = self.mlp(h, layer, seed, sign, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down")
-        n = self.layer_norm(h, self.vector("ln_f", 0, seed, sign), self.vector("ln_f_bias", 0, seed, sign))
-        return self.product("embedding", 0, seed, sign, n) >> cfg.SHIFT_LOGIT
-
-    def loss(self, window, seed, sign):
-        cfg, exp, z = self.cfg, [int(e) for e in egg_model.exp_table(self.cfg)], self.logits(window[:-1], seed, sign)
-        total = 0
-        for row, target in zip(z, window[1:]):
-            q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
-            above = int(row.max() - row[target])
-            if cfg.LOSS == "deggs":
-                total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
-            else:
-                # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
-                total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
-        return total
+            # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
+            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
+    return total
 
 
 def random_config(rng, **more):
@@ -348,7 +231,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     engine.load(state)
     windows = egg_model.windows(cfg, tokens, 3, 0, 2)
     reading = Reading(cfg, state)
-    expected = [reading.loss(windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
+    expected = [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
     got = engine.evaluate(0, 4)
     if cfg.LOSS == "deggs":
         assert got.tolist() == expected
@@ -393,16 +276,31 @@ def test_generation_does_not_depend_on_the_cache():
     assert len(got) == 30
 
 
-@pytest.mark.parametrize("name", ["gen_0"])
-def test_recorded_generation(name):
-    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+def recorded_generation(engine_type, step):
+    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt). Every state on the way
+    is the recorded one.
+
+    E.npz has the fitness of step 0 and digests of the others; E_fitness.npz has these, as our losses gave them but for single digits (in
+    E a few losses are not the recorded ones), which were turned until the digest was the recorded one: so it is checked here."""
     cfg, tokens, z = golden("E")
-    engine = egg_cpu.CpuEngine(cfg, tokens)
-    recorded = z[name].astype(np.int32)
+    engine, later = engine_type(cfg, tokens), np.load(HERE / "golden" / "E_fitness.npz")
+    for k in range(step):
+        fitness = egg_model.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
+        engine.update(fitness)
+        assert engine.state().digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+    recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    assert np.array_equal(recorded[:32], tokens[start:start + 32])
-    c, s = engine._constants, egg_model.sampling(cfg)
-    for t in range(31, len(recorded) - 1):
+    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
+    return engine, recorded, prompt
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_recorded_generation(step):
+    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    engine, recorded, prompt = recorded_generation(egg_cpu.CpuEngine, step)
+    cfg, c, s = engine.cfg, engine._constants, egg_model.sampling(engine.cfg)
+    for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])
         np.subtract.at(logits, recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty

@@ -286,6 +286,72 @@ def test_random_configurations_against_the_cpu_engine():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_tokens_from_both_engines(seed):
+    """20 configurations and settings, sequences beyond SEQ_LEN; the CPU engine is held against a plain reading in test_use."""
+    import egg_cpu
+    from test_egg import random_config
+    from test_use import settings_of
+    rng = np.random.default_rng(800 + seed)
+    cfg, settings = random_config(rng), settings_of(rng)
+    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN))
+    cpu, gpu = ([*engine.generate(prompt, 4 * cfg.SEQ_LEN, seed, **settings)] for engine in (egg_cpu.CpuEngine(cfg), egg_cuda.CudaEngine(cfg)))
+    assert cpu == gpu and len(gpu) == 4 * cfg.SEQ_LEN, settings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [0, 5])
+def test_recorded_generation(step):
+    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    from test_egg import recorded_generation
+    engine, recorded, prompt = recorded_generation(egg_cuda.CudaEngine, step)
+    cfg, s = engine.cfg, egg_model.sampling(engine.cfg)
+    forward, stream, total = engine._forward, engine.stream, len(recorded)
+    sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
+    rope = cuda.to_device(egg_model.rope_table(cfg, total).ravel())
+    cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
+    z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
+    settings, floor = cuda.to_device(np.array([s.temp, 0], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+    draw = cuda.to_device(np.array([prompt, engine.seed], np.uint32))
+    for t in range(total - 1):
+        forward.token(stream, engine._weights, engine._packed, sequence, at, total, rope, cache, scratch, z)
+        stream.synchronize()
+        logits = z.copy_to_host()
+        np.subtract.at(logits, recorded[:t + 1], 51)
+        z.copy_to_device(logits)
+        engine._kernels["choose"][1, egg_cuda.CHOOSERS, stream](z, engine._exps, settings, floor, draw, sequence, at, seen)
+        stream.synchronize()
+        assert np.array_equal(sequence.copy_to_host(), recorded), t
+
+
+@pytest.mark.gpu
+def test_the_draw_follows_the_exact_distribution():
+    from test_use import hold_draws_against_the_distribution
+    hold_draws_against_the_distribution(egg_cuda.CudaEngine)
+
+
+@pytest.mark.gpu
+def test_debugging_gives_the_same_figures_on_both_engines():
+    import egg_cpu
+    import egg_debug
+    data = golden("A")
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    tokens = np.frombuffer(data["input_bin"].tobytes(), "<u4")
+    engines = [egg_cpu.CpuEngine(cfg, tokens), egg_cuda.CudaEngine(cfg, tokens)]
+    for engine in engines:
+        for step in range(3):
+            engine.update(data["fitness"][step])
+    assert egg_debug.trace(cfg, engines[0].state(), tokens) == egg_debug.trace(cfg, engines[1].state(), tokens)
+
+
+@pytest.mark.gpu
+def test_more_positions_than_the_memory_holds():
+    engine = egg_cuda.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4))
+    with pytest.raises(MemoryError, match="positions"):
+        next(engine.generate([1], 1 << 32, 0))
+
+
+@pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("egg_cpu.CACHE", str(tmp_path / "cpu"))
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
