@@ -20,6 +20,7 @@ import egg_config
 import egg_cpu
 import egg_data
 import egg_debug
+import egg_digest
 import egg_history
 import egg_model
 import egg_net
@@ -182,7 +183,7 @@ def trained(tmp_path_factory):
         step_once(CFG, engine, run)
         states.append(engine.state())
     state = states[SNAPSHOT]
-    body, upload = egg_snapshot.pack(state), egg_snapshot.Upload(CFG, state.step, state.seed, directory / "ckpt")
+    body, upload = egg_snapshot.pack(state), egg_snapshot.Upload(CFG, state.step, state.seed, egg_digest.of_state(state), directory / "ckpt")
     upload.add(len(body), 0, body)
     upload.keep(directory / "ckpt" / f"snapshot-{SNAPSHOT:08d}-3.5000.egg", run.fitness(SNAPSHOT - 1))
     run.close()
@@ -488,7 +489,7 @@ def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
     engine.load(shelf.state(STEPS))
     for _ in range(4):
         step_once(CFG, engine, run)
-        body, upload = egg_snapshot.pack(engine.state()), egg_snapshot.Upload(CFG, engine.step, engine.seed, "new")
+        body, upload = egg_snapshot.pack(engine.state()), egg_snapshot.Upload(CFG, engine.step, engine.seed, engine.digest(), "new")
         upload.add(len(body), 0, body)
         shelf.put(upload)
     run.close()
