@@ -113,6 +113,7 @@ class Upload:
         self.step, self.seed, self.total, self.finished = step, seed, None, False
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._digest, self._zstd = _begin(step, seed), pyzstd.ZstdDecompressor()
+        self._overlay = b""
         self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
         self._file.write(bytes(HEAD.size + 4))
 
@@ -133,6 +134,7 @@ class Upload:
                 if self._left < 0:
                     break
                 self._digest.update(raw)
+                self._keep_overlay(raw)
         except pyzstd.ZstdError as error:
             raise ValueError(str(error)) from None
         if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
@@ -142,6 +144,18 @@ class Upload:
 
     def digest(self):
         return self._digest.digest()
+
+    def _keep_overlay(self, raw):
+        weights, overlay, _ = sizes(self._cfg)
+        at = sum(sizes(self._cfg)) - self._left - len(raw)     # where in the state `raw` begins
+        self._overlay += raw[max(weights - at, 0):max(weights + overlay - at, 0)]
+
+    def overlay(self):
+        """{"mean", "min", "max"} of the noise-scale overlay in a finished upload, None where the configuration has none."""
+        if not self._cfg.ADAPTIVE_NOISE_MODE:
+            return None
+        values = np.frombuffer(self._overlay, np.int8)
+        return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the step before."""
