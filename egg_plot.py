@@ -55,7 +55,8 @@ class Chart:
         if what == "validation" and len(units) == 1:
             near = (self.high - self.low) / 2
             self.references = {k: y for curve in curves for k, y in curve.references.items() if self.low - near < y < self.high + near}
-            self.low, self.high = (f(y, *self.references.values()) for f, y in ((min, self.low), (max, self.high)))
+            heights = [self.low, self.high, *self.references.values()]
+            self.low, self.high = min(heights), max(heights)
         if self.high - self.low < 1e-9:
             self.low, self.high = self.low - 0.05, self.high + 0.05
 
@@ -180,11 +181,12 @@ def picture(charts, names, path):
             ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), xytext=(-4, -11 if below else 3),
                         textcoords="offset points", ha="right", color="0.35", fontsize=9)
         ax.set_ylabel(chart.title)
-        ax.set_xlim(left=0)
+        margin = 0.08 * (chart.high - chart.low)
+        ax.set(xlim=(0, chart.x_end), ylim=(chart.low - margin, chart.high + margin))
         ax.grid(True, color="0.9", linewidth=0.8)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(frameon=False)
     axes[-1].set_xlabel(charts[-1].x_title)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
     try:
         figure.savefig(path, dpi=110)
     except OSError as error:

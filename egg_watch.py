@@ -241,9 +241,9 @@ def read_curve(path):
 
 
 def _numbers(event, *names):
-    """[float]: these fields of an event, none of them negative. Raises ValueError and others where one is not there."""
+    """[float]: these fields of an event. Raises ValueError and others where one is missing or not finite."""
     numbers = [float(event[name]) for name in names]
-    if not all(0 <= x < math.inf for x in numbers):
+    if not all(map(math.isfinite, numbers)):
         raise ValueError
     return numbers
 
