@@ -226,8 +226,8 @@ class Coordinator:
         self.most_weights = egg_model.n_weights(cfg)
         self.selector = selectors.DefaultSelector()
         self.connections, self.idle = set(), deque()
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64 - egg_http.MOST_CLIENTS * bool(http), cfg.CONNECTIONS_PER_ADDRESS)
+        files, others = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + (egg_http.MOST_CLIENTS if http else 0)
+        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - others, cfg.CONNECTIONS_PER_ADDRESS)
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
         # when there was last more than one; a run that goes on may have had some, who are about to come back
         self.several_at = time.monotonic() if run.step else -math.inf
@@ -847,8 +847,9 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     access=egg_auth.Access(), http=None, log_json=None, tensorboard=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    host: default see egg_auth.listen_host; port: default cfg.PORT; http: an egg_http.Where; log_json, tensorboard: see egg_watch.Events. Returns a Summary. Raises HistoryError, NetError, AuthError; the
-    completed steps are kept whatever happens."""
+    host: default see egg_auth.listen_host; port: default cfg.PORT; http: an egg_http.Where, for a live page; log_json,
+    tensorboard: see egg_watch.Events. Returns a Summary. Raises HistoryError, NetError, AuthError, WatchError; the completed steps are
+    kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

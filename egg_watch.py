@@ -1,7 +1,7 @@
 """What a run tells while it goes on. Whatever is worth telling is an event; console, coordinator.log, JSON logs, TensorBoard and the
 live page (egg_http) are sinks, where events go. EVENTS.md lists the events.
 
-Every run that is kept has a JSON log of its own, FILE, in its save directory: the curve of the run, from which `egg.py plot` draws and
+Every run that is kept has a JSON log of its own, egg_history.EVENTS, in its save directory: the curve of the run, from which `egg.py plot` draws and
 the live page knows what was before.
 """
 
@@ -15,9 +15,8 @@ import stat
 import time
 from typing import NamedTuple
 
-from egg_history import EggError
+from egg_history import EVENTS, EggError
 
-FILE = "events.jsonl"
 LONGEST = 1 << 18          # bytes of one event in a log: a sample, every character escaped
 FLUSH_EVERY = 5.0          # seconds between TensorBoard's visits to the disk
 SAMPLE = re.compile(r" *sample at step (\d{1,18}): (.*?) >>> (.*)")
@@ -43,7 +42,7 @@ class Events:
             self._open(CoordinatorLog, os.path.join(directory, "coordinator.log"), "give a --save-dir that can be written", console.line,
                        cfg, run.step)
             if run.directory is not None:
-                self._open(JsonLog, os.path.join(run.directory, FILE), "give a --save-dir that can be written", console.line)
+                self._open(JsonLog, os.path.join(run.directory, EVENTS), "give a --save-dir that can be written", console.line)
             if log_json is not None:
                 self._open(JsonLog, log_json, "give --log-json a file that can be written", console.line)
             if tensorboard is not None:
@@ -211,7 +210,7 @@ class Curve(NamedTuple):
 def read_curve(path):
     """The Curve in a save directory or in a file of --log-json. Lines that are torn or of something else are passed over; where a step
     is told again, by a run that went on from before it, the last word counts. Raises WatchError."""
-    name = os.path.join(path, FILE) if os.path.isdir(path) else path
+    name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
     loss, validation, unit, references = [], [], None, {}
     try:
         with open(name, "rb") as file:

@@ -66,7 +66,7 @@ def test_a_run_keeps_its_events(tmp_path):
         other.chunk(0)
         other.link.close()
     thread.join(10)
-    told = events(tmp_path / egg_watch.FILE)
+    told = events(tmp_path / egg_history.EVENTS)
     assert {event["event"] for event in told} == set(FIELDS)
     for event in told:
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
@@ -88,7 +88,7 @@ def test_a_run_keeps_its_events(tmp_path):
 def test_without_an_overlay_none_is_told(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2, ADAPTIVE_NOISE_MODE=0)
     server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
-    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path / egg_watch.FILE))] in ([None], [None, None]) and server
+    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path / egg_history.EVENTS))] in ([None], [None, None]) and server
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
@@ -97,7 +97,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         told.warn("a line")
         raise egg_net.NetError("in the end")
     run.close()
-    told = events(tmp_path / "a" / egg_watch.FILE)
+    told = events(tmp_path / "a" / egg_history.EVENTS)
     assert [e["event"] for e in told] == ["start", "warning", "error"] and [e["text"] for e in told[1:]] == ["a line", "in the end"]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
@@ -105,7 +105,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
         server.coordinator._ban(egg_net.Author("10.0.0.9", "key", "liar"), "it lied")
-    told = events(tmp_path / "b" / egg_watch.FILE)
+    told = events(tmp_path / "b" / egg_history.EVENTS)
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0] | {"time": 0} == {"time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
 
@@ -139,9 +139,11 @@ def test_a_resumed_run_has_one_curve(tmp_path):
                 assert state["curves"]["loss"][0][0] == 0 and len(state["curves"]["loss"]) >= 3
         thread.join(10)
     curve = egg_watch.read_curve(tmp_path)
-    assert [p[0] for p in curve.loss] == list(range(6)) and len(of_kind("start", events(tmp_path / egg_watch.FILE))) == 2
+    assert [p[0] for p in curve.loss] == list(range(6)) and len(of_kind("start", events(tmp_path / egg_history.EVENTS))) == 2
     seconds = [p[2] for p in curve.loss]
     assert seconds == sorted(seconds) and curve.name == tmp_path.name
+    egg_history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
+    assert egg_watch.read_curve(tmp_path / "elsewhere")[1:] == curve[1:]
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
@@ -279,7 +281,7 @@ def test_a_terminal_plot_of_any_width(tmp_path):
                 text.encode(encoding)
     text = egg_plot.terminal(*charts([tmp_path / "one"]), Stream(), 60)
     assert "validation, bits/byte\n" in text and "million tokens\n" in text and re.search("[\u2801-\u28ff]", text) and "\x1b" not in text
-    assert text.endswith("* one: validation 0.6488, training loss 0.09906\n")
+    assert text.endswith("* one: validation 0.6485, training loss 0.09907\n")
     both = egg_plot.terminal(*charts([tmp_path / "one", tmp_path / "two"]), Stream(terminal=True), 60)
     assert "\x1b[33m" in both and "\x1b[36m" in both
 
@@ -301,7 +303,7 @@ def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
 def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name / "ckpt").mkdir(parents=True)
-        example(tmp_path / name / "ckpt" / egg_watch.FILE, steps=1, unit="bits/token" if name == "a" else "bits/byte")
+        example(tmp_path / name / "ckpt" / egg_history.EVENTS, steps=1, unit="bits/token" if name == "a" else "bits/byte")
     runs = [str(tmp_path / name / "ckpt") for name in ("a", "b")]
     assert egg.main(["plot", *runs]) == 0
     out = capsys.readouterr().out
@@ -337,7 +339,7 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
     egg_train.train(small, steps=4, save_dir="run", threads=1, console=egg_net.Console(lines), http=EVERYBODY, log_json="log")
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
-    assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / egg_watch.FILE)]
+    assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / egg_history.EVENTS)]
     assert [e["event"] for e in told[-3:]] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = egg_watch.read_curve("run")
@@ -667,3 +669,60 @@ def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
                "coordinator.poll(0)\n"
                "print({m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'http', 'tensorboardX', 'matplotlib')}, threading.active_count())")
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "set() 1\n"
+
+
+def load(browsers, minutes, window=5.0, port=8125):
+    """What open pages cost a run of the laptop preset; for BENCHMARKS.md. By turns, `window` seconds each, as many clients as `browsers`
+    ask for state.json once a second over connections that stay, like the page does, and nobody does. Gives steps a second without and
+    with them (medians), the median of the ratios of neighbouring windows, and the share of a core that train's own process took."""
+    import selectors
+    import statistics
+    import tempfile
+    import threading
+    head = request("/state.json", close=False, accept_encoding="gzip")
+    with tempfile.TemporaryDirectory() as directory:
+        train = subprocess.Popen([sys.executable, "egg.py", "train", "--preset", "laptop", "--minutes", str(minutes + 0.1), "--save-dir", directory,
+                                  "--http", str(port), "-D", "VALIDATE_EVERY=0", "-D", "SAMPLE_EVERY=0"], cwd=HERE, stdout=subprocess.DEVNULL)
+        log = os.path.join(directory, egg_history.EVENTS)
+        until(lambda: os.path.exists(log) and '"step", ' in open(log).read(), 300)
+
+        def cpu():
+            fields = open(f"/proc/{train.pid}/stat").read().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        def visit(until, answers):
+            with selectors.DefaultSelector() as selector:
+                due = []
+                for i in range(browsers):
+                    sock = socket.create_connection(("127.0.0.1", port))
+                    selector.register(sock, selectors.EVENT_READ)
+                    due.append((time.monotonic() + i / browsers, sock))
+                while time.monotonic() < until:
+                    while due[0][0] <= time.monotonic():
+                        when, sock = due.pop(0)
+                        sock.sendall(head)
+                        due.append((when + 1, sock))
+                    for key, _ in selector.select(max(due[0][0] - time.monotonic(), 0)):
+                        answers.append(len(key.fileobj.recv(1 << 18)))
+                for key in list(selector.get_map().values()):
+                    key.fileobj.close()
+
+        windows, answers, end = [], [], time.monotonic() + 60 * minutes
+        while time.monotonic() < end:
+            with_them = len(windows) % 2 == 1
+            began, at, used = time.time(), time.monotonic(), cpu()
+            if with_them:
+                visitor = threading.Thread(target=visit, args=(at + window, answers))
+                visitor.start()
+                visitor.join()
+            else:
+                time.sleep(window)
+            windows.append((began, time.time(), (cpu() - used) / (time.monotonic() - at)))
+        train.send_signal(2)
+        train.wait()
+        when = np.array([event["time"] for event in map(json.loads, open(log)) if event["event"] == "step"])
+    speeds = [((when >= a) & (when < b)).sum() / (b - a) for a, b, _ in windows]
+    ratios = [2 * speeds[i] / (speeds[i - 1] + speeds[i + 1]) for i in range(1, len(speeds) - 1, 2)]
+    return {"windows": len(windows), "answers": len(answers), "bytes an answer": round(statistics.mean(answers)),
+            "steps/s without": statistics.median(speeds[::2]), "steps/s with": statistics.median(speeds[1::2]), "ratio": statistics.median(ratios),
+            "cpu without": statistics.median(w[2] for w in windows[::2]), "cpu with": statistics.median(w[2] for w in windows[1::2])}
