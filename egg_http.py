@@ -363,7 +363,8 @@ class Page:
                 idle = [c for c in self.clients if c.idle]
                 if not idle:
                     with sock:
-                        sock.send(response(503, "too many connections\n"))
+                        if not self.where.tls:
+                            sock.send(response(503, "too many connections\n"))
                     return
                 self.drop(min(idle, key=lambda c: c.until))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -8,7 +8,7 @@ import sys
 import egg_watch
 from egg_watch import WatchError
 
-ROWS = 14                  # lines of one chart in the terminal
+ROWS = 12                  # lines of one chart in the terminal
 LABEL = 8                  # columns for the numbers left of it
 COLOURS = ("33", "36", "35", "32", "34", "31")         # of the runs, in the terminal
 BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))      # dots of a character: [column][row]
@@ -128,10 +128,13 @@ def _rows(chart, width, dots, frame, paint):
     at, words = {row_of(y): y for y in numbers}, {row_of(y): f"{name} {y:.2f}" for name, y in chart.references.items()}
     out = []
     for row in range(ROWS):
-        text, word = "", words.get(row, "").rjust(columns)[-columns:]
+        text, word = "", words.get(row, "")
+        if any((row, column) in cells for column in range(columns - len(word), columns)):
+            word = ""                                # half a word says less than none
+        word = word.rjust(columns)[-columns:]
         for column in range(columns):
             bits, i = cells.get((row, column), (0, 0))
-            text += paint(chr(0x2800 + bits) if dots else _letter(i), i) if bits else word[column] if row in words else " "
+            text += paint(chr(0x2800 + bits) if dots else _letter(i), i) if bits else word[column]
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     positions, decimals = ticks(0, chart.x_end, max(columns / 12, 1))
