@@ -20,6 +20,8 @@ examples:
   python egg.py coordinator --save-dir ckpt --secret-file secret       needs no GPU and no data,
   python egg.py worker 10.0.0.1 --secret-file secret  and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
   python egg.py status 10.0.0.1 --secret-file secret  ... and how they are doing
+  python egg.py train --save-dir ckpt --http 8080     with a page to watch it on, http://localhost:8080/
+  python egg.py plot ckpt                             the curves of a run
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 
 Every constant of egg_config.py can be set for one run, by -D NAME=VALUE or by an environment variable EGG_NAME=VALUE;
@@ -31,7 +33,8 @@ def coordinator(cfg, args):
     import egg_net
     access = egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                              args.insecure)
-    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes, access=access)
+    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes, access=access,
+                            http=page(args, access), log_json=args.log_json, tensorboard=args.tensorboard)
 
 
 def worker(cfg, args):
@@ -58,7 +61,12 @@ def access_to(args):
 
 def train(cfg, args):
     import egg_train
-    done = egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads)
+    http = None
+    if args.http:
+        import egg_auth
+        http = page(args, egg_auth.Access(egg_auth.read_secret(args.secret_file), None, args.insecure))
+    done = egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http, log_json=args.log_json,
+                           tensorboard=args.tensorboard)
     if done.final is not None and done.coordinator.directory:
         print(f"try it: {command_line()} generate --load-dir {shlex.quote(done.coordinator.directory)} --prompt 'The king said'")
 
@@ -124,6 +132,17 @@ def command_line():
     return f"{shlex.quote(python)} {shlex.quote(os.path.relpath(__file__))}"
 
 
+def page(args, access):
+    """Where the live page is served, None without --http."""
+    import egg_http
+    return egg_http.where(args.http, access) if args.http else None
+
+
+def plot(cfg, args):
+    import egg_plot
+    egg_plot.plot(args.runs, args.x, args.out)
+
+
 def arch(cfg, args):
     import egg_model
     print(egg_model.describe(cfg))
@@ -171,6 +190,15 @@ def number(kind, low, high, what):
     return parse
 
 
+def http_address(text):
+    """An argument type for argparse: (host, port)."""
+    import egg_http
+    try:
+        return egg_http.parse_address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PORT or HOST:PORT") from None
+
+
 def parser():
     """The whole command line."""
     main = Parser(prog="egg.py", description="Trains an int8 transformer by evolution strategies, on any number of machines.",
@@ -192,14 +220,16 @@ def parser():
 
     sub = command(train, "train on this machine: coordinator and workers in one command, until Ctrl-C",
                   "example: python egg.py train --preset laptop --minutes 1 --save-dir ckpt")
-    options(sub, "steps", "minutes", "save-dir", "load-dir", "threads")
+    options(sub, "steps", "minutes", "save-dir", "load-dir", "threads", "http", "log-json", "tensorboard", "secret-file")
+    sub.add_argument("--insecure", action="store_true", help="show the page of --http to anybody who can reach it")
 
     sub = command(coordinator, "hand out the work of a cluster and keep its history; needs no GPU, no data, little memory",
                   "examples:\n  python egg.py coordinator --save-dir ckpt                         for workers on this machine\n"
                   "  python egg.py coordinator --save-dir ckpt --secret-file secret    for others too: "
                   "python egg.py worker THIS_HOST --secret-file secret")
     sub.add_argument("--host", help="address to listen on (default: all of this machine with a secret, else 127.0.0.1)")
-    options(sub, "port", "steps", "minutes", "save-dir", "load-dir", "secret-file", "tls-cert", "tls-key", "tls-ca")
+    options(sub, "port", "steps", "minutes", "save-dir", "load-dir", "http", "log-json", "tensorboard", "secret-file", "tls-cert", "tls-key",
+            "tls-ca")
     sub.add_argument("--insecure", action="store_true", help="let anybody in who can reach the port, C++ peers of protocol 1 too")
 
     sub = command(worker, "evaluate for a coordinator, on a GPU where there is one",
@@ -260,6 +290,12 @@ def parser():
                          "  EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines")
     sub.add_argument("--json", metavar="FILE", help="append them to a file, as a line of JSON")
 
+    sub = command(plot, "draw loss and validation of runs, in the terminal or as a picture",
+                  "examples:\n  python egg.py plot ckpt\n  python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png")
+    sub.add_argument("runs", nargs="+", metavar="RUN", help="a save directory, or a file of --log-json")
+    sub.add_argument("--out", metavar="FILE.png", help="a picture instead (needs matplotlib; .svg and .pdf as well)")
+    sub.add_argument("--x", choices=("tokens", "time", "steps"), default="tokens", help="what the curves are drawn against (default: tokens)")
+
     command(arch, "print the architecture: parameters, sizes, what a step costs", "example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8")
 
     sub = command(prepare, "turn texts into input.bin, val.bin and decoding.bin",
@@ -282,6 +318,10 @@ OPTIONS = {
     "minutes": dict(type=number(float, 1e-3, 1e7, "a number of minutes"), metavar="N", help="stop after so many minutes"),
     "save-dir": dict(metavar="DIR", help="keep the run's history here, and go on with the run that is here already"),
     "load-dir": dict(metavar="DIR", help="start from the run in this directory"),
+    "http": dict(type=http_address, metavar="[HOST:]PORT", help="serve a live page here, and /metrics for Prometheus (default host: this "
+                                                               "machine alone); it asks for the secret where there is one"),
+    "log-json": dict(metavar="FILE", help="append every event to FILE, a JSON object a line (EVENTS.md)"),
+    "tensorboard": dict(metavar="DIR", help="write figures and samples for TensorBoard (needs tensorboardX)"),
     "threads": dict(type=number(int, 1, egg_engine.cores(), f"a number of cores of this machine, 1 to {egg_engine.cores()}"), metavar="N",
                     help="cores that the CPU engine uses (default: all)"),
     "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: variable EGG_SECRET)"),

@@ -26,6 +26,7 @@ import pyzstd
 import egg_model
 
 FILE = "history.egg"
+EVENTS = "events.jsonl"                  # what the run told, and so its curve; egg_watch has the format
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has told it
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
@@ -218,7 +219,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
     finally:
         source.close()
     if own and run.directory is not None:
-        _copy_snapshots(load_dir, run.directory)
+        _copy_rest(load_dir, run.directory)
     return run
 
 
@@ -336,10 +337,11 @@ def _open(cfg, directory, start=Start()):
         raise
 
 
-def _copy_snapshots(source, target):
-    """So that a run that goes on elsewhere is joined as quickly; it does without those that cannot be copied."""
+def _copy_rest(source, target):
+    """Snapshots and curve, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does without what cannot be
+    copied."""
     for name in os.listdir(source):
-        if SNAPSHOT.fullmatch(name) and not os.path.exists(os.path.join(target, name)):
+        if (SNAPSHOT.fullmatch(name) or name == EVENTS) and not os.path.exists(os.path.join(target, name)):
             with contextlib.suppress(OSError):
                 shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
 

@@ -7,7 +7,6 @@ without Nagle's delay, because every exchange is a small question and a small an
 """
 
 import contextlib
-import datetime
 import errno
 import hashlib
 import json
@@ -30,9 +29,11 @@ import numpy as np
 
 import egg_auth
 import egg_history
+import egg_http
 import egg_model
 import egg_snapshot
 import egg_step
+import egg_watch
 import egg_wire
 from egg_history import EggError
 from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL,
@@ -68,6 +69,32 @@ class Console:
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._progress, self._next = False, 0.0
+        self._loss, self._validation = math.inf, None        # of the last step; one that its step's line has still to say
+
+    def tell(self, event, line):
+        """A sink of events (egg_watch)."""
+        if event["event"] == "validation":
+            self._validation = event
+        elif event["event"] == "step":
+            self.line(self._step(event))
+        elif line is not None:
+            said, newline, text = line.rpartition("\n")          # a sample is one line
+            self.line(said + newline + self.sample(text) if event["event"] == "sample" else line)
+
+    def _step(self, event):
+        better, self._loss = event["loss"] <= self._loss, event["loss"]
+        loss = self.colour(f"{event['loss']:.4f}", "green" if better else "red")
+        speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
+        # tokens: those behind the model whose loss this is
+        line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | Loss: {loss} | Time: {1e3 * event['seconds']:.2f} ms | "
+                f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | Speed: {speed} tok/s | "
+                f"LR: {event['learning_rate']:g} | Net: {(event['sent'] + event['received']) / event['seconds'] / (1 << 20):.2f} MB/s "
+                f"(Tx: {_bytes(event['sent'])}, Rx: {_bytes(event['received'])})")
+        if said := self._validation:
+            self._validation = None
+            line += f" | Val: {self.colour(format(said['value'], '.2f'), 'blue')} {said['unit']}"
+            line += f" (step {said['step']})" if said["step"] != event["step"] else ""
+        return line
 
     def line(self, text):
         if not self.quiet:
@@ -228,24 +255,26 @@ class Connection:
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at
-    which the run ends (None: never), `minutes` the same in time after the first chunk was handed out, `log_dir` where
-    coordinator.log grows; peers=False: no lines about workers that come and go; access: an egg_auth.Access.
+    which the run ends (None: never), `minutes` the same in time after the first chunk was handed out; peers=False: no lines about workers
+    that come and go; access: an egg_auth.Access; events: an egg_watch.Events, by default one for `console` and a coordinator.log in
+    `log_dir`; http: an egg_http.Where, for a live page.
 
     Raises NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be
     written."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
-                 access=egg_auth.Access()):
+                 access=egg_auth.Access(), events=None, http=None):
         self.cfg, self.run, self.steps, self.minutes, self.access = cfg, run, steps, minutes, access
         self.console, self.peers = console or Console(), peers
+        self.events, self._own_events = events or egg_watch.Events(cfg, run, log_dir, self.console), events is None
         self.limits = egg_wire.limits(cfg)
         self.limits_at_first = egg_wire.limits_before_join(self.limits)
         self.most_weights = egg_model.n_weights(cfg)
         self.selector = selectors.DefaultSelector()
         self.connections = set()
         self.idle, self.unseen = deque(), 0          # who waits for an answer; how many of them have not been looked at since `wake`
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - 64, cfg.CONNECTIONS_PER_ADDRESS)
+        files, others = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + (egg_http.MOST_CLIENTS if http else 0)
+        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - others, cfg.CONNECTIONS_PER_ADDRESS)
         self.bans = egg_auth.Bans(run.directory)
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
         # when there was last more than one; a run that goes on may have had some, who are about to come back
@@ -256,15 +285,17 @@ class Coordinator:
         self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
         self.disputes = set()
         self.first_step, self.started, self.completed = run.step, None, None
-        self.validations, self.unsaid_validation, self.last_loss = [], None, None
+        self.validations, self.last_loss = [], None
         self.speed = 0.0
         self.closing, self.wake, self.look_at = False, False, 0.0
         self.tx = self.rx = 0
-        self.log = self._open_log(log_dir)
+        self.page = None
         self.listener = self._listen(egg_auth.listen_host(host, access), port)
         self.address = self.listener.getsockname()[:2]
         self.selector.register(self.listener, selectors.EVENT_READ)
         self._new_step()
+        if http:
+            self.page = egg_http.Page(http, self)
 
     @property
     def finished(self):
@@ -275,7 +306,9 @@ class Coordinator:
         """Does what there is to do, waiting for it at most `timeout` seconds."""
         for key, mask in self.selector.select(0 if self.unseen or self.wake and self.idle else timeout):
             connection = key.data
-            if connection is None:
+            if callable(connection):                 # of the live page
+                connection(mask)
+            elif connection is None:
                 self._accept()
             elif connection.shaking:
                 self._shake(connection)
@@ -289,6 +322,8 @@ class Coordinator:
         if now >= self.look_at:
             self.look_at = now + LOOK_EVERY
             self._look(now)
+            if self.page:
+                self.page.look(now)
             self._answer_waiting()
 
     def drain(self, seconds):
@@ -303,11 +338,13 @@ class Coordinator:
         self.closing = True
         for connection in list(self.connections):
             self._drop(connection)
+        if self.page:
+            self.page.close()
         self.listener.close()
         self.selector.close()
         self.shelf.close()
-        with contextlib.suppress(OSError):           # what a full disk did not take is lost
-            self.log.close()
+        if self._own_events:
+            self.events.close()
 
     def summary(self):
         done = self.run.step - self.first_step
@@ -387,9 +424,9 @@ class Coordinator:
         connection.sock.close()
         if self.upload and self.upload[0] is connection:
             self._end_upload()
-        if self.peers and connection.step is not None and not self.closing:
+        if connection.step is not None and not self.closing:
             held = f", its {_chunks(connection.held)} handed out again" if connection.held else ""
-            self.console.line(f"worker {connection.title} left{held}")
+            self._tell_of("left", connection, f"worker {connection.title} left{held}")
         self._give_back(connection, list(connection.held))
         if connection.author and not any(c.author == connection.author for c in self.connections):
             for votes in self.states.values():
@@ -401,7 +438,7 @@ class Coordinator:
         """`why` may quote the peer."""
         why = one_line(why)
         if self.door.worth_telling(host, why):
-            self.console.line(f"refused {title}: {why}")
+            self.events.tell("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def _refuse(self, connection, why, code=BAD_FRAME):
         """Closes a connection with a line, and with an ERROR where the peer understands that."""
@@ -477,7 +514,7 @@ class Coordinator:
             late = [c for c, since in connection.held.items() if now - max(since, connection.heard) > lease
                     or self.usual and now - since > max(cfg.STRAGGLER_TIMEOUT, LEASE_FACTOR * lease)]
             if late:
-                self.console.line(f"worker {connection.title} silent for {lease:.2g} s, its {_chunks(late)} handed out again")
+                self.events.warn(f"worker {connection.title} silent for {lease:.2g} s, its {_chunks(late)} handed out again")
                 self._give_back(connection, late)
             if not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
                 self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
@@ -495,8 +532,8 @@ class Coordinator:
         for chunk, authors in self.work.disputed():
             if chunk not in self.disputes:
                 self.disputes.add(chunk)
-                self.console.line(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk {chunk}; "
-                                  "a third worker will decide")
+                self.events.warn(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk {chunk}; "
+                                 "a third worker will decide")
         self.late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
         self.wake = self.wake or bool(self.late and self.idle)
 
@@ -597,8 +634,8 @@ class Coordinator:
         elif opcode == VALIDATION:
             self._validation(connection, *VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE and connection.may_speak():
-            text = self.console.sample(printable(payload.decode("utf-8", "replace")))
-            self.console.line(f"worker {connection.title}:\n{text}" if self.peers else text)
+            text = printable(payload.decode("utf-8", "replace"))
+            self.events.message(connection.author.name, text, f"worker {connection.title}:\n{text}" if self.peers else text)
         elif opcode == SNAPSHOT_DATA and version == V2:
             self._take_snapshot(connection, payload)
         elif opcode == SNAPSHOT_REQUEST and version == V2:
@@ -607,11 +644,10 @@ class Coordinator:
             self._say(connection, SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
 
     def _request(self, connection, step, stated):
-        if connection.step is None and self.peers:
-            known = sum(c.step is not None for c in self.connections) + 1
-            self.console.line(f"worker {connection.title} joined at step {step} ({known} connected)")
         first, connection.step, connection.stated = connection.step is None, step, stated
         if first:
+            known = sum(c.step is not None for c in self.connections)
+            self._tell_of("joined", connection, f"worker {connection.title} joined at step {step} ({known} connected)")
             self._count_authors(time.monotonic())
         if not connection.waiting:
             self._answer(connection)
@@ -751,7 +787,7 @@ class Coordinator:
         self._new_step()
         self.wake = True
         self._answer_waiting()                       # before anything is written: workers come first
-        self.console.line(report)
+        self.events.tell("step", **report)
 
     def _validation(self, connection, step, tokens, n_bytes, nats):
         if not tokens or not math.isfinite(nats) or nats < 0:
@@ -760,8 +796,9 @@ class Coordinator:
             return
         del self.validations[1:-2]                   # the first and the last are told
         self.validations.append((step, nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"))
-        self.unsaid_validation = self.validations[-1]
-        self.shelf.validated(step, self.validations[-1][1])
+        _, value, unit = self.validations[-1]
+        self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
+        self.shelf.validated(step, value)
 
     # replicas
 
@@ -794,15 +831,15 @@ class Coordinator:
         if connection.rebuilt_at != step:
             connection.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
-            self.console.line(f"worker {connection.title}: its state at step {step} is not that of others: it rebuilds from step {start}")
+            self.events.warn(f"worker {connection.title}: its state at step {step} is not that of others: it rebuilds from step {start}")
             self._say(connection, REBUILD, STEP.pack(start))
         elif mine < others:
             self._ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if ("state", step) not in self.disputes:
                 self.disputes.add(("state", step))
-                self.console.line(f"step {self.run.step}: workers hold different states of step {step}, as many for one as for another: "
-                                  "start another worker, which decides, or stop the wrong one")
+                self.events.warn(f"step {self.run.step}: workers hold different states of step {step}, as many for one as for another: "
+                                 "start another worker, which decides, or stop the wrong one")
             self._hold(connection)
         return False
 
@@ -818,7 +855,7 @@ class Coordinator:
 
     def _ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, is out, and so are its results."""
-        self.console.line(f"banned {author.name} at {author.host}: {why}")
+        self.events.tell("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name, address=author.host, reason=why)
         self.bans.add(author.identity, why)
         self._distrust(author)
         for connection in [c for c in self.connections if c.author == author]:
@@ -843,10 +880,11 @@ class Coordinator:
             if upload.finished:
                 self.shelf.put(upload)
                 self.upload = None
+                self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
         except ValueError as error:
             connection.snapshots = False
             self._end_upload()
-            self.console.line(f"worker {connection.title}: its snapshot of step {step} is not used: {error}")
+            self.events.warn(f"worker {connection.title}: its snapshot of step {step} is not used: {error}")
         except OSError as error:
             self._no_snapshots(error)
 
@@ -859,81 +897,63 @@ class Coordinator:
         if self.upload:
             self._end_upload()
         self.shelf.stop()
-        self.console.line(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")
+        self.events.warn(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")
 
     # what people see
 
-    def _report(self, step, updates, sum_loss):
-        """The line of a completed step; its figures also go into coordinator.log."""
-        cfg, console = self.cfg, self.console
-        now = self.completed = time.monotonic()
-        seconds = max(now - self.step_started, 1e-9)
-        tokens, rate = cfg.POPULATION_SIZE * cfg.SEQ_LEN, cfg.learning_rate(step)
-        loss = sum_loss / (cfg.POPULATION_SIZE * cfg.SEQ_LEN * 16 * cfg.LOSS_SCALE)
-        better, self.last_loss = self.last_loss is None or loss <= self.last_loss, loss
-        tx, rx, self.speed = self.tx - self.step_tx, self.rx - self.step_rx, tokens / seconds
-        with contextlib.suppress(OSError):           # a convenience: a full disk stops the run where the history is written
-            self.log.write(f"{step},{now - self.started:.3f},{loss:.6f},{updates},{rate:g}\n")
-            self.log.flush()
-        if len(set(self.updates)) > 1:
-            console.line(f"step {step}: workers report different numbers of changed weights, {sorted(set(self.updates))}: "
-                         "a replica has drifted; restart the workers")
-        shown = console.colour(f"{loss:.4f}", "green" if better else "red")
-        # tokens: those behind the model whose loss this is
-        line = (f"Step {step} | Tokens: {count_text(step * tokens)} | Loss: {shown} | "
-                f"Time: {1e3 * seconds:.2f} ms | Updates: {updates} (n={len(self.updates)}, max={updates}) | "
-                f"Speed: {console.colour(f'{tokens / seconds:.2f}', 'blue')} tok/s | LR: {rate:g} | "
-                f"Net: {(tx + rx) / seconds / (1 << 20):.2f} MB/s (Tx: {_bytes(tx)}, Rx: {_bytes(rx)})")
-        if self.unsaid_validation:
-            when, figure, unit = self.unsaid_validation
-            line += f" | Val: {console.colour(f'{figure:.2f}', 'blue')} {unit}" + (f" (step {when})" if when != step else "")
-            self.unsaid_validation = None
-        return line
+    @property
+    def tokens_a_step(self):
+        return self.cfg.POPULATION_SIZE * self.cfg.SEQ_LEN
 
-    def _open_log(self, directory):
-        path = os.path.join(directory, "coordinator.log")
-        try:
-            log = open(path, "a", encoding="utf-8")
-            log.write(f"# egg, {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}, from step {self.run.step}\n"
-                      + "".join(f"# {name} = {value}\n" for name, value in self.cfg.constants().items())
-                      + "Step,RelTime,Loss,Updates,LR\n")
-            log.flush()
-        except OSError as error:
-            raise EggError(f"{path}: {error.strerror}: start where files can be written, or give such a --save-dir") from None
-        return log
+    def _report(self, step, updates, sum_loss):
+        """The fields of a completed step's event."""
+        now = self.completed = time.monotonic()
+        seconds = max(now - self.step_started, 1e-6)
+        self.last_loss, self.speed = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE), self.tokens_a_step / seconds
+        if len(set(self.updates)) > 1:
+            self.events.warn(f"step {step}: workers report different numbers of changed weights, {sorted(set(self.updates))}: "
+                             "a replica has drifted; restart the workers")
+        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.last_loss, 6), "updates": updates,
+                "reports": len(self.updates), "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
+                "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
+                "sent": self.tx - self.step_tx, "received": self.rx - self.step_rx}
+
+    def _tell_of(self, kind, connection, line):
+        """Of a worker that comes or goes."""
+        self.events.tell(kind, line if self.peers else None, worker=connection.author.name, address=connection.address,
+                         device=connection.device, step=connection.step)
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=egg_auth.Access()):
+                    access=egg_auth.Access(), http=None, log_json=None, tensorboard=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    host: default see egg_auth.listen_host; port: default cfg.PORT. Returns a Summary. Raises HistoryError, NetError, AuthError; the
-    completed steps are kept whatever happens."""
+    host: default see egg_auth.listen_host; port: default cfg.PORT; http: an egg_http.Where, for a live page; log_json,
+    tensorboard: see egg_watch.Events. Returns a Summary. Raises HistoryError, NetError, AuthError, WatchError; the completed steps are
+    kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = egg_history.open_run(cfg, save_dir, load_dir)
-    try:
+    with contextlib.closing(run), egg_watch.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
         for line in run.said:
-            console.line(line)
-        coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, run.directory or ".", console,
-                                  access=access)
-        try:
+            events.warn(line)
+        coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console, access=access,
+                                  events=events, http=http)
+        with contextlib.closing(coordinator):
             where = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
             doors = "with a secret" if access.secret else "open to this machine" if egg_auth.is_loopback(coordinator.address[0]) else \
                 "OPEN TO ANYBODY"
             console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, where, doors,
                                                                         " and TLS" if access.tls else ""))
+            if coordinator.page:
+                console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
             coordinator.drain(0 if stopped else 5)
-        finally:
-            coordinator.close()
-        console.line(farewell(run))
+        events.tell("stop", farewell(run), step=run.step)
         return coordinator.summary()
-    finally:
-        run.close()
 
 
 def farewell(run):

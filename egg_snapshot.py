@@ -122,7 +122,7 @@ class Upload:
         self.step, self.seed, self.digest, self.total, self.finished = step, seed, digest, None, False
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), egg_digest.Digest(step, seed)
-        self._zstd = pyzstd.ZstdDecompressor(option=egg_history.WINDOW)
+        self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=egg_history.WINDOW), b""
         self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
         self._file.write(bytes(HEAD.size + 4))
 
@@ -144,6 +144,7 @@ class Upload:
                     break
                 self._sha256.update(raw)
                 self._digest.update(raw)
+                self._keep_overlay(raw)
         except pyzstd.ZstdError as error:
             raise ValueError(str(error)) from None
         if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
@@ -152,6 +153,18 @@ class Upload:
         if self._got == total and self._digest.digest() != self.digest:
             raise ValueError("it is not the state that workers stated")
         self.finished = self._got == total
+
+    def _keep_overlay(self, raw):
+        weights, moments, _ = sizes(self._cfg)
+        at = sum(sizes(self._cfg)) - self._left - len(raw)     # where in the state `raw` begins
+        self._overlay += raw[max(weights + moments - at, 0):]
+
+    def overlay(self):
+        """{"mean", "min", "max"} of the noise-scale overlay in a finished upload, None where the configuration has none."""
+        if not self._cfg.ADAPTIVE_NOISE_MODE:
+            return None
+        values = np.frombuffer(self._overlay, np.int8)
+        return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the step before."""

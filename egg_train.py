@@ -3,6 +3,7 @@
 Also what every worker process does before it serves: open the data, make the engine, name the references.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -16,6 +17,7 @@ import egg_data
 import egg_engine
 import egg_history
 import egg_net
+import egg_watch
 import egg_worker
 from egg_history import EggError
 
@@ -211,28 +213,33 @@ class TrainSummary(NamedTuple):
     final: object
 
 
-def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None):
+def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None, log_json=None,
+          tensorboard=None):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or Ctrl-C;
     prints a summary and returns a TrainSummary. save_dir, load_dir: see egg_history.open_run. threads: cores of a CPU worker,
-    default all.
+    default all. http, log_json, tensorboard: see egg_net.run_coordinator.
 
     Raises DataError, EngineError, HistoryError, NetError, TrainError; completed steps are kept whatever happens."""
     console = console or egg_net.Console()
     devices = egg_engine.devices(cfg)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     run = egg_history.open_run(cfg, save_dir, load_dir)
-    try:
+    with contextlib.closing(run), egg_watch.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
         for line in run.said:
-            console.line(line)
-        references = say_references(cfg, data, console)
+            events.warn(line)
         # nobody else on this machine may take part: the workers are given a secret with their work
-        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, run.directory or ".", console, peers=False,
-                                          access=egg_auth.Access(os.urandom(32)))
+        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
+                                          access=egg_auth.Access(os.urandom(32)), events=events, http=http)
         training = None
         try:
+            references = say_references(cfg, data, console)
+            if references:
+                events.tell("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
+            if coordinator.page:
+                console.line(coordinator.page.invitation())
             with egg_net.stop_signals() as stopped:
                 training = Training(cfg, coordinator, devices, threads, console)
                 while not coordinator.finished and not stopped:
@@ -247,12 +254,20 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             coordinator.close()
             if training is not None:
                 training.end()
+        if final is not None:
+            _tell_final(events, final, data, coordinator.tokens_a_step)
         summary = _summary(coordinator, references, final, data)
         _say_summary(summary, console)
-        console.line(egg_net.farewell(run))
+        events.tell("stop", egg_net.farewell(run), step=run.step)
         return summary
-    finally:
-        run.close()
+
+
+def _tell_final(events, final, data, tokens_a_step):
+    """The last validation and sample, like those of the steps before."""
+    if final.figure is not None:
+        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6), unit=data.validation.unit)
+    prompt, _, text = final.sample.partition(" >>> ")
+    events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):
