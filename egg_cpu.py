@@ -21,7 +21,7 @@ import egg_config
 import egg_engine
 import egg_model
 import egg_simd
-from egg_simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+from egg_simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
 
 def _cache_directory():
@@ -45,9 +45,10 @@ i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 # columns of Weights.table: one row a parameter and layer
 FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
 AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
-(EMBEDDING, EMB_BIAS, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
+(EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
  LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
+ADAMW, SGD, MUON, MUON_PARTS, MUON_EPS = egg_model.ADAMW, egg_model.SGD, egg_model.MUON, egg_model.MUON_PARTS, egg_model.MUON_EPS
 WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
 
@@ -723,10 +724,54 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
 
 
 @njit
-def move(o, vote, weight, moments):
-    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place."""
-    if o.sgd:
+def muon_start(o, t, votes, moments, x):
+    """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm 1."""
+    rows, cols = t[N_ROWS], t[N_COLS]
+    sums = np.zeros(MUON_PARTS, f32)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            r, c = (i, j) if rows <= cols else (j, i)
+            at = t[AT_W] + ((r >> 2) * cols + c) * 4 + (r & 3)
+            m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
+            part = (i * x.shape[1] + j) % MUON_PARTS
+            sums[part] = fma(m, m, sums[part])
+            moments[at, 0] = x[i, j] = m
+    half = MUON_PARTS // 2
+    while half:
+        for part in range(half):
+            sums[part] = f32(sums[part] + sums[part + half])
+        half //= 2
+    norm = f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = f32(x[i, j] / norm)
+
+
+@njit
+def muon_panels(left, right, gram, alpha, beta, out, first, end):
+    """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right); float32, out is
+    neither of the others."""
+    length = left.shape[1]
+    panel = np.empty((length, PANEL), f32)
+    for p in range(first, end):
+        for k in range(length):
+            for j in range(PANEL):
+                panel[k, j] = left[p * PANEL + j, k] if gram else right[k, p * PANEL + j]
+        for r in range(0, out.shape[0], ROWS):
+            chain_tile(left, r * length, length, panel, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
+        if not gram:
+            for r in range(out.shape[0]):
+                for j in range(p * PANEL, (p + 1) * PANEL):
+                    out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
+
+
+@njit
+def move(o, vote, direction, weight, moments):
+    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
+    if o.rule == SGD:
         acc = fma(f32(vote), o.lr, moments[2])
+    elif o.rule == MUON:
+        acc = fma(f32(-o.lr), fma(f32(weight), o.decay, f32(direction * o.size)), moments[2])
     else:
         g = f32(-f32(vote))
         moments[0] = fma(moments[0], o.beta1, f32(g * o.one_less_beta1))
@@ -748,16 +793,20 @@ def move(o, vote, weight, moments):
 
 
 @njit
-def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols, first, end):
-    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols] and marks the rows
-    and columns of those that changed; their number. group: 4 rows of a matrix are stored together, a vector is one row."""
-    cols, changed = t[N_COLS], 0
+def apply_votes(o, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols], or by Muon's x
+    float32 [shorter side, longer side], and marks the rows and columns of those that changed; their number. group: 4 rows of a matrix are
+    stored together, a vector is one row."""
+    cols, changed, direction = t[N_COLS], 0, f32(0)
     for block in range(first, end):
         for col in range(cols):
             for k in range(group):
                 at = t[AT_W] + (block * cols + col) * group + k
                 before = i32(w.weights[at])
-                after = move(o, votes[block * group + k, col], before, moments[at])
+                if o.rule == MUON:
+                    r = block * group + k
+                    direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
+                after = move(o, votes[block * group + k, col], direction, before, moments[at])
                 if after != before:
                     w.weights[at] = after
                     changed_rows[block * group + k] = 1
@@ -859,9 +908,10 @@ class CpuEngine:
                 votes = np.empty((1, t.cols), np.int32)
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]), t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t.lr_scale)
-            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, self._moments, changed_rows,
-                                                                           changed_cols), 4 * t.size))
+            group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t)
+            x = self._muon_direction(o, t, row, votes) if o.rule == MUON else np.empty((0, 0), np.float32)
+            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, x, self._moments,
+                                                                           changed_rows, changed_cols), 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
@@ -881,6 +931,22 @@ class CpuEngine:
             self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes),
                          x.size + votes.shape[1] * some.size + votes.size * some.size // 64)
         return votes
+
+    def _muon_direction(self, o, t, row, votes):
+        """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see egg_model)."""
+        short, long = sorted((t.rows, t.cols))
+        x, a, b, c = np.empty((short, long), np.float32), *egg_model.muon_coefficients(self.cfg)
+        muon_start(o, row, votes, self._moments, x)
+
+        def product(left, right, gram, alpha, beta):
+            out = np.empty((short, short if gram else right.shape[1]), np.float32)
+            self._spread(out.shape[1] // PANEL, functools.partial(muon_panels, left, right, gram, alpha, beta, out), left.shape[1] * out.size // 16)
+            return out
+
+        for _ in range(egg_model.MUON_ROUNDS):
+            squares = product(x, x, True, a, a)
+            x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
+        return x
 
     def _rescale(self, at, changed):
         """The overlay rule of SPEC 9 for one row or column array."""
@@ -928,7 +994,8 @@ def warm_up(cfg, say=print):
     started = time.monotonic()
     compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
-    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD)
+    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
+                            USE_MUON=1)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
     engine.evaluate(0, 2)
     engine.update(np.ones(1, np.int8))
