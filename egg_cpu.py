@@ -20,6 +20,7 @@ import numpy as np
 import egg_config
 import egg_engine
 import egg_model
+import egg_ntt
 import egg_simd
 from egg_simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
@@ -75,6 +76,8 @@ class Constants(NamedTuple):
     short_exp: int
     exact: int
     log_unit: int
+    ntt: int
+    ntt_prime: int
 
 
 class Weights(NamedTuple):
@@ -89,10 +92,12 @@ class Weights(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2]."""
+    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2], ntt int64 [T, T]
+    (egg_ntt.basis; empty without NTT_MODE)."""
     exp: np.ndarray
     gelu: np.ndarray
     rope: np.ndarray
+    ntt: np.ndarray
 
 
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------------
@@ -476,8 +481,43 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
 
 
 @njit
-def embed(c, w, S, noisy, tokens, n, rows, h):
-    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= n]; row r is position r % n of sequence min(r // n, last)."""
+def coefficient(c, tb, tokens, sequence, position):
+    """int64: the transform's coefficient at a position (egg_ntt)."""
+    T, total = tb.ntt.shape[0], np.int64(0)
+    t = position % T
+    for i in range(min(T, tokens.shape[1] - (position - t))):
+        total += np.int64(tokens[sequence, position - t + i]) * tb.ntt[t, i]
+    return total % c.ntt_prime if c.ntt_prime else total
+
+
+@njit
+def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
+    """out int32 [rows, H]: what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a member."""
+    H, shift = c.H, i32(c.matrix_shift)
+    noise, scale = np.empty(H, i32), np.empty(H, f32)
+    out[:] = 0
+    for k in range(3):
+        t = w.table[NTT_1 + k, 0]
+        seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
+        fill_noise(c, seed_b, H, noise)
+        for i in range(H):
+            scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+        for r in range(out.shape[0]):
+            sign = i32(1 - 2 * ((r // n) & 1))
+            byte = (coefficients[r] >> (8 * k + 8)) & 255
+            own, own_scale = draw(hash_(seed_a, byte), c.mask, c.gaussian), factor(c, w.overlay[t[OVER_A] + byte], seed_a, byte)
+            for i in range(H):
+                e = i32(w.weights[t[AT_W] + (i >> 2) * (4 * t[N_COLS]) + byte * 4 + (i & 3)])
+                if noisy:
+                    p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                    e = i32(e + i32(i32(p * sign) >> shift))
+                out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
+
+
+@njit
+def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
+    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= start + n]; row r is position start + r % n of sequence
+    min(r // n, last)."""
     H, last = c.H, tokens.shape[0] - 1
     t = w.table[EMBEDDING, 0]
     bias = np.empty((2, H), i32)
@@ -488,29 +528,36 @@ def embed(c, w, S, noisy, tokens, n, rows, h):
     for i in range(H):
         scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
+    more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
+    if c.ntt:
+        coefficients = np.empty(rows, np.int64)
+        for r in range(rows):
+            coefficients[r] = coefficient(c, tb, tokens, min(r // n, last), start + r % n)
+        look_up_coefficients(c, w, S, noisy, coefficients, n, more)
     for r in range(rows):
         m = (r // n) & 1
-        sign = i32(1 - 2 * m)
-        k = tokens[min(r // n, last), r % n]
+        sign, at = i32(1 - 2 * m), r if c.ntt else 0
+        k = tokens[min(r // n, last), start + r % n]
         own = draw(hash_(seed_a, k), c.mask, c.gaussian)
         own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
         if noisy:
             for i in range(H):
                 p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
-                h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]))
+                h[r, i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]) + more[at, i]))
         else:
             for i in range(H):
-                h[r, i] = clip(i32(i32(w.tokens[k, i]) + bias[m, i]))
+                h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + bias[m, i]) + more[at, i]))
 
 
 @njit
 def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
 
-    keys, values int8 [1 or L, members * positions, H]: the caches; one layer's worth is enough where nothing follows."""
+    tokens int32 [sequences, >= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's worth is enough where
+    nothing follows."""
     rows, H = members * n, c.H
     h = np.empty((rows, H), np.int8)
-    embed(c, w, S, noisy, tokens, n, rows, h)
+    embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
     mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, 0, S, noisy, rows, n, h)
     for layer in range(c.L):
         slot = layer % keys.shape[0]
@@ -839,10 +886,14 @@ class CpuEngine:
             cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN,
             cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_LOGIT,
             cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
-            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg))
-        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64))
+            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg), int(cfg.NTT_MODE != 0), egg_ntt.PRIME.get(cfg.NTT_MODE, 0))
+        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
+                              self._basis(cfg.NTT_CAUSAL))
         self._layout()
         self.load(egg_model.initial_state(cfg))
+
+    def _basis(self, causal):
+        return egg_ntt.basis(self.cfg, causal) if self.cfg.NTT_MODE else np.empty((0, 0), np.int64)
 
     def _layout(self):
         """Where each stored array lies in the flat buffers, as the kernels' table."""
@@ -850,7 +901,7 @@ class CpuEngine:
         packed = corrections = 0
         self._tensors = egg_model.tensors(self.cfg)
         for t in self._tensors:
-            padded = -(-t.cols // PANEL) * PANEL if t.matrix else 0
+            padded = -(-t.cols // PANEL) * PANEL if t.product else 0
             table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b, t.rows, t.cols)
             packed += t.rows * padded
             corrections += padded
@@ -878,7 +929,7 @@ class CpuEngine:
         embedding = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
         self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = embedding.transpose(1, 0, 2)
         for t in self._tensors:
-            if t.matrix:
+            if t.product:
                 self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
 
     def state(self):
@@ -968,7 +1019,7 @@ class CpuEngine:
         s = egg_model.sampling(self.cfg, temp, min_p, penalty)
         cfg, c = self.cfg, self._constants
         total = len(prompt) + count
-        tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64))
+        tables = self._tables._replace(rope=egg_model.rope_table(cfg, total).astype(np.int64), ntt=self._basis(True))
         keys, values = (np.zeros((cfg.N_LAYERS, total, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
@@ -976,11 +1027,13 @@ class CpuEngine:
         new, start = np.array(prompt, np.int32).reshape(1, -1), 0
         if not new.size or new.min() < 0 or new.max() >= cfg.VOCAB_SIZE:
             raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
+        sequence = np.zeros((1, total), np.int32)
         for _ in range(count):
             seen[new[0]] = 1
             n = new.shape[1]
+            sequence[:, start:start + n] = new
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, keys, values, x)
+            hidden(c, self._w, tables, u32(0), 0, sequence, 1, n, start, keys, values, x)
             last[0] = x[-1]
             logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
             start += n

@@ -409,10 +409,13 @@ def describe(cfg):
     attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)            # scores and weighted values over (T + 1) / 2 positions on average
     token = products_per_token(cfg) + attention
     packed = -(-cfg.CHUNK_SIZE // 10), -(-cfg.N_PAIRS // 5)        # five pairs a byte
+    sides = [sorted((t.rows, t.cols)) for t in arrays if optimizer(cfg, 1.0, t).rule == MUON]
+    muon = MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
     facts = (
         ("model", f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
                   f"{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}; head and embedding are one matrix"),
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
+        *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         ("a token", f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"),
         ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),

@@ -88,7 +88,8 @@ def build(cfg):
     def product(gram):
         """The kernel of both products, as egg_cpu.muon_panels: left . left^T of x, or fma(beta, square . right, alpha * right)."""
         def kernel(tiles, matrices, wide, alpha, beta, left, right, out):
-            ours, theirs = cuda.shared.array(OPERAND, float32), cuda.shared.array(OPERAND, float32)
+            ours = cuda.shared.array(OPERAND, float32)
+            theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
             acc = cuda.local.array((4, 4), float32)
             t = int32(cuda.threadIdx.x)
             matrix, row, col = tiles[cuda.blockIdx.x, 0], tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
