@@ -28,7 +28,7 @@ from egg_simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 def _cache_directory():
     """A directory a state of the sources and product kind, because numba's own key sees neither the other modules nor the kind."""
     here = pathlib.Path(__file__).parent
-    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py"))
+    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_model.py"))
     key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
     path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
     try:

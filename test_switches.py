@@ -18,7 +18,6 @@ import egg_history
 import egg_model
 import egg_muon
 import egg_ntt
-import egg_simd
 import egg_train
 from test_cluster import cluster
 from test_egg import Reading, random_config, truncated
