@@ -201,8 +201,7 @@ def validate(cfg):
         else:
             kind = type(_DEFAULTS[name])
             need(type(value) is kind or kind is float and type(value) is int, name, f"must be {_kind(name)}")
-            need(rule[0] <= value <= rule[1], name,
-                 f"must be from {rule[0]} to {rule[1]}")
+            need(rule[0] <= value <= rule[1], name, f"must be from {rule[0]} to {rule[1]}")
     need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")

@@ -238,7 +238,8 @@ def ntt_functions(cfg, nz, noisy, causal):
             if noisy:
                 stream = uint32(seed + uint32(SEED + k * SEEDS))
                 other = uint32(stream + uint32(H))
-                p = float32(float32(int32(noise(stream, value) * noise(other, i))) * factor(overlay[OVER_A + k * OVERS + value], stream, value))
+                p = float32(int32(noise(stream, value) * noise(other, i)))
+                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
                 d = egg_ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
             even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
             odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))

@@ -45,7 +45,8 @@ class Plan(NamedTuple):
     tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
     whether the signed side is its rows, and which of them is the first.
     vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 7], in the order of egg_model.tensors (DIRECTION: egg_muon.Plan.directions); blocks [blocks, 2]: a tensor, the first of its elements to move."""
+    tensors [tensors, 7], in the order of egg_model.tensors (DIRECTION: egg_muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
+    of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -321,7 +322,8 @@ def build(cfg, wgmma):
 
     def optimize(blocks, tensors, rates, votes, directions, weights, moments, touched, changed):
         """Moves every weight by its vote, or its direction (egg_muon), and clears the vote. rates float32 [tensors]; moments float32
-        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did.
+        Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
@@ -414,7 +416,8 @@ class Update:
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
-        return len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS + egg_muon.Direction.bytes_needed(cfg)
+        return (len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
+                + egg_muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8 [n], moments
