@@ -26,7 +26,8 @@ from egg_simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
 
 def _cache_directory():
-    """A directory a state of the sources (with constants of egg_model frozen in them) and product kind, because numba's own key sees neither the other modules nor the kind."""
+    """A directory a state of the sources and product kind, because numba's own key sees neither the other modules, some of whose constants
+    are compiled in, nor the kind."""
     here = pathlib.Path(__file__).parent
     source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_model.py"))
     key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
@@ -46,8 +47,8 @@ i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 # columns of Weights.table: one row a parameter and layer
 FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
 AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
-(EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
- LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
+(EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
+ LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
 SGD, MUON, MUON_PARTS, MUON_EPS = egg_model.SGD, egg_model.MUON, egg_model.MUON_PARTS, egg_model.MUON_EPS
 WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves

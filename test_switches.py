@@ -31,7 +31,8 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
 # --- configuration ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("values, says", [
-    (dict(USE_MUON=1, OPTIMIZER="sgd"), "USE_MUON = 1: needs OPTIMIZER adamw"), (dict(MUON_MOMENTUM=1.0), "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
+    (dict(USE_MUON=1, OPTIMIZER="sgd"), "USE_MUON = 1: needs OPTIMIZER adamw"),
+    (dict(MUON_MOMENTUM=1.0), "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
     (dict(MUON_NS="quartic"), "MUON_NS = quartic: must be one of quintic, cubic"), (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
     (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
     (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
@@ -41,8 +42,8 @@ def test_combinations_that_cannot_work_are_refused(values, says):
 
 
 @pytest.mark.parametrize("values", [
-    dict(USE_MUON=1), dict(MUON_MOMENTUM=0.9), dict(MUON_LR_SCALE=2.0), dict(MUON_NS="cubic"), dict(NTT_MODE=1), dict(NTT_CAUSAL=0), dict(HOST_GAUSSIAN=1),
-    dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7), dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
+    dict(USE_MUON=1), dict(MUON_MOMENTUM=0.9), dict(MUON_LR_SCALE=2.0), dict(MUON_NS="cubic"), dict(NTT_MODE=1), dict(NTT_CAUSAL=0),
+    dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7), dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
     dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),))], ids=lambda values: next(iter(values)))
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
@@ -152,7 +153,8 @@ def test_a_causal_coefficient_sees_no_later_token():
 
 def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_embedding():
     base, ntt = egg_config.make(**SMALL), egg_config.make(**SMALL, NTT_MODE=1)
-    assert [t.name for t in egg_model.tensors(ntt) if t.name not in {t.name for t in egg_model.tensors(base)}] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
+    before = {t.name for t in egg_model.tensors(base)}
+    assert [t.name for t in egg_model.tensors(ntt) if t.name not in before] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
     weights = egg_model.initial_state(ntt).weights
     drawn = egg_model.uniform_noise(egg_model._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
     for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
