@@ -17,6 +17,8 @@ HEAD_DIM = 64                 # width of one attention head: 32, 64 or 128
 N_LAYERS = 4                  # transformer layers
 SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, a multiple of 8
 VOCAB_SIZE = 8192             # 256 means raw bytes: input.bin holds uint8 and no decoding.bin is needed; else uint32 tokens
+NTT_MODE = 0                  # embeddings of a transform of the window (egg_ntt): 0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
+NTT_CAUSAL = 1                # 1: a position's coefficient sees no token after it; 0: the whole window, targets included, as in d-eggs
 
 # --- population ----------------------------------------------------------------------------------------------------------
 CHUNK_SIZE = 40960            # members evaluated in one job (even: antithetic pairs stay together)
@@ -62,10 +64,10 @@ ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-8
 ADAM_WEIGHT_DECAY = 0.01
-USE_MUON = 0                  # experimental in d-eggs; not available here yet
-MUON_MOMENTUM = 0.85
-MUON_LR_SCALE = 1.0
-NTT_MODE = 0                  # experimental in d-eggs; not available here yet
+USE_MUON = 0                  # 1: the matrices of attention and MLPs move along their orthogonalised momentum; the rest stays with AdamW
+MUON_MOMENTUM = 0.85          # share of the momentum that is left after a step
+MUON_LR_SCALE = 1.0           # factor on their learning rate; at 1 a step is about as long as AdamW's
+MUON_NS = "quintic"           # Newton-Schulz iteration: "quintic" (singular values to 0.7..1.2, quickly) or "cubic" (to 1, slowly, as d-eggs)
 
 # --- sampling, validation ------------------------------------------------------------------------------------------------
 SAMPLING_TEMP = 0.6           # 0 is greedy
@@ -119,7 +121,8 @@ _RULES = {
     "LOSS": ("deggs", "exact"), "USE_SAME_DATA": (0, 1), "CHUNK_MEAN_FILTER": (0, 1), "CHUNK_MEAN_EXPONENT": (0.0, 4.0),
     "USE_ADAPTIVE_THRESHOLD": (0, 1), "ADAPTIVE_THRESHOLD_ALPHA": (0.0, 100.0),
     "OPTIMIZER": ("adamw", "sgd"), "ADAM_BETA1": (0.0, 1.0), "ADAM_BETA2": (0.0, 1.0), "ADAM_EPS": (0.0, 1.0),
-    "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 0), "MUON_MOMENTUM": (0.0, 1.0), "MUON_LR_SCALE": (0.0, 1000.0), "NTT_MODE": (0, 0),
+    "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 1), "MUON_MOMENTUM": (0.0, 0.9999), "MUON_LR_SCALE": (0.0, 1000.0),
+    "MUON_NS": ("quintic", "cubic"), "NTT_MODE": (0, 3), "NTT_CAUSAL": (0, 1),
     "SAMPLING_TEMP": (0.0, 100.0), "SAMPLING_MIN_P": (0.0, 1.0), "SAMPLING_PRESENCE_PENALTY": (0.0, 100.0),
     "SAMPLE_EVERY": (0, 1 << 30), "SAMPLE_PROMPT": (1, 1024), "SAMPLE_TOKENS": (1, 65536),
     "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "DETOKENIZE": (0, 1),
@@ -200,8 +203,7 @@ def validate(cfg):
         else:
             kind = type(_DEFAULTS[name])
             need(type(value) is kind or kind is float and type(value) is int, name, f"must be {_kind(name)}")
-            need(rule[0] <= value <= rule[1], name,
-                 f"only {rule[0]} is supported so far" if rule[0] == rule[1] else f"must be from {rule[0]} to {rule[1]}")
+            need(rule[0] <= value <= rule[1], name, f"must be from {rule[0]} to {rule[1]}")
     need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
@@ -212,6 +214,9 @@ def validate(cfg):
         if getattr(cfg, side + "_GAUSSIAN"):
             need(getattr(cfg, side + "_MASK") <= 42, side + "_MASK", f"must be at most 42 with {side}_GAUSSIAN: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
+    need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON", "needs OPTIMIZER adamw, which moves what Muon does not")
+    need(not cfg.NTT_MODE or cfg.SEQ_LEN & (cfg.SEQ_LEN - 1) == 0, "NTT_MODE", f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
+    need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE", f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
     steps = [s for s, _ in cfg.LR_SCHEDULE]
     need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")

@@ -21,14 +21,16 @@ import egg_config
 import egg_digest
 import egg_engine
 import egg_model
+import egg_ntt
 import egg_simd
-from egg_simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+from egg_simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
 
 def _cache_directory():
-    """A directory a state of the sources and product kind, because numba's own key sees neither the other modules nor the kind."""
+    """A directory a state of the sources and product kind, because numba's own key sees neither the other modules, some of whose constants
+    are compiled in, nor the kind."""
     here = pathlib.Path(__file__).parent
-    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_digest.py"))
+    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_model.py", "egg_digest.py"))
     key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
     path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
     try:
@@ -46,9 +48,10 @@ i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 # columns of Weights.table: one row a parameter and layer
 FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
 AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
-(EMBEDDING, EMB_BIAS, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O,
- LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
+(EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
+ LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
+SGD, MUON, MUON_PARTS, MUON_EPS = egg_model.SGD, egg_model.MUON, egg_model.MUON_PARTS, egg_model.MUON_EPS
 WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
@@ -76,6 +79,8 @@ class Constants(NamedTuple):
     short_exp: int
     exact: int
     log_unit: int
+    ntt: int
+    ntt_prime: int
 
 
 class Weights(NamedTuple):
@@ -90,10 +95,12 @@ class Weights(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2]."""
+    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2], ntt int64 [T, T]
+    (egg_ntt.basis; empty without NTT_MODE)."""
     exp: np.ndarray
     gelu: np.ndarray
     rope: np.ndarray
+    ntt: np.ndarray
 
 
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------------
@@ -482,8 +489,43 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
 
 
 @njit
-def embed(c, w, S, noisy, tokens, n, rows, h):
-    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= n]; row r is position r % n of sequence min(r // n, last)."""
+def coefficient(c, tb, tokens, sequence, position):
+    """int64: the transform's coefficient at a position (egg_ntt)."""
+    T, total = tb.ntt.shape[0], np.int64(0)
+    t = position % T
+    for i in range(min(T, tokens.shape[1] - (position - t))):
+        total += np.int64(tokens[sequence, position - t + i]) * tb.ntt[t, i]
+    return total % c.ntt_prime if c.ntt_prime else total
+
+
+@njit
+def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
+    """out int32 [rows, H]: what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a member."""
+    H, shift = c.H, i32(c.matrix_shift)
+    noise, scale = np.empty(H, i32), np.empty(H, f32)
+    out[:] = 0
+    for k in range(3):
+        t = w.table[NTT_1 + k, 0]
+        seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
+        fill_noise(c, seed_b, H, noise)
+        for i in range(H):
+            scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+        for r in range(out.shape[0]):
+            sign = i32(1 - 2 * ((r // n) & 1))
+            byte = (coefficients[r] >> (8 * k + 8)) & 255
+            own, own_scale = draw(hash_(seed_a, byte), c.mask, c.gaussian), factor(c, w.overlay[t[OVER_A] + byte], seed_a, byte)
+            for i in range(H):
+                e = i32(w.weights[t[AT_W] + (i >> 2) * (4 * t[N_COLS]) + byte * 4 + (i & 3)])
+                if noisy:
+                    p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                    e = i32(e + i32(i32(p * sign) >> shift))
+                out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
+
+
+@njit
+def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
+    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= start + n]; row r is position start + r % n of sequence
+    min(r // n, last)."""
     H, last = c.H, tokens.shape[0] - 1
     t = w.table[EMBEDDING, 0]
     bias = np.empty((2, H), i32)
@@ -494,29 +536,36 @@ def embed(c, w, S, noisy, tokens, n, rows, h):
     for i in range(H):
         scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
+    more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
+    if c.ntt:
+        coefficients = np.empty(rows, np.int64)
+        for r in range(rows):
+            coefficients[r] = coefficient(c, tb, tokens, min(r // n, last), start + r % n)
+        look_up_coefficients(c, w, S, noisy, coefficients, n, more)
     for r in range(rows):
         m = (r // n) & 1
-        sign = i32(1 - 2 * m)
-        k = tokens[min(r // n, last), r % n]
+        sign, at = i32(1 - 2 * m), r if c.ntt else 0
+        k = tokens[min(r // n, last), start + r % n]
         own = draw(hash_(seed_a, k), c.mask, c.gaussian)
         own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
         if noisy:
             for i in range(H):
                 p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
-                h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]))
+                h[r, i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]) + more[at, i]))
         else:
             for i in range(H):
-                h[r, i] = clip(i32(i32(w.tokens[k, i]) + bias[m, i]))
+                h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + bias[m, i]) + more[at, i]))
 
 
 @njit
 def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
 
-    keys, values int8 [1 or L, members * positions, H]: the caches; one layer's worth is enough where nothing follows."""
+    tokens int32 [sequences, >= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's worth is enough where
+    nothing follows."""
     rows, H = members * n, c.H
     h = np.empty((rows, H), np.int8)
-    embed(c, w, S, noisy, tokens, n, rows, h)
+    embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
     mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, 0, S, noisy, rows, n, h)
     for layer in range(c.L):
         slot = layer % keys.shape[0]
@@ -730,10 +779,54 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
 
 
 @njit
-def move(o, vote, weight, moments):
-    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place."""
-    if o.sgd:
+def muon_start(o, t, votes, moments, x):
+    """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm 1."""
+    rows, cols = t[N_ROWS], t[N_COLS]
+    sums = np.zeros(MUON_PARTS, f32)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            r, c = (i, j) if rows <= cols else (j, i)
+            at = t[AT_W] + ((r >> 2) * cols + c) * 4 + (r & 3)
+            m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
+            part = (i * x.shape[1] + j) % MUON_PARTS
+            sums[part] = fma(m, m, sums[part])
+            moments[at, 0] = x[i, j] = m
+    half = MUON_PARTS // 2
+    while half:
+        for part in range(half):
+            sums[part] = f32(sums[part] + sums[part + half])
+        half //= 2
+    norm = f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = f32(x[i, j] / norm)
+
+
+@njit
+def muon_panels(left, right, gram, alpha, beta, out, first, end):
+    """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right); float32, out is
+    neither of the others."""
+    length = left.shape[1]
+    panel = np.empty((length, PANEL), f32)
+    for p in range(first, end):
+        for k in range(length):
+            for j in range(PANEL):
+                panel[k, j] = left[p * PANEL + j, k] if gram else right[k, p * PANEL + j]
+        for r in range(0, out.shape[0], ROWS):
+            chain_tile(left, r * length, length, panel, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
+        if not gram:
+            for r in range(out.shape[0]):
+                for j in range(p * PANEL, (p + 1) * PANEL):
+                    out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
+
+
+@njit
+def move(o, vote, direction, weight, moments):
+    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
+    if o.rule == SGD:
         acc = fma(f32(vote), o.lr, moments[2])
+    elif o.rule == MUON:
+        acc = fma(f32(-o.lr), fma(f32(weight), o.decay, f32(direction * o.size)), moments[2])
     else:
         g = f32(-f32(vote))
         moments[0] = fma(moments[0], o.beta1, f32(g * o.one_less_beta1))
@@ -755,16 +848,20 @@ def move(o, vote, weight, moments):
 
 
 @njit
-def apply_votes(o, w, t, group, votes, moments, changed_rows, changed_cols, first, end):
-    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols] and marks the rows
-    and columns of those that changed; their number. group: 4 rows of a matrix are stored together, a vector is one row."""
-    cols, changed = t[N_COLS], 0
+def apply_votes(o, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols], or by Muon's x
+    float32 [shorter side, longer side], and marks the rows and columns of those that changed; their number. group: 4 rows of a matrix are
+    stored together, a vector is one row."""
+    cols, changed, direction = t[N_COLS], 0, f32(0)
     for block in range(first, end):
         for col in range(cols):
             for k in range(group):
                 at = t[AT_W] + (block * cols + col) * group + k
                 before = i32(w.weights[at])
-                after = move(o, votes[block * group + k, col], before, moments[at])
+                if o.rule == MUON:
+                    r = block * group + k
+                    direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
+                after = move(o, votes[block * group + k, col], direction, before, moments[at])
                 if after != before:
                     w.weights[at] = after
                     changed_rows[block * group + k] = 1
@@ -811,10 +908,14 @@ class CpuEngine:
             cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN,
             cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_LOGIT,
             cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
-            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg))
-        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64))
+            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg), int(cfg.NTT_MODE != 0), egg_ntt.PRIME.get(cfg.NTT_MODE, 0))
+        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
+                              self._basis(cfg.NTT_CAUSAL))
         self._layout()
         self.load(egg_model.initial_state(cfg))
+
+    def _basis(self, causal):
+        return egg_ntt.basis(self.cfg, causal) if self.cfg.NTT_MODE else np.empty((0, 0), np.int64)
 
     def _layout(self):
         """Where each stored array lies in the flat buffers, as the kernels' table."""
@@ -822,7 +923,7 @@ class CpuEngine:
         packed = corrections = 0
         self._tensors = egg_model.tensors(self.cfg)
         for t in self._tensors:
-            padded = -(-t.cols // PANEL) * PANEL if t.matrix else 0
+            padded = -(-t.cols // PANEL) * PANEL if t.product else 0
             table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b, t.rows, t.cols)
             packed += t.rows * padded
             corrections += padded
@@ -850,7 +951,7 @@ class CpuEngine:
         embedding = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
         self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = embedding.transpose(1, 0, 2)
         for t in self._tensors:
-            if t.matrix:
+            if t.product:
                 self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
 
     def state(self):
@@ -891,9 +992,10 @@ class CpuEngine:
                 votes = np.empty((1, t.cols), np.int32)
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]), t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t.lr_scale)
-            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, self._moments, changed_rows,
-                                                                           changed_cols), 4 * t.size))
+            group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t)
+            x = self._muon_direction(o, t, row, votes) if o.rule == MUON else np.empty((0, 0), np.float32)
+            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, x, self._moments,
+                                                                           changed_rows, changed_cols), 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
@@ -913,6 +1015,23 @@ class CpuEngine:
             self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes),
                          x.size + votes.shape[1] * some.size + votes.size * some.size // 64)
         return votes
+
+    def _muon_direction(self, o, t, row, votes):
+        """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see egg_model)."""
+        short, long = sorted((t.rows, t.cols))
+        x, a, b, c = np.empty((short, long), np.float32), *egg_model.muon_coefficients(self.cfg)
+        muon_start(o, row, votes, self._moments, x)
+
+        def product(left, right, gram, alpha, beta):
+            out = np.empty((short, short if gram else right.shape[1]), np.float32)
+            self._spread(out.shape[1] // PANEL, functools.partial(muon_panels, left, right, gram, alpha, beta, out),
+                         left.shape[1] * out.size // 16)
+            return out
+
+        for _ in range(egg_model.MUON_ROUNDS):
+            squares = product(x, x, True, a, a)
+            x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
+        return x
 
     def _rescale(self, at, changed):
         """The overlay rule of SPEC 9 for one row or column array."""
@@ -939,16 +1058,18 @@ class CpuEngine:
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
         seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
         new, start = egg_model.checked_prompt(cfg, prompt).reshape(1, -1), 0
+        sequence = np.zeros((1, total), np.int32)
         for _ in range(count):
             seen[new[0]] = 1
             n = new.shape[1]
+            sequence[:, start:start + n] = new
             if start + n > room:
                 room = min(total, max(2 * room, start + n + 64))
                 old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
                 cache[:, :, :start] = old[:, :, :start]
-                tables = self._tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64))
+                tables = self._tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, self._w, tables, u32(0), 0, new, 1, n, start, cache[0], cache[1], x)
+            hidden(c, self._w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)
             last[0] = x[-1]
             logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
             start += n
@@ -962,7 +1083,8 @@ def warm_up(cfg, say=print):
     started = time.monotonic()
     compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
-    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD)
+    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
+                            USE_MUON=1)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
     engine.evaluate(0, 2)
     engine.update(np.ones(1, np.int8))

@@ -445,7 +445,7 @@ class CudaEngine:
         fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if lr != self._rate:
-            rates = [egg_model.optimizer(cfg, lr, t.lr_scale).lr for t in egg_model.tensors(cfg)]
+            rates = [egg_model.optimizer(cfg, lr, t).lr for t in egg_model.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)

@@ -19,7 +19,7 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 import egg_model
 import egg_ptx
 from egg_kernels import (A8, A32, A64, AU32, PLAN, TILE, aligned, amax_scale, blocks, build_noise, byte, clip, device,
-                         loss_function, pack4, pack_quad, quad_max, quad_sum, quantise, vector_function)
+                         loss_function, ntt_functions, pack4, pack_quad, quad_max, quad_sum, quantise, vector_function)
 
 SEQ_LEN, HIDDEN_DIM = 64, 256
 ROW_WORDS = 2 * SEQ_LEN * HIDDEN_DIM // 4        # int32 words of a pair's activations of width H
@@ -272,7 +272,8 @@ def _embed_kernel(cfg, nz):
     plan as egg_kernels._rows_kernel."""
     H, NOISE_SHIFT = HIDDEN_DIM, cfg.NOISE_SHIFT
     vector = vector_function(cfg, nz, True)
-    noise, factor = nz.noise, nz.factor
+    noise, factor, NTT = nz.noise, nz.factor, cfg.NTT_MODE != 0
+    coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
 
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
@@ -294,6 +295,8 @@ def _embed_kernel(cfg, nz):
         at_h = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + lane
         address = egg_ptx.shared_address(table, (lane & 3) * 4)
         x = cuda.local.array(8, int32)
+        if NTT:
+            coef = coefficient(windows, unit * (SEQ_LEN + 1), row)
         for piece in range(H // 16):
             word = packed[uint64(at_e + piece * 32)]
             even, odd = egg_ptx.load_shared4(address + piece * 64), egg_ptx.load_shared4(address + piece * 64 + 4 * H)
@@ -301,8 +304,11 @@ def _embed_kernel(cfg, nz):
             for k in range(4):
                 d = egg_ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[piece * 16 + (lane & 3) * 4 + k]))
                 e = byte(word, k)
-                x[k] = clip(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]))
-                x[4 + k] = clip(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]))
+                more = int32(0), int32(0)
+                if NTT:
+                    more = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
+                x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more[0]))
+                x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more[1]))
             h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
             h[uint64(at_h + piece * 32 + ROW_WORDS // 2)] = pack4(x[4], x[5], x[6], x[7])
 
@@ -958,7 +964,7 @@ class Hopper:
         self.head = add(_head_kernel(cfg, nz), HEAD_TYPES)
         self.pack = add(_pack_kernel(), PACK_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes
-        matrices = [t for t in egg_model.tensors(cfg) if t.matrix and t.name != "embedding"]
+        matrices = [t for t in egg_model.tensors(cfg) if t.hidden]
         for t in sorted(matrices, key=lambda t: t.layer):    # a layer's q, k, v lie together
             self.at[t.name, t.layer] = end // 4
             kind = 2 if t.rows > t.cols else 1 if t.cols > t.rows else 0

@@ -33,6 +33,7 @@ import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
 
 import egg_model
+import egg_ntt
 import egg_ptx
 
 device = cuda.jit(device=True, inline=True)
@@ -207,6 +208,61 @@ def vector_function(cfg, nz, noisy):
     return vector
 
 
+def ntt_functions(cfg, nz, noisy, causal):
+    """(coefficient, look_up), device functions for NTT_MODE (egg_ntt), (None, None) without it:
+
+    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
+    look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for coefficient c
+    """
+    if not cfg.NTT_MODE:
+        return None, None
+    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, egg_ntt.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
+    ROOT = egg_ntt.root(cfg.NTT_MODE, T) if P else 1
+    one, two, _ = [t for t in egg_model.tensors(cfg) if t.name.startswith("ntt_emb")]        # three alike, evenly spaced
+    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
+    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
+    noise, factor = nz.noise, nz.factor
+
+    @device
+    def coefficient(tokens, first, position):
+        t = position % T
+        first, last = first + position - t, t if causal else T - 1
+        c = int64(0)
+        if P == 0:
+            for i in range(last + 1):
+                x = int64(tokens[first + i])
+                c += -x if cuda.popc(int32(i & t)) & 1 else x
+        else:
+            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
+            while power:
+                if power & 1:
+                    z = z * square % P
+                square = square * square % P
+                power >>= 1
+            for i in range(last, -1, -1):                    # Horner's rule
+                c = (c * z + tokens[first + i]) % P
+        return int32(c)
+
+    @device
+    def look_up(weights, overlay, seed, c, i):
+        even, odd = int32(0), int32(0)
+        for k in range(3):
+            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
+            e = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
+            d = int32(0)
+            if noisy:
+                stream = uint32(seed + uint32(SEED + k * SEEDS))
+                other = uint32(stream + uint32(H))
+                p = float32(int32(noise(stream, value) * noise(other, i)))
+                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
+                d = egg_ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
+            even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
+            odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
+        return even, odd
+
+    return coefficient, look_up
+
+
 def _rows_kernel(cfg, nz, noisy, source, streams):
     """h = the embedding look-up, or amax(h + product); then n = ln(h) and the sums sb of n with `streams` input noises.
 
@@ -222,14 +278,19 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
     STREAMS = streams if noisy else 0
     vector = vector_function(cfg, nz, noisy)
     noise, factor, input_coefficient, input_term = nz.noise, nz.factor, nz.input_coefficient, nz.input_term
+    NTT = EMBED and cfg.NTT_MODE != 0
+    coefficient, look_up = ntt_functions(cfg, nz, noisy, cfg.NTT_CAUSAL)
 
     if EMBED:
         @device
-        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor):
+        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor, weights, overlay, seed, coef):
             """The four elements of a word before the clip."""
             out = cuda.local.array(4, int32)
             for k in range(4):
                 v = byte(word, k)
+                if NTT:
+                    even, odd = look_up(weights, overlay, seed, coef, col + k)
+                    v = int32(v + (odd if member else even))
                 if noisy:
                     p = float32(float32(int32(nk * sm[6 * H + col + k])) * row_factor)
                     d = egg_ptx.trunc_f32(float32(p * smf[7 * H + col + k]))
@@ -238,7 +299,7 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
             return out[0], out[1], out[2], out[3]
     else:
         @device
-        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor):
+        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor, weights, overlay, seed, coef):
             out = cuda.local.array(4, int32)
             for k in range(4):
                 v = int32(byte(word, k) + int32(y[at + k] >> int32(SHIFT)))
@@ -281,7 +342,7 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
                 sign = int32(1 - 2 * member)
                 row = unit * (2 * T) + here + (lane >> 2)
                 at_h = (row >> 3) * (2 * H) + lane           # word of the row's piece 0; pieces are 32 words apart
-                at_e, nk, row_factor = int64(0), int32(0), float32(0)
+                at_e, nk, row_factor, coef = int64(0), int32(0), float32(0), int32(0)
                 if EMBED:
                     window = unit if noisy else min(2 * unit + member, count - 1)
                     token = windows[window * (T + 1) + here + (lane >> 2) - member * T]
@@ -289,22 +350,27 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
                     if noisy:
                         nk = noise(seed, token)
                         row_factor = factor(overlay[plan[p + 21] + token], seed, token)
+                    if NTT:
+                        coef = coefficient(windows, window * (T + 1), here + (lane >> 2) - member * T)
                 total = int32(0)
                 if EMBED:
                     for piece in range(H // 16):
-                        a, b, c, d = values(sm, smf, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, member, sign, nk, row_factor)
+                        a, b, c, d = values(sm, smf, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, member, sign, nk, row_factor,
+                                            weights, overlay, seed, coef)
                         h[at_h + piece * 32] = pack4(a, b, c, d)
                         total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
                 else:
                     top = int32(0)
                     for piece in range(H // 16):
                         col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor)
+                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor,
+                                            weights, overlay, seed, coef)
                         top = int32(max(top, max(max(abs(a), abs(b)), max(abs(c), abs(d)))))
                     scale = amax_scale(quad_max(top))
                     for piece in range(H // 16):
                         col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor)
+                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor,
+                                            weights, overlay, seed, coef)
                         a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
                         h[at_h + piece * 32] = pack4(a, b, c, d)
                         total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
@@ -858,7 +924,8 @@ def _token_kernel(cfg):
     then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32 [heads][positions]."""
     H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-    WORDS, H4 = H // 4, 4 * H
+    WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
+    coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
 
     def matrix_vector(K):
         @device
@@ -923,7 +990,10 @@ def _token_kernel(cfg):
         h, call = int32(0), 1
         if t < H:
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
-            h = clip(int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t])))
+            h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
+            if NTT:
+                h = int32(h + look_up(weights, weights, uint32(0), coefficient(tokens, 0, here), t)[0])
+            h = clip(h)
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
             if layer >= 0:
@@ -1050,7 +1120,7 @@ class _Packing:
     def __init__(self, cfg):
         self.at, self.copies, end = {}, [], 0
         for t in egg_model.tensors(cfg):
-            if t.matrix:
+            if t.product:
                 self.at[t.name, t.layer] = end
                 padded = blocks(t.cols, TILE) * TILE
                 self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))

@@ -11,21 +11,25 @@ import numpy as np
 
 
 class Param(NamedTuple):
-    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V")."""
+    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a byte ("256")."""
     name: str
     shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
     a: int                  # noise offset of the output side; first offset of a vector
-    b: object               # noise offset of the input side ("H": HIDDEN_DIM); second offset of a vector
+    b: object               # noise offset of the input side ("H": a + HIDDEN_DIM); second offset of a vector
     start: object = None    # initial value of a vector; None: random draws
     per_layer: bool = False
     lr_scale: float = 1.0   # factor on the learning rate
+    needs: str = ""         # constant without which (0) the model does not have it
 
 
-H, H4, V = "H", "4H", "V"
+H, H4, V, BYTE = "H", "4H", "V", "256"
 
 TABLE = (
     Param("embedding", (H, V), 0, H),
     Param("emb_bias", (H,), 50, 51, 0, lr_scale=0.1),
+    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, needs="NTT_MODE"),
+    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, needs="NTT_MODE"),
+    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, needs="NTT_MODE"),
     Param("ln_init", (H,), 500, 501, 16),
     Param("ln_init_bias", (H,), 502, 503, 0),
     Param("w_emb_mlp_up", (H, H4), 510, 511),
@@ -70,28 +74,41 @@ class Tensor(NamedTuple):
     def size(self):
         return self.rows * self.cols
 
+    @property
+    def product(self):
+        """Whether activations are multiplied by it: every matrix, but not the tables of bytes."""
+        return self.matrix and BYTE not in TABLE[self.param].shape
+
+    @property
+    def hidden(self):
+        """Whether it is a matrix from hidden units to hidden units: those that Muon moves."""
+        return self.product and V not in TABLE[self.param].shape
+
 
 def width(symbol, cfg):
-    return {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE}[symbol]
+    return {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}[symbol]
 
 
 def tensors(cfg):
     """Every stored array in canonical order: a list of Tensor."""
     out, weights, overlay = [], 0, 0
     for i, p in enumerate(TABLE):
+        if p.needs and not getattr(cfg, p.needs):
+            continue
         layers = cfg.N_LAYERS if p.per_layer else 1
         dims = [width(s, cfg) for s in p.shape]
         matrix = len(dims) == 2
         rows, cols = dims if matrix else (1, dims[0])
-        # overlay field order is row, then col; the embedding's "row" is the token, which is its output side
-        first, second = (cols, rows) if i == 0 else (rows, cols)
+        # overlay field order is row, then col; the "row" of what is looked up is the token or byte, which is its output side
+        lookup = p.b == H
+        first, second = (cols, rows) if lookup else (rows, cols)
         for layer in range(layers):
             base = overlay + layer * first
             after = overlay + layers * first + layer * second
-            side_a, side_b = (base, after) if i == 0 else (after, base)
+            side_a, side_b = (base, after) if lookup else (after, base)
             if not matrix:
                 side_a = side_b = overlay + layer * cols
-            b = cfg.HIDDEN_DIM if p.b == H else p.b
+            b = p.a + cfg.HIDDEN_DIM if lookup else p.b
             out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer, b + LAYER_SEED * layer,
                               side_a, side_b, p.lr_scale))
             weights += rows * cols
@@ -111,7 +128,7 @@ def n_overlay(cfg):
 
 def products_per_token(cfg):
     """Multiply-adds of the weight matrices for one token (attention itself left out, as in the reference figures)."""
-    return sum(t.size for t in tensors(cfg) if t.matrix)
+    return sum(t.size for t in tensors(cfg) if t.product)
 
 
 class State:
@@ -312,9 +329,21 @@ def windows(cfg, tokens, step, first_pair, pairs):
     return np.asarray(tokens[starts[:, None] + np.arange(cfg.SEQ_LEN + 1)], np.int32)
 
 
+ADAMW, SGD, MUON = range(3)
+
+# Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a fixed order:
+#   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first (transposed where there are more rows)
+#   |m|: element i of X, row after row, goes into chain i mod MUON_PARTS of squares; the chains are then added in halves, first to last
+#   MUON_ROUNDS times:  A = X X^T,  B = fma(c, A A, b A),  X = a X + B X;  a product's element is one chain over k = 0, 1, ...
+#   acc = fma(-lr, fma(w, decay, X * size), acc), then the threshold rule of SPEC 9
+# `size`, 0.2 sqrt(longer side), makes a step about as long as one of AdamW (J. Liu et al. 2025).
+MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
+MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
+
+
 class Optimizer(NamedTuple):
-    """float32 constants of the update; sgd: 1 where OPTIMIZER is "sgd", with lr then the factor of a vote."""
-    sgd: int
+    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote) or MUON."""
+    rule: int
     lr: float
     beta1: float
     one_less_beta1: float
@@ -322,16 +351,25 @@ class Optimizer(NamedTuple):
     one_less_beta2: float
     eps: float
     decay: float
+    momentum: float
+    size: float
 
 
-def optimizer(cfg, lr, lr_scale):
-    """The Optimizer constants of one array for learning rate `lr`."""
-    lr = np.float32(np.float32(lr) * np.float32(lr_scale)) if lr_scale != 1.0 else np.float32(lr)
-    sgd = cfg.OPTIMIZER == "sgd"
+def optimizer(cfg, lr, t):
+    """The Optimizer constants of one Tensor for learning rate `lr`."""
+    rule = MUON if cfg.USE_MUON and t.hidden else SGD if cfg.OPTIMIZER == "sgd" else ADAMW
+    scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
+    lr = np.float32(np.float32(lr) * np.float32(scale)) if scale != 1.0 else np.float32(lr)
     b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
     one = np.float32(1)
-    return Optimizer(int(sgd), np.float32(float(lr) / cfg.N_PAIRS ** 0.5) if sgd else lr, b1, one - b1, b2, one - b2,
-                     np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY))
+    return Optimizer(rule, np.float32(float(lr) / cfg.N_PAIRS ** 0.5) if rule == SGD else lr, b1, one - b1, b2, one - b2,
+                     np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY), np.float32(cfg.MUON_MOMENTUM),
+                     np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+
+
+def muon_coefficients(cfg):
+    """float32 a, b, c of the Newton-Schulz iteration."""
+    return tuple(map(np.float32, MUON_COEFFICIENTS[cfg.MUON_NS]))
 
 
 class Sampling(NamedTuple):
@@ -369,6 +407,8 @@ def describe(cfg):
     rows, arrays = [("component", "dimensions", "parameters", "layers", "total", "size")], tensors(cfg)
     for i, p in enumerate(TABLE):
         mine = [t for t in arrays if t.param == i]
+        if not mine:
+            continue
         total = sum(t.size for t in mine)
         rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}", str(len(mine)) if p.per_layer else "",
                      f"{total:,}", _bytes(total)))
@@ -382,10 +422,13 @@ def describe(cfg):
     attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)            # scores and weighted values over (T + 1) / 2 positions on average
     token = products_per_token(cfg) + attention
     packed = -(-cfg.CHUNK_SIZE // 10), -(-cfg.N_PAIRS // 5)        # five pairs a byte
+    sides = [sorted((t.rows, t.cols)) for t in arrays if optimizer(cfg, 1.0, t).rule == MUON]
+    muon = MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
     facts = (
         ("model", f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
                   f"{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}; head and embedding are one matrix"),
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
+        *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         ("a token", f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"),
         ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),

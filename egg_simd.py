@@ -143,6 +143,40 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
 
 
 @intrinsic
+def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
+    """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in order, from 0.
+
+    x, out: row strides in elements; w: one contiguous panel."""
+    i = types.int64
+    sig = types.void(x, i, i, w, out, i, i, i)
+
+    def codegen(context, builder, sig, args):
+        xa, x_at, x_stride, wa, oa, out_at, out_stride, count = args
+        real, vector = ir.FloatType(), _vector(ir.FloatType(), LANES)
+        xp, wp = _pointer(context, builder, sig.args[0], xa, real, x_at), _pointer(context, builder, sig.args[3], wa, real, I64(0))
+        op = _pointer(context, builder, sig.args[4], oa, real, out_at)
+        fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
+        for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
+            cells = [[cgutils.alloca_once(builder, vector) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
+            for cell in itertools.chain(*cells):
+                builder.store(ir.Constant(vector, [0.0] * LANES), cell)
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                row = builder.gep(wp, [builder.add(builder.mul(loop.index, I64(PANEL)), I64(column))])
+                parts = [_load(builder, builder.gep(row, [I64(LANES * j)]), vector) for j in range(TILE_VECTORS)]
+                for r, line in enumerate(cells):
+                    at = builder.add(builder.mul(x_stride, I64(group + r)), loop.index)
+                    factor = _splat(builder, builder.load(builder.gep(xp, [at])), LANES)
+                    for part, cell in zip(parts, line):
+                        builder.store(builder.call(fma, [factor, part, builder.load(cell)]), cell)
+            for r, line in enumerate(cells):
+                row = builder.gep(op, [builder.add(builder.mul(out_stride, I64(group + r)), I64(column))])
+                for j, cell in enumerate(line):
+                    _store(builder, builder.load(cell), builder.gep(row, [I64(LANES * j)]))
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+@intrinsic
 def look_up_bytes(ctx, table, index, index_at, out, out_at, count):
     """out[i] = table[index[i]] for `count` bytes: table uint8 [256], index and out uint8 (buffers readable and writable up to the next
     multiple of 64)."""

@@ -41,6 +41,9 @@ class Data(NamedTuple):
 def open_data(cfg, warn):
     """The Data that cfg names; `warn` takes lines about what is missing but not needed. Raises DataError."""
     decoding = egg_data.load_decoding(cfg, warn)
+    if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
+        warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are too low, and "
+             "generation, which cannot see them, is worse than they say")
     return Data(egg_data.open_tokens(cfg, cfg.INPUT_FILE), egg_data.open_validation(cfg, decoding, warn), decoding)
 
 

@@ -13,6 +13,7 @@ from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 
 import egg_model
+import egg_muon
 from egg_kernels import build_noise
 from egg_ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
                      shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
@@ -34,7 +35,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B = range(6)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
 
 
 class Plan(NamedTuple):
@@ -44,7 +45,8 @@ class Plan(NamedTuple):
     tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
     whether the signed side is its rows, and which of them is the first.
     vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 6], in the order of egg_model.tensors; blocks [blocks, 2]: a tensor, the first of its elements to move."""
+    tensors [tensors, 7], in the order of egg_model.tensors (DIRECTION: egg_muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
+    of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -75,7 +77,8 @@ def plan(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b) for t in tensors]
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
+             for t, direction in zip(tensors, egg_muon.plan(cfg).directions)]
     blocks = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
     return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, blocks)), int(rows[:, HIGH].max()))
@@ -124,9 +127,9 @@ A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
     pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
-    masks, gaussian, sgd = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd"
+    masks, gaussian, sgd, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd", bool(cfg.USE_MUON)
     noise = build_noise(cfg).noise
-    o = egg_model.optimizer(cfg, 1.0, 1.0)
+    o, muon_size = egg_model.optimizer(cfg, 1.0, egg_model.tensors(cfg)[0]), float32(np.float32(egg_model.MUON_SIZE))
     beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
     beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
@@ -317,13 +320,14 @@ def build(cfg, wgmma):
             if lane & 3 == 0 and total != 0:
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
-    def optimize(blocks, tensors, rates, votes, weights, moments, touched, changed):
-        """Moves every weight by its vote and clears the vote. rates float32 [tensors]; moments float32 [weights, 3]; touched uint8
-        [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+    def optimize(blocks, tensors, rates, votes, directions, weights, moments, touched, changed):
+        """Moves every weight by its vote, or its direction (egg_muon), and clears the vote. rates float32 [tensors]; moments float32
+        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did.
+        Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate = rates[tensor]
+        rate, direction = rates[tensor], tensors[tensor, DIRECTION] if muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
@@ -331,7 +335,14 @@ def build(cfg, wgmma):
                 at = int64(base) + i
                 vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
                 votes[at] = 0
-                if sgd:
+                if direction >= 0:
+                    rows = size // cols
+                    r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
+                    x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
+                    long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
+                    u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
+                    acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                elif sgd:
                     acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
                 else:
                     g = libdevice.int2float_rn(int32(-vote))
@@ -374,9 +385,9 @@ def build(cfg, wgmma):
         "operands": (operands, (A2, U1, A1, int32, int32, A1)),
         "products": (products, (A2, A1, int32, int32, A1)),
         "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize, (A2, A2, F1, A1, S1, F2, B1, A1)),
+        "optimize": (optimize, (A2, A2, F1, A1, F1, S1, F2, B1, A1)),
         "rescale": (rescale, (B1, S1)),
-    }
+    } | egg_muon.build(cfg)
 
 
 class Update:
@@ -399,13 +410,14 @@ class Update:
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
         self.rates = cuda.device_array(len(p.tensors), np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
+        self.adapt, self.muon = cfg.ADAPTIVE_NOISE_MODE != 0, egg_muon.Direction(cfg, kernels)
 
     @staticmethod
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
-        return len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
+        return (len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * egg_model.n_weights(cfg) + cfg.N_PAIRS
+                + egg_muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8 [n], moments
@@ -423,7 +435,8 @@ class Update:
             add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start, self.votes)
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
                 start, pieces, self.votes)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, weights, moments, self.touched,
+        out += self.muon.launches(stream, self.votes, moments)
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, self.muon.x, weights, moments, self.touched,
             self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)

@@ -392,13 +392,14 @@ def test_help_of_every_command(command, capsys):
     assert ended.value.code == 0 and "-D NAME=VALUE" in out and "--preset" in out and f"egg.py {command}" in out
 
 
-def test_arch_adds_up(capsys):
-    assert egg.main(["arch", "-D", "N_LAYERS=2", "-D", "HIDDEN_DIM=128", "-D", "VOCAB_SIZE=1000"]) == 0
+@pytest.mark.parametrize("ntt", [0, 3])
+def test_arch_adds_up(ntt, capsys):
+    assert egg.main(["arch", "-D", "N_LAYERS=2", "-D", "HIDDEN_DIM=128", "-D", "VOCAB_SIZE=1000", "-D", f"NTT_MODE={ntt}"]) == 0
     out = capsys.readouterr().out
-    cfg = egg_config.make(N_LAYERS=2, HIDDEN_DIM=128, VOCAB_SIZE=1000)
+    cfg = egg_config.make(N_LAYERS=2, HIDDEN_DIM=128, VOCAB_SIZE=1000, NTT_MODE=ntt)
     lines = [line.split() for line in out.splitlines()]
     totals = {line[0]: int(line[-3].replace(",", "")) for line in lines if line and line[0] in egg_model.INDEX}
-    assert list(totals) == list(egg_model.INDEX) and sum(totals.values()) == egg_model.n_weights(cfg)
+    assert list(totals) == [p.name for p in egg_model.TABLE if ntt or p.needs != "NTT_MODE"] and sum(totals.values()) == egg_model.n_weights(cfg)
     assert totals["embedding"] == 128000 and totals["w_up"] == 2 * 128 * 512
     assert f"{egg_model.n_weights(cfg):,}" in out and f"{egg_model.products_per_token(cfg):,} multiply-adds" in out
 

@@ -209,6 +209,16 @@ EXTREMES = (
 )
 
 
+SWITCHES = (
+    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1), dict(NTT_MODE=2, NTT_CAUSAL=0),
+    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2), dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
+    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
+)
+# each alone: in the shape of the default configuration, where the fast path is, and in a general one
+SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
+            for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
+
+
 def random_configurations(count):
     """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little time."""
     rng = np.random.default_rng(SEED)
@@ -229,7 +239,13 @@ def random_configurations(count):
             c.update(EXTREMES[len(out)])
         elif len(out) % 4 == 0:                              # the shape of the fast path, with everything else drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
-        elif c["HIDDEN_DIM"] % c["HEAD_DIM"]:
+        if len(out) % 2:                                     # half of them with the experimental switches, as far as the others allow
+            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"), MUON_MOMENTUM=pick(0.85, 0.0, 0.99),
+                     MUON_LR_SCALE=pick(1.0, 5.0))
+        T = c["SEQ_LEN"]
+        if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
+            c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
+        if c["HIDDEN_DIM"] % c["HEAD_DIM"]:
             continue
         cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
         attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
@@ -244,7 +260,7 @@ def compare(constants, seed):
     import egg_cpu
     egg_cuda.COMPILERS = 1                                   # this process is one of many
     rng = np.random.default_rng(seed)
-    cfg = egg_config.make(**constants, LR_SCHEDULE=((0, 1.2),))
+    cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     cpu, gpu = egg_cpu.CpuEngine(cfg, tokens, threads=1), egg_cuda.CudaEngine(cfg, tokens)
     state = cpu.state()
@@ -277,10 +293,10 @@ def compare(constants, seed):
 
 @pytest.mark.gpu
 def test_random_configurations_against_the_cpu_engine():
-    """56 configurations: losses, three updates, validation, generation. Most of the time is compilation: processes share it."""
+    """56 configurations and every switch: losses, three updates, validation, generation. Most of the time is compilation: processes share it."""
     import egg_cpu
     egg_cpu.warm_up(egg_config.make(), lambda line: None)
-    drawn = random_configurations(56)
+    drawn = random_configurations(56) + SWITCHED
     workers = max(1, min(12, egg_engine.cores() - 2))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         wrong = list(pool.map(compare, drawn, range(SEED, SEED + len(drawn))))
