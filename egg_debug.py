@@ -9,6 +9,7 @@ import json
 import numpy as np
 
 import egg_model
+import egg_ntt
 from egg_history import EggError
 
 EVERY = 10                 # steps between two reports
@@ -134,15 +135,31 @@ class Reading:
         self.see(layer, "Weights", seen)
         return a
 
+    def look_up(self, name, columns, seed, sign):
+        """int64 [positions, HIDDEN_DIM]: columns of an embedding."""
+        t, hidden = self.tensors[name, 0], np.arange(self.cfg.HIDDEN_DIM)
+        e = self.matrix(t)[:, columns].T
+        if not sign:
+            return e
+        p = (self.noise(seed + t.seed_a, columns)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
+        p = p * self.factor(t.overlay_a, seed + t.seed_a, columns)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
+        return e + (truncated(p) * sign >> self.cfg.NOISE_SHIFT)
+
+    def coefficients(self, tokens):
+        """int64 [positions]: the transform's coefficient of each position (egg_ntt); only a whole window can see its targets."""
+        T, p = self.cfg.SEQ_LEN, egg_ntt.PRIME[self.cfg.NTT_MODE]
+        basis = egg_ntt.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
+        blocks = np.zeros((-(-len(tokens) // T), T), np.int64)
+        blocks.ravel()[:len(tokens)] = tokens
+        c = (blocks @ basis.T).ravel()[:len(tokens)]
+        return c % p if p else c
+
     def hidden(self, tokens, seed=0, sign=0):
         """int64 [positions, HIDDEN_DIM]: what the head reads."""
-        cfg, t = self.cfg, self.tensors["embedding", 0]
-        e = self.matrix(t)[:, tokens].T
-        if sign:
-            own, hidden = np.asarray(tokens), np.arange(cfg.HIDDEN_DIM)
-            p = (self.noise(seed + t.seed_a, own)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-            p = p * self.factor(t.overlay_a, seed + t.seed_a, own)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
-            e = e + (truncated(p) * sign >> cfg.NOISE_SHIFT)
+        cfg, e = self.cfg, self.look_up("embedding", np.asarray(tokens), seed, sign)
+        if cfg.NTT_MODE:
+            c = self.coefficients(tokens)
+            e = e + sum(self.look_up(f"ntt_emb_{k + 1}", c >> 8 * k + 8 & 255, seed, sign) >> 2 for k in range(3))
         h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
         self.see(-1, "Emb", h)
         h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down",

@@ -19,8 +19,9 @@ import egg_model
 import egg_muon
 import egg_ntt
 import egg_train
+from egg_debug import Reading
 from test_cluster import cluster
-from test_egg import Reading, random_config, truncated
+from test_egg import loss_of, random_config
 from test_gpu import CARDS
 
 HERE = pathlib.Path(__file__).parent
@@ -90,7 +91,7 @@ def test_transforms(mode, length):
 
 
 class NttReading(Reading):
-    """The plain reading of the SPEC with what NTT_MODE adds, from the definition in egg_ntt."""
+    """The plain reading of the SPEC with coefficients from the definition in egg_ntt."""
 
     def coefficients(self, tokens):
         cfg, T = self.cfg, self.cfg.SEQ_LEN
@@ -99,24 +100,9 @@ class NttReading(Reading):
             block = list(tokens[position // T * T:][:T]) + [0] * T
             seen = position % T + 1 if cfg.NTT_CAUSAL or len(tokens) != T else T
             out.append(direct(block[:seen] + [0] * (T - seen), cfg.NTT_MODE)[position % T])
-        return np.array(out)
-
-    def logits(self, tokens, seed=0, sign=0):
-        cfg, hidden, c = self.cfg, np.arange(self.cfg.HIDDEN_DIM), self.coefficients(tokens)
-        self.more = 0
-        for k in range(3):
-            t, own = self.tensors[f"ntt_emb_{k + 1}", 0], c >> 8 * k + 8 & 255
-            e = self.matrix(t)[:, own].T
-            if sign:
-                p = (self.noise(seed + t.seed_a, own)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-                p = p * self.factor(t.overlay_a, seed + t.seed_a, own)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
-                e = e + (truncated(p) * sign >> cfg.NOISE_SHIFT)
-            self.more = self.more + (e >> 2)
-        return super().logits(tokens, seed, sign)
-
-    def vector(self, name, layer, seed, sign):
-        # emb_bias is added just before the clip, and so is what is looked up
-        return super().vector(name, layer, seed, sign) + (self.more if name == "emb_bias" else 0)
+        own = super().coefficients(tokens)
+        assert own.tolist() == out
+        return own
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -130,7 +116,7 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     engine.load(state)
     reading, windows = NttReading(cfg, state), egg_model.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0, 4).tolist() == [reading.loss(windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
+    assert engine.evaluate(0, 4).tolist() == [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
     z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
     nats = (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(cfg.SEQ_LEN), windows[0, 1:]]).sum()
     assert engine.validate(windows[:1])[0] == pytest.approx(nats, rel=1e-9)
