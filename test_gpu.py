@@ -285,7 +285,8 @@ def compare(constants, seed):
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
     settings = {name: float(rng.choice(values)) for name, values in
                 dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
-    sequences = [list(e.generate(prompt, 24, seed + 1, **settings)) for e in (cpu, gpu)]
+    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
+    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
     if sequences[0] != sequences[1]:
         wrong.append(f"tokens {sequences} with {settings}")
     return ", ".join(wrong)
@@ -301,20 +302,6 @@ def test_random_configurations_against_the_cpu_engine():
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         wrong = list(pool.map(compare, drawn, range(SEED, SEED + len(drawn))))
     assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(20))
-def test_equal_tokens_from_both_engines(seed):
-    """20 configurations and settings, sequences beyond SEQ_LEN; the CPU engine is held against a plain reading in test_use."""
-    import egg_cpu
-    from test_egg import random_config
-    from test_use import settings_of
-    rng = np.random.default_rng(800 + seed)
-    cfg, settings = random_config(rng), settings_of(rng)
-    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN))
-    cpu, gpu = ([*engine.generate(prompt, 4 * cfg.SEQ_LEN, seed, **settings)] for engine in (egg_cpu.CpuEngine(cfg), egg_cuda.CudaEngine(cfg)))
-    assert cpu == gpu and len(gpu) == 4 * cfg.SEQ_LEN, settings
 
 
 @pytest.mark.gpu
