@@ -143,7 +143,7 @@ class Direction:
     def bytes_needed(cfg):
         """Device memory of the buffers."""
         p = plan(cfg)
-        return 8 * (p.x_size + p.a_size) + sum(table.nbytes for table in p)
+        return 8 * (p.x_size + p.a_size) + sum(table.nbytes for table in p[:3])
 
     def launches(self, stream, votes, moments):
         """[(kernel's name, function that enqueues it)]; the directions are then in `x`."""

@@ -98,6 +98,73 @@ def test_largest_slice():
     assert egg_cuda.largest(lambda n: 10 * n, 1000, 9) == 0
 
 
+class HostArray(np.ndarray):
+    """A device array that lies on the host."""
+
+    def copy_to_device(self, other, stream=None):
+        assert self.size == np.size(other) and self.dtype == np.asarray(other).dtype
+        self.ravel()[:] = np.asarray(other).ravel()
+
+    def copy_to_host(self, stream=None):
+        return np.array(self)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """numba.cuda without a GPU: arrays lie on the host, kernels check the kind of their arguments and do nothing."""
+    from types import SimpleNamespace
+
+    def launcher(self, configuration):
+        code, kernel = self.py_func.__code__, self.py_func.__name__
+
+        def launch(*args):
+            assert len(args) == code.co_argcount == len(self.expected), kernel
+            for name, value, kind in zip(code.co_varnames, args, self.expected):
+                if isinstance(value, np.ndarray):
+                    assert np.dtype(str(kind.dtype)) == value.dtype and kind.ndim == value.ndim, f"{kernel}: {name}"
+                else:
+                    assert not hasattr(kind, "ndim"), f"{kernel}: {name}"
+        return launch
+
+    def compile_all(every, *_):
+        for _, dispatcher, signature, _ in every:
+            dispatcher.expected = signature
+        return 0.0
+
+    stream = SimpleNamespace(handle=0, synchronize=lambda: None)
+    card = SimpleNamespace(name="none", compute_capability=(9, 0), MULTIPROCESSOR_COUNT=132)
+    memory = SimpleNamespace(free=1 << 33, total=1 << 34)
+    empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
+    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card, stream=lambda: stream, device_array=empty,
+                            to_device=lambda x, stream=None: np.array(x).view(HostArray),
+                            current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", launcher)
+    monkeypatch.setattr(egg_cuda, "compile_all", compile_all)
+    monkeypatch.setattr(egg_cuda.egg_ptx, "shared_limit", lambda gpu: CARDS[9, 0] * 1024)
+    monkeypatch.setattr(egg_cuda, "Replay", lambda stream, enqueue: enqueue)
+
+
+@pytest.mark.parametrize("constants", [
+    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1), dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
+    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32)], ids=str)
+def test_the_host_side_of_the_engine(constants, no_gpu):
+    """Every verb, with kernels that do nothing: what the engine allocates, and what it launches with which arguments."""
+    cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
+    tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
+    for given in tokens, None:
+        engine = egg_cuda.CudaEngine(cfg, given)
+        if given is not None:
+            assert engine.evaluate(8, 8).shape == (8,)
+        assert engine.update(np.ones(cfg.N_PAIRS, np.int8)) == 0 and engine.step == 1
+        assert engine.validate(egg_model.windows(cfg, tokens, 0, 0, 3))[1] == 3 * cfg.SEQ_LEN
+        assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
+        assert len(engine.digest()) == 16
+        state = engine.state()
+        engine.load(state)
+        assert engine.state().digests() == state.digests()
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------
 
 def golden(name):
