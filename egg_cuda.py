@@ -385,7 +385,7 @@ class CudaEngine:
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
         self.stream.synchronize()
-        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.seed = egg_model.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return int(changed[0])
 

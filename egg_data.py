@@ -175,7 +175,7 @@ def _warn(line):
 
 class Validation(NamedTuple):
     """Held-out windows. engine.validate(windows) gives (nats, number of targets) for them."""
-    windows: np.ndarray      # int32 [n, SEQ_LEN + 1]: a row's inputs are row[:-1], its targets row[1:]
+    windows: np.ndarray      # int32 [n, VALIDATE_WINDOW or SEQ_LEN, + 1]: a row's inputs are row[:-1], its targets row[1:]
     n_bytes: int             # bytes the targets stand for; without a decoding the number of targets
     unit: str                # "bits/byte" or "bits/token"
 
@@ -194,7 +194,8 @@ def open_validation(cfg, decoding, warn=None):
     if not os.path.exists(cfg.VAL_FILE):
         (warn or _warn)(f"{cfg.VAL_FILE} is missing: no validation")
         return None
-    tokens, length = open_tokens(cfg, cfg.VAL_FILE), cfg.SEQ_LEN
+    tokens = open_tokens(cfg, cfg.VAL_FILE)
+    length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, cfg.VAL_FILE, decoding, cfg.DECODING_FILE)
     there = (tokens.size - 1) // length
