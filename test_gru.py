@@ -16,7 +16,6 @@ import egg_engine
 import egg_history
 import egg_model
 import egg_net
-import egg_snapshot
 import egg_train
 import test_cluster
 import test_gpu
@@ -260,3 +259,173 @@ def test_pieces_and_threads_give_the_same_bits():
     whole = one.evaluate(0, 64)
     assert np.array_equal(whole, np.concatenate([two.evaluate(*piece) for piece in ((0, 2), (2, 20), (22, 42))]))
     assert np.array_equal(whole, one.evaluate(0, 64)) and len(set(whole.tolist())) > 32
+
+
+# --- training it -------------------------------------------------------------------------------------------------------------------
+
+class Engine(egg_cpu.CpuEngine):
+    """The real model for the tests of test_cluster, which make their engines so."""
+
+    def __init__(self, cfg=None, pause=0.0):
+        super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
+
+
+class Liar(Engine):
+    def __init__(self, cfg=None, start=0, pause=0.0):
+        super().__init__(cfg)
+        self.start = start
+
+    def evaluate(self, first, count):
+        losses = super().evaluate(first, count)
+        return losses[::-1].copy() if self.step >= self.start else losses
+
+
+class Drifting(Engine):
+    def __init__(self, cfg=None, after=3, pause=0.0):
+        super().__init__(cfg)
+        self.after, self.times = after, 1
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        if self.step >= self.after and self.times:
+            self.times -= 1
+            self._w.weights[3] ^= 1
+            self._pack()
+        return changed
+
+
+# the numbers of test_net.CFG, whose peers are among the troublemakers
+CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
+                           "DIGEST_EVERY": 1, "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
+
+
+def undisturbed(steps, cfg):
+    """test_net.expected with the real model."""
+    engine, packed = Engine(cfg), []
+    for _ in range(steps):
+        chunks = [egg_model.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
+        packed.append(egg_model.pack_ternary(np.concatenate(chunks)))
+        engine.update(np.concatenate(chunks))
+    return packed, engine.state().digests()
+
+
+def test_chaos_changes_no_bit(tmp_path, monkeypatch):
+    """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is the undisturbed one's."""
+    for name, what in dict(CHAOS=CHAOS, FakeEngine=Engine, Liar=Liar, Drifting=Drifting, expected=undisturbed).items():
+        monkeypatch.setattr(test_cluster, name, what)
+    steps, kills = test_cluster.chaos(tmp_path, 1, steps=12, kills=3)
+    assert steps >= 12 and kills >= 3
+
+
+def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
+    """`prepare --vocab-size 256` and `train --preset nano-egg`, with few members, stopped and continued."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    egg_data.prepare(["text"], 256, say=lambda line: None)
+    defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu", "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
+    cfg, lines = egg_config.load("nano-egg", defines, {}), test_cluster.Lines()
+    first = egg_train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
+    second = egg_train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert (second.coordinator.first_step, second.coordinator.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
+    assert "| LR: 0.985" in lines.text                       # the share of step 1
+    run = egg_history.open_run(cfg, "run")
+    engine = egg_cpu.CpuEngine(cfg)
+    egg_history.replay(run, engine)
+    run.close()
+    assert engine.step == 5
+
+
+def test_it_learns():
+    """A thousand members, a few steps: better than it began, on text it has not seen."""
+    cfg = egg_config.make(**{**SMALL, "N_LAYERS": 1, "SEQ_LEN": 16, "STATE_TOKENS": 0, "CHUNK_SIZE": 256, "POPULATION_SIZE": 256, "SIGMA_SHIFT": 2,
+                             "SOFTMAX_EXP_SCALE": 16 / math.log(2)})
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
+    engine, window = egg_cpu.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
+    before = engine.validate(window)[0]
+    for _ in range(40):
+        engine.update(egg_model.chunk_fitness(engine.evaluate(0, 256), cfg))
+    assert engine.validate(window)[0] < 0.75 * before
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------------------------
+
+def compile_for(cc):
+    """[(name, PTX)] of every kernel of the model's forward pass for one card."""
+    import egg_gru_kernels
+    from numba import cuda
+    cfg = egg_config.make(**SMALL)
+    forward = egg_gru_kernels.Forward(cfg, test_gpu.CARDS[cc] * 1024)
+    assert all(shared <= test_gpu.CARDS[cc] * 1024 for _, _, shared in forward.kernels)
+    target = (9, 0, "a") if cc == (9, 0) else cc
+    return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0]) for kernel, signature, _ in forward.kernels]
+
+
+def test_every_kernel_compiles_for_every_card():
+    with concurrent.futures.ProcessPoolExecutor(egg_engine.cores(), multiprocessing.get_context("spawn")) as pool:
+        for cc, kernels in zip(test_gpu.CARDS, pool.map(compile_for, test_gpu.CARDS)):
+            for name, ptx in kernels:
+                assert f".target sm_{cc[0]}{cc[1]}" in ptx and not re.search(r"\.local\b", ptx), (cc, name)
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_the_recurrence_fits_every_card(width):
+    import egg_gru_kernels
+    for limit in test_gpu.CARDS.values():
+        assert any(egg_gru_kernels.recur_bytes(egg_config.make(**{**SMALL, "HIDDEN_DIM": width}), True, rows) + 1024 <= limit * 1024
+                   for rows in egg_gru_kernels.STATE_ROWS)
+
+
+EXTREMES = (
+    dict(HIDDEN_DIM=256, N_LAYERS=2, SEQ_LEN=100, STATE_TOKENS=32, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64, ADAPTIVE_NOISE_MODE=0,
+         FIXED_POINT=4, OPTIMIZER="ztest"),
+    dict(HIDDEN_DIM=1024, N_LAYERS=1, SEQ_LEN=16),
+    dict(HIDDEN_DIM=64, N_LAYERS=1, VOCAB_SIZE=20001),
+    dict(HIDDEN_DIM=64, N_LAYERS=30, SEQ_LEN=8),
+    dict(HIDDEN_DIM=320, N_LAYERS=1, SEQ_LEN=513, STATE_TOKENS=700, CHUNK_SIZE=4, POPULATION_SIZE=8, GROUP_SIZE=8),
+)
+
+
+def random_configurations(count):
+    rng = np.random.default_rng(test_gpu.SEED)
+    out = []
+    for i in range(count):
+        chunk = 2 * int(rng.integers(1, 30))
+        c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])), SEQ_LEN=int(rng.integers(8, 90)))
+        out.append({**c, **(EXTREMES[i] if i < len(EXTREMES) else {})})
+    return out
+
+
+def test_drawn_configurations_are_good():
+    drawn = random_configurations(20)
+    assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
+    for c in drawn:
+        egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+
+
+@pytest.mark.gpu
+def test_random_configurations_against_the_cpu_engine():
+    """20 configurations: losses, three updates, validation, generation."""
+    egg_cpu.warm_up(egg_config.make(**SMALL), lambda line: None)
+    drawn = random_configurations(20)
+    with concurrent.futures.ProcessPoolExecutor(max(1, min(12, egg_engine.cores() - 2)), multiprocessing.get_context("spawn")) as pool:
+        wrong = list(pool.map(test_gpu.compare, drawn, range(len(drawn))))
+    assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
+
+
+@pytest.mark.gpu
+def test_pieces_and_slices_on_a_gpu(monkeypatch):
+    """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the same chunk."""
+    import egg_cuda
+    cfg = egg_config.make(**{**SMALL, "GROUP_SIZE": 8})
+    tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
+    gpu, whole = egg_cuda.CudaEngine(cfg, tokens), egg_cpu.CpuEngine(cfg, tokens).evaluate(0, 64)
+    pieces = ((0, 2), (2, 30), (32, 32))
+    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    gpu._tokens, gpu._evaluations = None, {}
+    monkeypatch.setattr(egg_cuda, "largest", lambda size, most, budget: min(most, 5))
+    monkeypatch.setattr("egg_gru_kernels.SLICE", 60)
+    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    window = np.random.default_rng(6).integers(0, 256, (7, 400))
+    nats, count = gpu.validate(window)
+    assert count == 7 * 399 and nats == pytest.approx(egg_cpu.CpuEngine(cfg).validate(window)[0], rel=1e-9)
