@@ -18,6 +18,7 @@ examples:
   python egg.py coordinator --save-dir ckpt --secret-file secret       needs no GPU and no data,
   python egg.py worker 10.0.0.1 --secret-file secret  and this on the others (./run-workers.sh 10.0.0.1 uses every GPU)
   python egg.py status 10.0.0.1 --secret-file secret  ... and how they are doing
+  python egg.py train --preset nano-egg               the recurrent model of nano-egg
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 
 Every constant of egg_config.py can be set for one run, by -D NAME=VALUE or by an environment variable EGG_NAME=VALUE;
@@ -109,7 +110,7 @@ def number(kind, low, high, what):
 
 def parser():
     """The whole command line."""
-    main = Parser(prog="egg.py", description="Trains an int8 transformer by evolution strategies, on any number of machines.",
+    main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number of machines.",
                   epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
 

@@ -59,7 +59,7 @@ def bench_cpu(cfg, tokens, threads):
     started = time.perf_counter()
     engine.update(fitness)
     print(f"update      {(time.perf_counter() - started) * 1e3:,.0f} ms for {cfg.POPULATION_SIZE:,} members", flush=True)
-    windows = egg_model.windows(cfg, tokens, 0, 0, max(1, members // 2))
+    windows = egg_model.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
     started = time.perf_counter()
     engine.validate(windows)
     print(f"validation  {len(windows) * cfg.SEQ_LEN / (time.perf_counter() - started):,.0f} tokens/s, without noise")

@@ -975,7 +975,8 @@ class CpuEngine:
 def warm_up(cfg, say=print):
     """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
     started = time.monotonic()
-    compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
+    last = "egg_gru.next_logits" if cfg.MODEL == "gru" else "egg_cpu.hidden"        # of the last to be compiled
+    compiled = any(pathlib.Path(CACHE).rglob(f"{last}-*.nbi"))
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
                             MODEL=cfg.MODEL)

@@ -88,6 +88,15 @@ def _embed_kernel(cfg, nz, noisy):
     H, SHIFT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT
     noise, factor = nz.noise, nz.factor
 
+    @device
+    def value(v, i, own, own_factor, stream, overlay, at_overlay, sign):
+        """Element i, v without noise."""
+        if not noisy:
+            return v
+        d = float32(float32(int32(own * noise(stream, i))) * own_factor)
+        d = egg_ptx.trunc_f32(float32(d * factor(overlay[at_overlay + i], stream, i)))
+        return clip(int32(v + int32(int32(d * sign) >> int32(SHIFT))))
+
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, packed, overlay, tokens, width, skip, n, count, job, offset, x, losses):
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -104,18 +113,14 @@ def _embed_kernel(cfg, nz, noisy):
             if noisy:
                 own = noise(uint32(seed + uint32(plan[p + 1])), token)
                 own_factor = factor(overlay[plan[p + 3] + token], uint32(seed + uint32(plan[p + 1])), token)
-            out = cuda.local.array(4, int32)
             for word in range(lane, H // 4, 32):
                 e = packed[plan[p] + (token >> 3) * (2 * H) + (word >> 2) * 32 + (token & 7) * 4 + (word & 3)]
-                for k in range(4):
-                    v = byte(e, k)
-                    if noisy:
-                        i = word * 4 + k
-                        d = float32(float32(int32(own * noise(stream, i))) * own_factor)
-                        d = egg_ptx.trunc_f32(float32(d * factor(overlay[plan[p + 4] + i], stream, i)))
-                        v = clip(int32(v + int32(int32(d * sign) >> int32(SHIFT))))
-                    out[k] = v
-                x[(unit * (2 * n) + here) * (H // 4) + word] = pack4(out[0], out[1], out[2], out[3])
+                i, over = word * 4, plan[p + 4]
+                a, b = (value(byte(e, 0), i, own, own_factor, stream, overlay, over, sign),
+                        value(byte(e, 1), i + 1, own, own_factor, stream, overlay, over, sign))
+                c, d = (value(byte(e, 2), i + 2, own, own_factor, stream, overlay, over, sign),
+                        value(byte(e, 3), i + 3, own, own_factor, stream, overlay, over, sign))
+                x[(unit * (2 * n) + here) * (H // 4) + word] = pack4(a, b, c, d)
     return embed
 
 
@@ -127,6 +132,13 @@ def _norm_kernel(cfg, nz, noisy, streams):
     AT_F = (2 + streams) * H
     vector, factor = vector_function(cfg, nz, noisy), nz.factor
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
+
+    @device
+    def term(sm, smf, v, s, i):
+        """Of element i, v, in the sum of stream s."""
+        if s >= STREAMS:
+            return int32(0)
+        return input_term(v, sm[(2 + s) * H + i], smf[AT_F + s * H + i] if MODE == 2 else float32(0))
 
     @cuda.jit(launch_bounds=256)
     def norm(call, plan, weights, overlay, job, offset, n, stride, x, out, sb):
@@ -159,23 +171,25 @@ def _norm_kernel(cfg, nz, noisy, streams):
                         total = int32(total + abs(byte(word, k)))
                 mean = int32(max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1)))
                 reciprocal = float32(float32(1) / float32(mean))
-                sums, v = cuda.local.array(2, int32), cuda.local.array(4, int32)
-                for s in range(2):
-                    sums[s] = 0
+                first_sum, second_sum = int32(0), int32(0)
                 for piece in range(H // 16):
-                    word = x[at_x + piece * 4]
-                    for k in range(4):
-                        i = piece * 16 + q * 4 + k
-                        v[k] = quotient(int32(byte(word, k) * sm[member * H + i]), mean, reciprocal)
-                        for s in range(STREAMS):
-                            f = smf[AT_F + s * H + i] if MODE == 2 else float32(0)
-                            sums[s] = int32(sums[s] + input_term(v[k], sm[(2 + s) * H + i], f))
+                    word, i = x[at_x + piece * 4], piece * 16 + q * 4
+                    a = quotient(int32(byte(word, 0) * sm[member * H + i]), mean, reciprocal)
+                    b = quotient(int32(byte(word, 1) * sm[member * H + i + 1]), mean, reciprocal)
+                    c = quotient(int32(byte(word, 2) * sm[member * H + i + 2]), mean, reciprocal)
+                    d = quotient(int32(byte(word, 3) * sm[member * H + i + 3]), mean, reciprocal)
+                    first_sum = int32(int32(first_sum + int32(term(sm, smf, a, 0, i) + term(sm, smf, b, 0, i + 1)))
+                                      + int32(term(sm, smf, c, 0, i + 2) + term(sm, smf, d, 0, i + 3)))
+                    second_sum = int32(int32(second_sum + int32(term(sm, smf, a, 1, i) + term(sm, smf, b, 1, i + 1)))
+                                       + int32(term(sm, smf, c, 1, i + 2) + term(sm, smf, d, 1, i + 3)))
                     if inside:
-                        out[at_out + piece * 32] = pack4(v[0], v[1], v[2], v[3])
-                for s in range(STREAMS):
-                    total = quad_sum(sums[s])
+                        out[at_out + piece * 32] = pack4(a, b, c, d)
+                if STREAMS > 0:
+                    first_sum, second_sum = quad_sum(first_sum), quad_sum(second_sum)
                     if q == 0 and inside:
-                        sb[s * stride + row] = total
+                        sb[row] = first_sum
+                        if STREAMS > 1:
+                            sb[stride + row] = second_sum
 
     return norm, 4 * H * (2 + streams * (2 if MODE == 2 else 1))
 
@@ -230,6 +244,34 @@ def _product_kernel(cfg, nz, noisy, kind):
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(egg_model.divisor(cfg, K))
     fetch, multiply = _tile_functions(K, KC)
 
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
+
+    @device
+    def finish(acc, r, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line):
+        """From sums to what is kept of row r."""
+        row, first = row0 + (warp >> 1) * 32 + r * 8 + (lane >> 2), (warp & 1) * 64 + (lane & 3) * 2
+        s, at = int32(0), int64(0)
+        if noisy:
+            unit = row // (2 * T)
+            s = int32(sb[z * stride + row] * int32(1 - 2 * (1 if row - unit * (2 * T) >= T else 0)))
+            at = (unit - unit0) * TILE + first
+        for j in range(8):
+            m, c = (r >> 1) * 32 + (r & 1) * 2 + j * 4, col0 + first + j * 8
+            a, b = acc[m], acc[m + 1]
+            if noisy:
+                a = int32(a + int32(int32(s * column[at + j * 8]) >> int32(NOISE_SHIFT)))
+                b = int32(b + int32(int32(s * column[at + j * 8 + 1]) >> int32(NOISE_SHIFT)))
+            a, b = int32(max(divide(a), int32(LOWEST))), int32(max(divide(b), int32(LOWEST)))
+            if INNER:
+                out[(row >> 3) * (4 * N) + (c >> 4) * 64 + (row & 7) * 8 + ((c & 15) >> 1)] = two_bytes(a, b)
+            elif row < rows and c < line:
+                here = (z * beyond + row * line + c) >> 1
+                if DOWN:
+                    old = out[here]
+                    out[here] = two_bytes(clip(int32(low(old) + a)), clip(int32(high(old) + b)))
+                else:
+                    out[here] = two_bytes(a, b)
+
     @cuda.jit(launch_bounds=256)
     def product(call, plan, packed, overlay, job, offset, columns, rows, stride, x, sb, out, beyond, line):
         sm = cuda.shared.array(0, int32)
@@ -261,33 +303,10 @@ def _product_kernel(cfg, nz, noisy, kind):
             cuda.syncthreads()
             multiply(acc, int32(at + (k & 1) * STAGE), warp, lane)
             cuda.syncthreads()
-        g, q = lane >> 2, lane & 3
-        for i in range(2):
-            for half in range(2):
-                row = row0 + (warp >> 1) * 32 + i * 16 + half * 8 + g
-                s, unit = int32(0), row // (2 * T)
-                if noisy:
-                    s = int32(sb[z * stride + row] * int32(1 - 2 * (1 if row - unit * (2 * T) >= T else 0)))
-                for j in range(8):
-                    for k in range(2):
-                        m = (i * 8 + j) * 4 + half * 2 + k
-                        if noisy:
-                            c = (warp & 1) * 64 + j * 8 + q * 2 + k
-                            acc[m] = int32(acc[m] + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
-                        acc[m] = int32(max(divide(acc[m]), int32(LOWEST)))
-        for i in range(4):
-            row = row0 + (warp >> 1) * 32 + i * 8 + g
-            for j in range(8):
-                m, c = ((i >> 1) * 8 + j) * 4 + (i & 1) * 2, col0 + (warp & 1) * 64 + j * 8 + q * 2
-                if INNER:
-                    out[(row >> 3) * (4 * N) + (c >> 4) * 64 + (row & 7) * 8 + ((c & 15) >> 1)] = two_bytes(acc[m], acc[m + 1])
-                elif row < rows and c < line:
-                    here = (z * beyond + row * line + c) >> 1
-                    if DOWN:
-                        old = out[here]
-                        out[here] = two_bytes(clip(int32(low(old) + acc[m])), clip(int32(high(old) + acc[m + 1])))
-                    else:
-                        out[here] = two_bytes(acc[m], acc[m + 1])
+        finish(acc, 0, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
+        finish(acc, 1, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
+        finish(acc, 2, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
+        finish(acc, 3, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
 
     return product, 2 * STAGE
 
