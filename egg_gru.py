@@ -17,10 +17,9 @@ are the even and the odd one of pair i; without noise every sequence is its own.
 
 import numpy as np
 
-import egg_cpu
 import egg_model
-from egg_cpu import (AT_W, GROUP, N_COLS, SEED_A, SEED_B, OVER_A, OVER_B, add_noise, clip, draw, f32, factor, fill_noise, hash_, i32, input_side,
-                     njit, output_side, perturbed, position_loss, product, project, to_int, u32)
+from egg_cpu import (GROUP, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, clip, draw, f32, factor, fill_noise, hash_, i32, input_side, njit,
+                     output_side, perturbed, position_loss, product, project, to_int, u32)
 from egg_simd import PANEL, ROWS, exp_sum
 
 EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN, LN_F = range(len(egg_model.GRU_TABLE))

@@ -314,7 +314,7 @@ def _product_kernel(cfg, nz, noisy, kind):
 def _losses_kernel(cfg, noisy):
     """The loss of every row of logits, int8 [rows, line]; a warp a row, blocks of eight. With noise it is added to losses int64 [pairs, 2];
     without, losses float64 [rows] is set to its cross-entropy in nats. The target of position p is tokens[... + skip + p + 1]."""
-    V, SCALE, EXPS = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE), 256 if noisy else CLEAN_EXPS
+    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
     SUM = int64 if noisy else float64
     position_loss = loss_function(cfg)
 
