@@ -22,6 +22,7 @@ examples:
   python egg.py status 10.0.0.1 --secret-file secret  ... and how they are doing
   python egg.py train --save-dir ckpt --http 8080     with a page to watch it on, http://localhost:8080/
   python egg.py plot ckpt                             the curves of a run
+  python egg.py train --preset nano-egg               the recurrent model of nano-egg
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 
 Every constant of egg_config.py can be set for one run, by -D NAME=VALUE or by an environment variable EGG_NAME=VALUE;
@@ -201,7 +202,7 @@ def http_address(text):
 
 def parser():
     """The whole command line."""
-    main = Parser(prog="egg.py", description="Trains an int8 transformer by evolution strategies, on any number of machines.",
+    main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number of machines.",
                   epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
 

@@ -65,7 +65,7 @@ def bench_cpu(cfg, tokens, threads):
         engine.digest()
         times.append(time.perf_counter() - started)
     print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {13 * egg_model.n_weights(cfg) / 1e6:.1f} MB of state")
-    windows = egg_model.windows(cfg, tokens, 0, 0, max(1, members // 2))
+    windows = egg_model.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
     started = time.perf_counter()
     engine.validate(windows)
     print(f"validation  {len(windows) * cfg.SEQ_LEN / (time.perf_counter() - started):,.0f} tokens/s, without noise")

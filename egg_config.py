@@ -8,14 +8,18 @@ constants as one immutable-by-custom object; nothing else in egg reads this modu
 import difflib
 import hashlib
 import json
+import math
 import os
 import types
 
 # --- model ---------------------------------------------------------------------------------------------------------------
+MODEL = "transformer"         # or "gru": the recurrent model of nano-egg
 HIDDEN_DIM = 256              # width of the model: 64 to 1024, a multiple of 32 and of HEAD_DIM
 HEAD_DIM = 64                 # width of one attention head: 32, 64 or 128
-N_LAYERS = 4                  # transformer layers
-SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, a multiple of 8
+N_LAYERS = 4                  # layers
+SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, for the transformer a multiple of 8
+STATE_TOKENS = 0              # gru: tokens before a window from which the unperturbed model makes the state it begins with; 0: from zero
+MLP_RELU = 0                  # gru: 1: no negative values inside the MLP
 VOCAB_SIZE = 8192             # 256 means raw bytes: input.bin holds uint8 and no decoding.bin is needed; else uint32 tokens
 NTT_MODE = 0                  # embeddings of a transform of the window (egg_ntt): 0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
 NTT_CAUSAL = 1                # 1: a position's coefficient sees no token after it; 0: the whole window, targets included, as in d-eggs
@@ -23,6 +27,7 @@ NTT_CAUSAL = 1                # 1: a position's coefficient sees no token after 
 # --- population ----------------------------------------------------------------------------------------------------------
 CHUNK_SIZE = 40960            # members evaluated in one job (even: antithetic pairs stay together)
 POPULATION_SIZE = 0           # members a step, a multiple of CHUNK_SIZE; 0 means 8 chunks
+GROUP_SIZE = 2                # members that read the same tokens: even, a divisor of POPULATION_SIZE
 
 # --- fixed-point arithmetic ----------------------------------------------------------------------------------------------
 FIXED_POINT = 4               # fractional bits of weights and activations
@@ -44,6 +49,7 @@ HOST_GAUSSIAN = 0             # 1: initial weights are the sum of three uniform 
 DEVICE_GAUSSIAN = 0           # 1: so is the noise
 HOST_MASK = 15                # magnitude mask of a draw, 0 to 127 (0 to 42 with the Gaussian form)
 DEVICE_MASK = 15
+NOISE_REUSE = 1               # steps for which every member keeps its noise; 0: for ever
 ADAPTIVE_NOISE_MODE = 1       # noise-scale overlay: 0 off, 1 scale, 2 heavy-tailed
 ADAPTIVE_NOISE_INIT = 64      # its start,
 ADAPTIVE_NOISE_INC = 5        # what a changed row or column gains,
@@ -56,14 +62,17 @@ CHUNK_MEAN_FILTER = 1         # 1: add the mean difference of the chunk, raised 
 CHUNK_MEAN_EXPONENT = 1.2
 USE_ADAPTIVE_THRESHOLD = 1    # 1: differences below this share of their mean size count as 0
 ADAPTIVE_THRESHOLD_ALPHA = 0.1
+FAST_FITNESS = 0              # 1: the sign of the difference, neither filtered nor measured against the others'
 
 # --- optimizer -----------------------------------------------------------------------------------------------------------
-OPTIMIZER = "adamw"           # "adamw", or "sgd": the accumulator collects lr * vote / sqrt(pairs)
+OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vote / sqrt(pairs); "ztest": weights whose vote is significant
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-8
 ADAM_WEIGHT_DECAY = 0.01
+ZTEST_ALPHA = 4.0             # "ztest": the share of the weights that chance would move; above 1 it falls from 1 to 2^-ZTEST_ALPHA in 1,000 steps
+USE_CLT = 1                   # 0: votes count the signs of the noise in place of the noise
 USE_MUON = 0                  # 1: the matrices of attention and MLPs move along their orthogonalised momentum; the rest stays with AdamW
 MUON_MOMENTUM = 0.85          # share of the momentum that is left after a step
 MUON_LR_SCALE = 1.0           # factor on their learning rate; at 1 a step is about as long as AdamW's
@@ -78,6 +87,7 @@ SAMPLE_PROMPT = 32            # tokens of the data a sample starts from
 SAMPLE_TOKENS = 64            # tokens it adds
 VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none
 VALIDATE_TOKENS = 65536       # tokens a validation reads at most, in windows spread evenly over the file; 0: all
+VALIDATE_WINDOW = 0           # gru: tokens of such a window, which begins with a state of zero; 0: SEQ_LEN
 
 # --- this machine (not compared between coordinator and worker) ------------------------------------------------------------
 INPUT_FILE = "input.bin"
@@ -102,6 +112,12 @@ PRESETS = {
                    SHIFT_MLP_UP=6, SHIFT_MLP_DOWN=6, SHIFT_OUT=7, HOST_MASK=7, SIGMA_SHIFT=2, LOSS="exact", CHUNK_MEAN_FILTER=0,
                    LR_SCHEDULE=((0, 0.5), (200, 0.25), (500, 0.125), (1500, 0.0625)), ADAM_WEIGHT_DECAY=0.001,
                    VALIDATE_EVERY=100, SAMPLE_EVERY=500),
+    # nano-egg with its own settings, where 16 logit units are a bit. Three draws of 4 bits have a standard deviation of 15.2, its normal
+    # ones, cut to integers, of 15.6. Two chunks, so that two GPUs can share a step; one fills the largest.
+    "nano-egg": dict(MODEL="gru", HIDDEN_DIM=256, N_LAYERS=6, SEQ_LEN=100, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=16384,
+                     POPULATION_SIZE=32768, SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, DEVICE_GAUSSIAN=1,
+                     ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFTMAX_EXP_SCALE=16 / math.log(2), FAST_FITNESS=1, OPTIMIZER="ztest",
+                     VALIDATE_EVERY=50, VALIDATE_TOKENS=0, VALIDATE_WINDOW=448, SAMPLE_EVERY=100),
 }
 
 LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "AUDIT_RATE", "SNAPSHOT_EVERY",
@@ -109,23 +125,29 @@ LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT",
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k not in ("PRESETS", "LOCAL") and not k.startswith("_")}
 
+# constants that say nothing to the other model
+_OWN = {"transformer": ("HEAD_DIM", "SHIFT_ATTN", "SHIFT_OUT", "SHIFT_LOGIT", "SHIFT_MLP_UP", "SHIFT_MLP_DOWN", "SHIFT_QKV", "ROPE_SCALE_BIT",
+                        "NTT_MODE", "NTT_CAUSAL", "DEBUG"),
+        "gru": ("STATE_TOKENS", "MLP_RELU", "VALIDATE_WINDOW")}
+
 # name: allowed values (a tuple of strings), or (lowest, highest)
 _RULES = {
+    "MODEL": ("transformer", "gru"), "STATE_TOKENS": (0, 1024), "MLP_RELU": (0, 1),
     "HIDDEN_DIM": (64, 1024), "HEAD_DIM": (32, 128), "N_LAYERS": (1, 64), "SEQ_LEN": (8, 1024), "VOCAB_SIZE": (256, 262144),
-    "CHUNK_SIZE": (2, 1 << 24), "POPULATION_SIZE": (0, 1 << 28),
+    "CHUNK_SIZE": (2, 1 << 24), "POPULATION_SIZE": (0, 1 << 28), "GROUP_SIZE": (2, 1 << 28), "NOISE_REUSE": (0, 1 << 30),
     "FIXED_POINT": (0, 15), "SIGMA_SHIFT": (0, 15), "SIGMA_SHIFT_VECTOR": (0, 15), "SHIFT_ATTN": (0, 24), "SHIFT_OUT": (0, 24),
     "SHIFT_LOGIT": (0, 24), "SHIFT_MLP_UP": (0, 24), "SHIFT_MLP_DOWN": (0, 24), "SHIFT_QKV": (0, 24),
     "SOFTMAX_SCALE_BIT": (8, 18), "SOFTMAX_LUT_SIZE": (2, 256), "SOFTMAX_EXP_SCALE": (0.5, 64.0), "ROPE_SCALE_BIT": (1, 30),
     "HOST_GAUSSIAN": (0, 1), "DEVICE_GAUSSIAN": (0, 1), "HOST_MASK": (0, 127), "DEVICE_MASK": (0, 127),
     "ADAPTIVE_NOISE_MODE": (0, 2), "ADAPTIVE_NOISE_INIT": (-127, 127), "ADAPTIVE_NOISE_INC": (0, 127), "ADAPTIVE_NOISE_DEC": (0, 127),
     "LOSS": ("deggs", "exact"), "USE_SAME_DATA": (0, 1), "CHUNK_MEAN_FILTER": (0, 1), "CHUNK_MEAN_EXPONENT": (0.0, 4.0),
-    "USE_ADAPTIVE_THRESHOLD": (0, 1), "ADAPTIVE_THRESHOLD_ALPHA": (0.0, 100.0),
-    "OPTIMIZER": ("adamw", "sgd"), "ADAM_BETA1": (0.0, 1.0), "ADAM_BETA2": (0.0, 1.0), "ADAM_EPS": (0.0, 1.0),
-    "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 1), "MUON_MOMENTUM": (0.0, 0.9999), "MUON_LR_SCALE": (0.0, 1000.0),
+    "USE_ADAPTIVE_THRESHOLD": (0, 1), "ADAPTIVE_THRESHOLD_ALPHA": (0.0, 100.0), "FAST_FITNESS": (0, 1),
+    "OPTIMIZER": ("adamw", "sgd", "ztest"), "ZTEST_ALPHA": (1e-6, 64.0), "USE_CLT": (0, 1), "ADAM_BETA1": (0.0, 1.0), "ADAM_BETA2": (0.0, 1.0),
+    "ADAM_EPS": (0.0, 1.0), "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 1), "MUON_MOMENTUM": (0.0, 0.9999), "MUON_LR_SCALE": (0.0, 1000.0),
     "MUON_NS": ("quintic", "cubic"), "NTT_MODE": (0, 3), "NTT_CAUSAL": (0, 1),
     "SAMPLING_TEMP": (0.0, 100.0), "SAMPLING_MIN_P": (0.0, 1.0), "SAMPLING_PRESENCE_PENALTY": (0.0, 100.0),
     "SAMPLE_EVERY": (0, 1 << 30), "SAMPLE_PROMPT": (1, 1024), "SAMPLE_TOKENS": (1, 65536),
-    "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "DETOKENIZE": (0, 1),
+    "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "VALIDATE_WINDOW": (0, 1 << 20), "DETOKENIZE": (0, 1),
     "PORT": (0, 65535), "STRAGGLER_TIMEOUT": (0.1, 1e6), "AUDIT_RATE": (0.0, 1.0),
     "SNAPSHOT_EVERY": (0, 1 << 30), "CONNECTIONS_PER_ADDRESS": (1, 1 << 20), "IDLE_TIMEOUT": (1.0, 1e6), "DEVICE": ("auto", "cpu", "cuda"),
     "DEBUG": (0, 1), "SIMD": ("auto", "vnni512", "vnni256", "madd", "portable"),
@@ -151,7 +173,9 @@ class Config(types.SimpleNamespace):
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
     def learning_rate(self, step):
-        """Learning rate (float) of the update of `step`."""
+        """Learning rate (float) of the update of `step`; "ztest": the share of the weights that chance would move."""
+        if self.OPTIMIZER == "ztest":
+            return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
         return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
 
 
@@ -204,12 +228,20 @@ def validate(cfg):
             kind = type(_DEFAULTS[name])
             need(type(value) is kind or kind is float and type(value) is int, name, f"must be {_kind(name)}")
             need(rule[0] <= value <= rule[1], name, f"must be from {rule[0]} to {rule[1]}")
-    need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
+    for model, names in _OWN.items():
+        for name in names if model != cfg.MODEL else ():
+            need(getattr(cfg, name) == _DEFAULTS[name], name, f"says nothing to MODEL = {cfg.MODEL}: leave it at {_DEFAULTS[name]}")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
-    need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
-    need(cfg.SEQ_LEN % 8 == 0, "SEQ_LEN", "must be a multiple of 8")
+    if cfg.MODEL == "transformer":
+        need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
+        need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
+        need(cfg.SEQ_LEN % 8 == 0, "SEQ_LEN", "must be a multiple of 8")
+    else:
+        need(cfg.FIXED_POINT <= 7, "FIXED_POINT", "must be at most 7 with MODEL = gru: its divisions are exact so far")
     need(cfg.CHUNK_SIZE % 2 == 0, "CHUNK_SIZE", "must be even: a job is made of antithetic pairs")
     need(cfg.POPULATION_SIZE % cfg.CHUNK_SIZE == 0, "POPULATION_SIZE", f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
+    need(cfg.GROUP_SIZE % 2 == 0 and cfg.POPULATION_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
+         f"must be even, as antithetic pairs read the same tokens, and divide POPULATION_SIZE = {cfg.POPULATION_SIZE}")
     for side in "HOST", "DEVICE":
         if getattr(cfg, side + "_GAUSSIAN"):
             need(getattr(cfg, side + "_MASK") <= 42, side + "_MASK", f"must be at most 42 with {side}_GAUSSIAN: three draws must fit int8")
@@ -226,6 +258,7 @@ def _derive(cfg):
     cfg.N_HEADS = cfg.HIDDEN_DIM // cfg.HEAD_DIM
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
+    cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 

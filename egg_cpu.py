@@ -1,4 +1,5 @@
-"""The CPU engine: evaluation, update, validation and generation in numba, bit for bit as in the SPEC.
+"""The CPU engine: evaluation, update, validation and generation in numba, bit for bit as in the SPEC. Here are the transformer and what
+every model needs; the recurrent model is in `egg_gru`.
 
 One compiled set of kernels serves every configuration (shapes and switches are run-time values), so it is compiled once a machine.
 Work is parallel over antithetic pairs; a pair's activations stay in a core's caches, and all matrix products go through
@@ -30,7 +31,7 @@ def _cache_directory():
     """A directory a state of the sources and product kind, because numba's own key sees neither the other modules, some of whose constants
     are compiled in, nor the kind."""
     here = pathlib.Path(__file__).parent
-    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_simd.py", "egg_model.py", "egg_digest.py"))
+    source = b"".join((here / name).read_bytes() for name in ("egg_cpu.py", "egg_gru.py", "egg_simd.py", "egg_model.py", "egg_digest.py"))
     key = f"cpu-{hashlib.sha256(source + egg_simd.KIND.encode()).hexdigest()[:16]}"
     path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
     try:
@@ -51,7 +52,7 @@ AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIE
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
  LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(egg_model.TABLE))
 
-SGD, MUON, MUON_PARTS, MUON_EPS = egg_model.SGD, egg_model.MUON, egg_model.MUON_PARTS, egg_model.MUON_EPS
+SGD, MUON, ZTEST, MUON_PARTS, MUON_EPS = egg_model.SGD, egg_model.MUON, egg_model.ZTEST, egg_model.MUON_PARTS, egg_model.MUON_EPS
 WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
@@ -81,6 +82,10 @@ class Constants(NamedTuple):
     log_unit: int
     ntt: int
     ntt_prime: int
+    clt: int
+    divisor: int        # gru: of a product over H inputs,
+    divisor_down: int   # ... over 4 H inputs
+    lowest: int         # gru: least value inside the MLP
 
 
 class Weights(NamedTuple):
@@ -156,6 +161,13 @@ def factor(c, overlay, seed, index):
         return f32(f32(weight_64(c, overlay)) / f32(64))
     tail = f32(f32(f32(hash_(u32(seed) + u32(100000), index)) + f32(1)) / f32(4294967296.0))
     return f32(f32(f32(i32(overlay) + 127) / f32(255)) / f32(np.sqrt(tail)))
+
+
+@njit
+def vote_draw(c, r):
+    """The draw as votes count it."""
+    n = draw(r, c.mask, c.gaussian)
+    return n if c.clt else i32(i32(n > 0) - i32(n < 0))
 
 
 @njit
@@ -669,9 +681,9 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
 
 
 @njit
-def choose_token(c, tb, z, seen, penalty, temp, floor, random):
+def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen uint8 [V];
-    penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+    exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
     V = c.V
     scores = np.empty(V, f32)
     best = 0
@@ -686,7 +698,7 @@ def choose_token(c, tb, z, seen, penalty, temp, floor, random):
     weights = np.empty(V, i32)
     for v in range(V):
         d = np.int64(to_int(f32(f32(scores[v] - top) / temp)))
-        weights[v] = tb.exp[min(255, -d)] if d >= floor else 0
+        weights[v] = exp[min(255, -d)] if d >= floor else 0
         total += weights[v]
     threshold = np.int64(random) % total
     running = np.int64(0)
@@ -738,7 +750,7 @@ def input_block(c, t, seeds, signs, x, first, end):
     n = seeds.size
     for r in range(first, end):
         for q in range(n):
-            x[r, q] = np.uint8(i32(draw(hash_(u32(seeds[q] + u32(t[SEED_B])), r), c.mask, c.gaussian) * signs[q]) + i32(128))
+            x[r, q] = np.uint8(i32(vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_B])), r)) * signs[q]) + i32(128))
         for q in range(n, x.shape[1]):
             x[r, q] = 128
 
@@ -753,7 +765,7 @@ def panel_votes(c, t, seeds, x, votes, first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
             s = i32(0)
             for q in range(n):
-                noise[q] = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j), c.mask, c.gaussian)
+                noise[q] = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j))
                 s = i32(s + noise[q])
             for q in range(n):
                 panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
@@ -772,8 +784,8 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
     for i in range(first, end):
         s = i32(0)
         for q in range(seeds.size):
-            a = draw(hash_(u32(seeds[q] + u32(t[SEED_A])), i), c.mask, c.gaussian)
-            b = draw(hash_(u32(seeds[q] + u32(t[SEED_B])), i), c.mask, c.gaussian)
+            a = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_A])), i))
+            b = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_B])), i))
             s = i32(s + i32(i32(a * b) * signs[q]))
         votes[i] = s
 
@@ -823,6 +835,10 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
 @njit
 def move(o, vote, direction, weight, moments):
     """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
+    if o.rule == ZTEST:
+        if vote == 0 or abs(vote) < i32(o.lr):
+            return weight
+        return clip(i32(weight + (i32(1) if vote > 0 else i32(-1))))
     if o.rule == SGD:
         acc = fma(f32(vote), o.lr, moments[2])
     elif o.rule == MUON:
@@ -886,6 +902,54 @@ def word_sums(words, first):
 
 # --- the engine ------------------------------------------------------------------------------------------------------------
 
+class Transformer:
+    """The forward pass of a model as the engine wants it; `egg_gru.Gru` is the other."""
+
+    def __init__(self, cfg, constants, exp):
+        self.cfg, self._constants = cfg, constants
+        self._tables = Tables(exp, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
+                              self._basis(cfg.NTT_CAUSAL))
+        self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
+
+    def evaluate(self, w, windows, seed, first_pair, losses):
+        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of egg_model.windows; seed of the step."""
+        unused = np.empty(0)
+        run_windows(self._constants, w, self._tables, windows, np.int64(seed + first_pair), 1, unused, 0.0, losses, unused)
+
+    def validate(self, w, windows, exp64, unit, nats):
+        """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see run_windows."""
+        run_windows(self._constants, w, self._tables, windows, np.int64(0), 0, exp64, unit, np.empty((0, 2), np.int64), nats)
+
+    def reader(self, w, total):
+        """A function that takes the next tokens of a sequence, `total` tokens at most in all, and gives int32 logits [>= V]."""
+        cfg, c, tables = self.cfg, self._constants, self._tables
+        cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
+        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
+        sequence, start = np.zeros((1, total), np.int32), 0
+
+        def read(tokens):
+            nonlocal cache, tables, start
+            n, room = len(tokens), cache.shape[2]
+            sequence[0, start:start + n] = tokens
+            if start + n > room:
+                room = min(total, max(2 * room, start + n + 64))
+                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                cache[:, :, :start] = old[:, :, :start]
+                tables = tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
+            x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
+            hidden(c, w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)
+            last[0] = x[-1]
+            logits(c, w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
+            start += n
+            return z[0]
+
+        return read
+
+    def _basis(self, causal):
+        return egg_ntt.basis(self.cfg, causal) if self.cfg.NTT_MODE else np.empty((0, 0), np.int64)
+
+
 class CpuEngine:
     """The verbs of an engine on a State in this process's memory.
 
@@ -903,23 +967,22 @@ class CpuEngine:
         self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         self.name = f"cpu {egg_simd.KIND} x{self.threads}"
         exp = egg_model.exp_table(cfg)
-        exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
+        self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
             cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN,
             cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_LOGIT,
             cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
-            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg), int(cfg.NTT_MODE != 0), egg_ntt.PRIME.get(cfg.NTT_MODE, 0))
-        self._tables = Tables(exp256, egg_model.gelu_table().view(np.uint8) ^ 128, egg_model.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
-                              self._basis(cfg.NTT_CAUSAL))
+            int(cfg.LOSS == "exact"), egg_model.log_unit(cfg), int(cfg.NTT_MODE != 0), egg_ntt.PRIME.get(cfg.NTT_MODE, 0), cfg.USE_CLT,
+            egg_model.divisor(cfg, cfg.HIDDEN_DIM), egg_model.divisor(cfg, 4 * cfg.HIDDEN_DIM), 0 if cfg.MLP_RELU else -127)
+        if cfg.MODEL == "gru":
+            import egg_gru                                   # it builds on this module
+        self._model = (egg_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
         self._layout()
         self.load(egg_model.initial_state(cfg))
 
-    def _basis(self, causal):
-        return egg_ntt.basis(self.cfg, causal) if self.cfg.NTT_MODE else np.empty((0, 0), np.int64)
-
     def _layout(self):
         """Where each stored array lies in the flat buffers, as the kernels' table."""
-        table = np.zeros((len(egg_model.TABLE), self.cfg.N_LAYERS, len(FIELDS)), np.int64)
+        table = np.zeros((len(egg_model.table(self.cfg)), self.cfg.N_LAYERS, len(FIELDS)), np.int64)
         packed = corrections = 0
         self._tensors = egg_model.tensors(self.cfg)
         for t in self._tensors:
@@ -938,10 +1001,10 @@ class CpuEngine:
         self.step, self.seed = state.step, state.seed
         self._pack()
 
-    def _spread(self, n, work, cost=1 << 30):
+    def _spread(self, n, work, cost=1 << 30, together=1):
         """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results. cost: elementary
-        operations of the whole, so that what is shorter than a hand-over is done here."""
-        step = max(1, -(-n // (4 * self.threads)))
+        operations of the whole, so that what is shorter than a hand-over is done here. together: what is not to be cut apart."""
+        step = max(1, -(-n // (4 * self.threads * together))) * together
         if self.threads == 1 or n <= 1 or cost < WORTH_A_THREAD:
             return [work(0, n)]
         return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
@@ -972,9 +1035,9 @@ class CpuEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = egg_model.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
-        losses, unused = np.zeros((count // 2, 2), np.int64), np.empty(0)
-        self._spread(count // 2, lambda a, b: run_windows(self._constants, self._w, self._tables, windows[a:b],
-                                                          np.int64(self.seed + first // 2 + a), 1, unused, 0.0, losses[a:b], unused))
+        losses = np.zeros((count // 2, 2), np.int64)
+        self._spread(count // 2, lambda a, b: self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b]),
+                     together=self._model.together)
         return losses.ravel()
 
     def update(self, fitness):
@@ -1001,7 +1064,7 @@ class CpuEngine:
                 if t.matrix:
                     self._rescale(t.overlay_b, changed_rows)
         self._pack()
-        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.seed = egg_model.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return int(changed)
 
@@ -1040,51 +1103,37 @@ class CpuEngine:
         part[:] = np.clip(part + by, -127, 127)
 
     def validate(self, windows):
-        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int [n, SEQ_LEN + 1] windows."""
+        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows
+        [n, SEQ_LEN + 1] (gru: of any length)."""
         windows = np.ascontiguousarray(windows, np.int32)
         nats, unit = np.zeros(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
-        exp64, unused = np.exp(-np.arange(8192) * unit), np.empty((0, 2), np.int64)
-        self._spread(len(windows), lambda a, b: run_windows(self._constants, self._w, self._tables, windows[a:b], np.int64(0), 0,
-                                                            exp64, unit, unused, nats[a:b]))
+        exp64 = np.exp(-np.arange(8192) * unit)
+        self._spread(len(windows), lambda a, b: self._model.validate(self._w, windows[a:b], exp64, unit, nats[a:b]),
+                     together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = egg_model.sampling(self.cfg, temp, min_p, penalty)
-        cfg, c = self.cfg, self._constants
-        total, room = len(prompt) + count, 0
-        cache = np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)              # keys, values; grows as it fills
-        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
-        seen = np.zeros(cfg.VOCAB_SIZE, np.uint8)
-        new, start = egg_model.checked_prompt(cfg, prompt).reshape(1, -1), 0
-        sequence = np.zeros((1, total), np.int32)
+        cfg = self.cfg
+        new = egg_model.checked_prompt(cfg, prompt)
+        read, seen, position = self._model.reader(self._w, len(new) + count), np.zeros(cfg.VOCAB_SIZE, np.uint8), len(new) - 1
         for _ in range(count):
-            seen[new[0]] = 1
-            n = new.shape[1]
-            sequence[:, start:start + n] = new
-            if start + n > room:
-                room = min(total, max(2 * room, start + n + 64))
-                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
-                cache[:, :, :start] = old[:, :, :start]
-                tables = self._tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
-            x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, self._w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)
-            last[0] = x[-1]
-            logits(c, self._w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
-            start += n
-            token = choose_token(c, tables, z[0], seen, s.penalty, s.temp, s.floor, egg_model.sampling_random(seed, start - 1))
+            seen[new] = 1
+            token = choose_token(self._constants, self._exp, read(new), seen, s.penalty, s.temp, s.floor,
+                                 egg_model.sampling_random(seed, position))
             yield int(token)
-            new = np.array([[token]], np.int32)
+            new, position = np.array([token], np.int32), position + 1
 
 
 def warm_up(cfg, say=print):
     """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
     started = time.monotonic()
-    compiled = any(pathlib.Path(CACHE).rglob("egg_cpu.choose_token-*.nbi"))         # the last to be compiled
+    last = "egg_gru.next_logits" if cfg.MODEL == "gru" else "egg_cpu.hidden"        # of the last to be compiled
+    compiled = any(pathlib.Path(CACHE).rglob(f"{last}-*.nbi"))
     say(f"{'loading' if compiled else 'compiling'} the CPU engine ({egg_simd.KIND}) ...")
-    small = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
-                            USE_MUON=1)
+    small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
+                            MODEL=cfg.MODEL, USE_MUON=1)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
     engine.evaluate(0, 2)
     engine.update(np.ones(1, np.int8))

@@ -1,6 +1,6 @@
 """The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `egg_cpu`.
 
-Forward pass: `egg_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as
+Forward pass: `egg_kernels`, of the recurrent model `egg_gru_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as
 CUDA graphs, windows and token choice on the device.
 """
 
@@ -163,8 +163,9 @@ I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    T, V, H, pairs = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.N_PAIRS
-    last, same = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0
+    T, V, H, before = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.STATE_TOKENS
+    last, same, groups, per_group = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    width = before + T + 1
     hash32 = egg_kernels.build_noise(cfg).hash32
     mixed, halves = egg_kernels.device(egg_digest.mixed), egg_kernels.device(egg_digest.halves)
 
@@ -179,13 +180,14 @@ def build(cfg, token_type):
         return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
 
     def cut_windows(tokens, place, windows):
-        """windows int32 [n (T + 1)]: of the pairs place[1] on, in a step whose first window starts at place[0] (SPEC 7)."""
+        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0] (egg_model.windows)."""
         i = cuda.grid(1)
         if i < windows.size:
-            row = i // (T + 1)
-            stride = int64(0) if same else tokens.size // pairs
-            start = (place[0] + (place[1] + row) * stride) % (tokens.size - T)
-            windows[i] = int32(tokens[start + (i - row * (T + 1))])
+            row = i // width
+            stride = int64(0) if same else tokens.size // groups
+            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
+            at = start + (i - row * width) - before
+            windows[i] = int32(tokens[at + tokens.size if at < 0 else at])
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
@@ -411,7 +413,7 @@ class CudaEngine:
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free memory."""
-        forward, stream, width = self._forward, self.stream, self.cfg.SEQ_LEN + 1
+        forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
         weights, packed, overlay = self._weights, self._packed, self._overlay
         tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
         windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
@@ -435,7 +437,7 @@ class CudaEngine:
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
         self.stream.synchronize()
-        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.seed = egg_model.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return int(changed[0])
 
@@ -453,18 +455,18 @@ class CudaEngine:
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
-        [n, SEQ_LEN + 1] windows."""
-        forward, T = self._forward, self.cfg.SEQ_LEN
+        [n, SEQ_LEN + 1] windows (gru: of any length)."""
         windows = np.ascontiguousarray(windows, np.int32)
-        most = largest(forward.clean_scratch_bytes, len(windows), cuda.current_context().get_memory_info().free // 2)
+        forward, T = self._forward, windows.shape[1] - 1
+        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), cuda.current_context().get_memory_info().free // 2)
         if len(windows) and not most:
             raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
-        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most))), np.int8)
+        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
             nats = cuda.device_array(len(part) * T, np.float64)
-            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), scratch,
+            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), T, scratch,
                              nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
@@ -568,7 +570,7 @@ def bench(cfg, tokens, device):
     silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
     rate("the same without noise", chunk, silent)
     print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = egg_model.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))
+    windows = egg_model.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)

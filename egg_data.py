@@ -210,7 +210,7 @@ def _warn(line):
 
 class Validation(NamedTuple):
     """Held-out windows. engine.validate(windows) gives (nats, number of targets) for them."""
-    windows: np.ndarray      # int32 [n, SEQ_LEN + 1]: a row's inputs are row[:-1], its targets row[1:]
+    windows: np.ndarray      # int32 [n, VALIDATE_WINDOW or SEQ_LEN, + 1]: a row's inputs are row[:-1], its targets row[1:]
     n_bytes: int             # bytes the targets stand for; without a decoding the number of targets
     unit: str                # "bits/byte" or "bits/token"
 
@@ -234,7 +234,7 @@ def open_validation(cfg, decoding, warn=None):
 
 def held_out(cfg, tokens, path, decoding, most=0):
     """A Validation on `tokens`, those of the file `path`: `most` of them at most, in windows spread evenly; 0: all. Raises DataError."""
-    length = cfg.SEQ_LEN
+    length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
     there = (tokens.size - 1) // length

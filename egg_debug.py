@@ -206,7 +206,9 @@ def trace(cfg, state, tokens):
     """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight array.
 
     tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or with "head" and
-    `attention_statistics`; layer -1 is what stands outside the layers."""
+    `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
+    if cfg.MODEL != "transformer":
+        raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
     window = egg_model.windows(cfg, tokens, state.step, 0, 1)[0]
     position, parts = min(POSITION, cfg.SEQ_LEN - 1), []
 
@@ -218,7 +220,7 @@ def trace(cfg, state, tokens):
             parts.append({"layer": layer, "name": name, **statistics(values[position])})
 
     Reading(cfg, state, see).hidden(window[:position + 1], state.seed, 1)
-    weights = [{"layer": t.layer if egg_model.TABLE[t.param].per_layer else -1, "name": t.name,
+    weights = [{"layer": t.layer if t.per_layer else -1, "name": t.name,
                 **statistics(state.weights[t.weights:t.weights + t.size])} for t in egg_model.tensors(cfg)]
     return {"step": state.step, "member": 0, "position": position, "parts": parts, "weights": weights}
 

@@ -135,7 +135,7 @@ class Run:
 
     def _advance(self, at):
         self._offsets.append(at)
-        self.seed = egg_model.next_seed(self.seed, self.step)
+        self.seed = egg_model.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _remember(self, step, body):
@@ -285,7 +285,7 @@ def read_cpp_checkpoints(cfg, directory):
     out, seed, size = [], egg_model.INITIAL_SEED, egg_model.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
-        seed = egg_model.next_seed(seed, step - 1)
+        seed = egg_model.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         with open(path, "rb") as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         if len(data) < CPP_CHECKPOINT.size:

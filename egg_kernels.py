@@ -1,4 +1,5 @@
-"""The forward pass on CUDA: noise, and every kernel of evaluation, validation and single-token generation (SPEC 2 to 7).
+"""The transformer's forward pass on CUDA: noise, and every kernel of evaluation, validation and single-token generation (SPEC 2 to 7);
+`egg_gru_kernels` has that of the recurrent model, with the same interface.
 
 What the CUDA engine uses:
 
@@ -8,14 +9,14 @@ What the CUDA engine uses:
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (egg_ptx.allow_shared) before the first launch
         .tables()       uploads the constant tables; call once on the device, before the launches below
-        .scratch_bytes(pairs), .clean_scratch_bytes(windows)    size of the int8 device array `scratch` of a call
+        .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
                         after every change of the weights. weights: int8, the flat canonical array of egg_model.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd member.
-                        overlay: int8, flat as in State; windows: int32 [pairs, T + 1], the tokens of these pairs;
+                        overlay: int8, flat as in State; windows: int32, egg_model.windows of these pairs;
                         job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python ints
-        .validate(stream, weights, packed, windows, count, scratch, nats)
+        .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32 [count, T + 1]
         .cache_bytes(positions), .token_scratch_bytes
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
@@ -917,6 +918,33 @@ def _pack_kernel():
 
 # --- one token at a time, without noise ----------------------------------------------------------------------------------------------
 
+def matrix_vector(K):
+    @device
+    def multiply(x, at_x, packed, at, columns, y, at_y, t):
+        """y[at_y + c] = x . column c of a packed matrix, x from word at_x on: a warp makes eight columns."""
+        lane = t & 31
+        for block in range(t >> 5, columns // 8, 32):
+            s = int32(0)
+            base = at + block * (2 * K) + lane
+            for piece in range(K // 16):
+                s = egg_ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
+            s = quad_sum(s)
+            if (lane & 3) == 0:
+                y[at_y + block * 8 + (lane >> 2)] = s
+    return multiply
+
+
+@device
+def block_sum(x, part, t):
+    """Sum over a block of 1024 threads; part: 32 words of shared memory."""
+    x = egg_ptx.warp_sum(x)
+    cuda.syncthreads()
+    if (t & 31) == 0:
+        part[t >> 5] = x
+    cuda.syncthreads()
+    return egg_ptx.warp_sum(part[t & 31])
+
+
 def _token_kernel(cfg):
     """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is a channel.
 
@@ -927,31 +955,7 @@ def _token_kernel(cfg):
     WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
 
-    def matrix_vector(K):
-        @device
-        def multiply(x, at_x, packed, at, columns, y, at_y, t):
-            """y[at_y + c] = x . column c of a packed matrix, x from word at_x on: a warp makes eight columns."""
-            lane = t & 31
-            for block in range(t >> 5, columns // 8, 32):
-                s = int32(0)
-                base = at + block * (2 * K) + lane
-                for piece in range(K // 16):
-                    s = egg_ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
-                s = quad_sum(s)
-                if (lane & 3) == 0:
-                    y[at_y + block * 8 + (lane >> 2)] = s
-        return multiply
-
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
-
-    @device
-    def block_sum(x, part, t):
-        x = egg_ptx.warp_sum(x)
-        cuda.syncthreads()
-        if (t & 31) == 0:
-            part[t >> 5] = x
-        cuda.syncthreads()
-        return egg_ptx.warp_sum(part[t & 31])
 
     @device
     def block_max(x, part, t):
@@ -1316,7 +1320,7 @@ class Forward:
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]
 
-    def clean_scratch_bytes(self, windows):
+    def clean_scratch_bytes(self, windows, length):
         return self._clean.layout(blocks(windows, 2))[2]
 
     def pack(self, stream, weights, packed):
@@ -1327,7 +1331,7 @@ class Forward:
         self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset, pairs, scratch,
                            losses)
 
-    def validate(self, stream, weights, packed, windows, count, scratch, nats):
+    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count, self._tables.no_job, 0,
                            blocks(count, 2), scratch, nats)
 
@@ -1348,4 +1352,7 @@ class Forward:
 
 def build_forward(cfg, cc, shared_limit, silent=False):
     """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
+    if cfg.MODEL == "gru":
+        import egg_gru_kernels                                # it builds on this module
+        return egg_gru_kernels.Forward(cfg, shared_limit, silent)
     return Forward(cfg, cc, shared_limit, silent)

@@ -1,10 +1,13 @@
-"""The model as one table: from TABLE come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests.
+"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests.
 
+TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg; `table` says which one a configuration has.
 Nothing here knows of devices or sockets; arrays are NumPy. SPEC sections 2, 3, 6.
 """
 
 import functools
 import hashlib
+import math
+import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ class Param(NamedTuple):
     start: object = None    # initial value of a vector; None: random draws
     per_layer: bool = False
     lr_scale: float = 1.0   # factor on the learning rate
+    looked_up: bool = False  # a table whose columns are looked up; the transformer's embedding is multiplied as well
     needs: str = ""         # constant without which (0) the model does not have it
 
 
@@ -27,9 +31,9 @@ H, H4, V, BYTE = "H", "4H", "V", "256"
 TABLE = (
     Param("embedding", (H, V), 0, H),
     Param("emb_bias", (H,), 50, 51, 0, lr_scale=0.1),
-    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, needs="NTT_MODE"),
-    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, needs="NTT_MODE"),
-    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, needs="NTT_MODE"),
+    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
+    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
+    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
     Param("ln_init", (H,), 500, 501, 16),
     Param("ln_init_bias", (H,), 502, 503, 0),
     Param("w_emb_mlp_up", (H, H4), 510, 511),
@@ -51,13 +55,28 @@ TABLE = (
     Param("ln_f", (H,), 900, 901, 16),
     Param("ln_f_bias", (H,), 910, 911, 0),
 )
+GRU_TABLE = (
+    Param("embedding", (H, V), 10, 11, looked_up=True),
+    Param("head", (H, V), 20, 21),
+    Param("ln_1", (H,), 100, 101, 16, True),
+    Param("w_f", (H, H), 200, 201, None, True),
+    Param("u_f", (H, H), 202, 203, None, True),
+    Param("b_f", (H,), 210, 211, 0, True),
+    Param("w_h", (H, H), 204, 205, None, True),
+    Param("u_h", (H, H), 206, 207, None, True),
+    Param("b_h", (H,), 212, 213, 0, True),
+    Param("ln_2", (H,), 300, 301, 16, True),
+    Param("w_up", (H, H4), 400, 401, None, True),
+    Param("w_down", (H4, H), 402, 403, None, True),
+    Param("ln_f", (H,), 900, 901, 16),
+)
 INDEX = {p.name: i for i, p in enumerate(TABLE)}
 LAYER_SEED = 1000           # seed distance of two layers
 
 
 class Tensor(NamedTuple):
     """One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`."""
-    param: int              # index into TABLE
+    param: int              # index into the table
     name: str
     layer: int
     rows: int               # inputs; 1 for a vector
@@ -69,30 +88,27 @@ class Tensor(NamedTuple):
     overlay_a: int          # first entry in State.overlay that scales stream a
     overlay_b: int          # ... that scales stream b (vector: the same as overlay_a)
     lr_scale: float
+    per_layer: bool
+    product: bool           # activations are multiplied by it: every matrix that is not only looked up in
+    hidden: bool            # a matrix from hidden units to hidden units: those that Muon moves
 
     @property
     def size(self):
         return self.rows * self.cols
-
-    @property
-    def product(self):
-        """Whether activations are multiplied by it: every matrix, but not the tables of bytes."""
-        return self.matrix and BYTE not in TABLE[self.param].shape
-
-    @property
-    def hidden(self):
-        """Whether it is a matrix from hidden units to hidden units: those that Muon moves."""
-        return self.product and V not in TABLE[self.param].shape
 
 
 def width(symbol, cfg):
     return {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}[symbol]
 
 
+def table(cfg):
+    return TABLE if cfg.MODEL == "transformer" else GRU_TABLE
+
+
 def tensors(cfg):
     """Every stored array in canonical order: a list of Tensor."""
     out, weights, overlay = [], 0, 0
-    for i, p in enumerate(TABLE):
+    for i, p in enumerate(table(cfg)):
         if p.needs and not getattr(cfg, p.needs):
             continue
         layers = cfg.N_LAYERS if p.per_layer else 1
@@ -110,7 +126,8 @@ def tensors(cfg):
                 side_a = side_b = overlay + layer * cols
             b = p.a + cfg.HIDDEN_DIM if lookup else p.b
             out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer, b + LAYER_SEED * layer,
-                              side_a, side_b, p.lr_scale))
+                              side_a, side_b, p.lr_scale, p.per_layer, matrix and not p.looked_up,
+                              matrix and not p.looked_up and V not in p.shape))
             weights += rows * cols
         overlay += layers * (first + second if matrix else cols)
     return out
@@ -131,6 +148,11 @@ def products_per_token(cfg):
     return sum(t.size for t in tensors(cfg) if t.product)
 
 
+def divisor(cfg, inputs):
+    """By what the gru divides a product over so many inputs, rounding down."""
+    return (1 << cfg.FIXED_POINT) * math.isqrt(inputs)
+
+
 class State:
     """What training changes, as flat arrays in canonical order: weights int8 [n], moments float32 [n, 3] (m, v, acc),
     overlay int8 [k]. `step` updates have been applied; `seed` is the seed of the next step's evaluation."""
@@ -148,12 +170,12 @@ class State:
 def initial_state(cfg):
     """State before the first update (SPEC 3)."""
     weights = np.zeros(n_weights(cfg), np.int8)
-    arrays = tensors(cfg)
+    arrays, params = tensors(cfg), table(cfg)
     for t in arrays:
-        if TABLE[t.param].start is not None:
-            weights[t.weights:t.weights + t.size] = TABLE[t.param].start
+        if params[t.param].start is not None:
+            weights[t.weights:t.weights + t.size] = params[t.param].start
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
-    drawn = sorted((t for t in arrays if TABLE[t.param].start is None), key=lambda t: (TABLE[t.param].per_layer, t.layer, t.param))
+    drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (params[t.param].per_layer, t.layer, t.param))
     draws = np.asarray(_xorshift(42, sum(t.size for t in drawn)))
     values = uniform_noise(draws, cfg.HOST_MASK, cfg.HOST_GAUSSIAN)
     at = 0
@@ -190,9 +212,9 @@ def hash32(seed, index):
     return x ^ x >> 16
 
 
-def next_seed(seed, step):
-    """Seed of step + 1 from the seed of `step`."""
-    return hash32(seed, step + 1)
+def next_seed(seed, step, reuse=1):
+    """Seed of step + 1 from the seed of `step`, which is kept for `reuse` steps (0: for ever)."""
+    return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
 
 
 def uniform_noise(draws, mask, gaussian):
@@ -271,6 +293,8 @@ def chunk_fitness(losses, cfg):
 
     With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its power."""
     d = (losses[1::2].astype(np.int64) - losses[0::2]).astype(np.int64)
+    if cfg.FAST_FITNESS:
+        return np.sign(d).astype(np.int8)
     if cfg.CHUNK_MEAN_FILTER:
         m = float(np.mean(d, dtype=np.float64)) / cfg.LOSS_SCALE
         if m != 0:
@@ -318,18 +342,21 @@ def log_unit(cfg):
 
 
 def window_starts(cfg, n_tokens, step, first_pair, pairs):
-    """int64 [pairs]: first token of each pair's window (SPEC 7)."""
-    stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_PAIRS
-    return (step * cfg.SEQ_LEN + np.arange(first_pair, first_pair + pairs, dtype=np.int64) * stride) % (n_tokens - cfg.SEQ_LEN)
+    """int64 [pairs]: first token of each pair's window (SPEC 7). A group of pairs follows a stream: it begins where the share of the
+    group before ends, and every step goes on by a window."""
+    stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
+    groups = np.arange(first_pair, first_pair + pairs, dtype=np.int64) // (cfg.GROUP_SIZE // 2)
+    return (step * cfg.SEQ_LEN + groups * stride) % (n_tokens - cfg.SEQ_LEN)
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, SEQ_LEN + 1]: inputs and targets of each pair's window."""
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before its beginning),
+    then its inputs and targets."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
-    return np.asarray(tokens[starts[:, None] + np.arange(cfg.SEQ_LEN + 1)], np.int32)
+    return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)
 
 
-ADAMW, SGD, MUON = range(3)
+ADAMW, SGD, MUON, ZTEST = range(4)
 
 # Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a fixed order:
 #   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first (transposed where there are more rows)
@@ -342,7 +369,8 @@ MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 
 
 
 class Optimizer(NamedTuple):
-    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote) or MUON."""
+    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON, or ZTEST (lr is then the smallest vote
+    that moves a weight, a whole number)."""
     rule: int
     lr: float
     beta1: float
@@ -355,16 +383,26 @@ class Optimizer(NamedTuple):
     size: float
 
 
+def least_vote(cfg, alpha):
+    """The size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t * isqrt(pairs) * 256, where
+    t / 16 is the quantile of the normal distribution, and 256 the variance of a product of two draws (1 for signs). A whole number."""
+    t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
+    return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
+
+
 def optimizer(cfg, lr, t):
-    """The Optimizer constants of one Tensor for learning rate `lr`."""
-    rule = MUON if cfg.USE_MUON and t.hidden else SGD if cfg.OPTIMIZER == "sgd" else ADAMW
+    """The Optimizer constants of one Tensor for what cfg.learning_rate gives."""
+    rule = MUON if cfg.USE_MUON and t.hidden else {"adamw": ADAMW, "sgd": SGD, "ztest": ZTEST}[cfg.OPTIMIZER]
     scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
-    lr = np.float32(np.float32(lr) * np.float32(scale)) if scale != 1.0 else np.float32(lr)
+    rate = np.float32(np.float32(lr) * np.float32(scale)) if scale != 1.0 else np.float32(lr)
+    if rule == SGD:
+        rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
+    elif rule == ZTEST:
+        rate = np.float32(least_vote(cfg, lr))
     b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
     one = np.float32(1)
-    return Optimizer(rule, np.float32(float(lr) / cfg.N_PAIRS ** 0.5) if rule == SGD else lr, b1, one - b1, b2, one - b2,
-                     np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY), np.float32(cfg.MUON_MOMENTUM),
-                     np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY),
+                     np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 
 def muon_coefficients(cfg):
@@ -405,7 +443,7 @@ def sampling_random(seed, position):
 def describe(cfg):
     """str: a table of the parameters, then what model, optimizer and a step take."""
     rows, arrays = [("component", "dimensions", "parameters", "layers", "total", "size")], tensors(cfg)
-    for i, p in enumerate(TABLE):
+    for i, p in enumerate(table(cfg)):
         mine = [t for t in arrays if t.param == i]
         if not mine:
             continue
@@ -419,17 +457,28 @@ def describe(cfg):
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
-    attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)            # scores and weighted values over (T + 1) / 2 positions on average
-    token = products_per_token(cfg) + attention
+    bytes_told = " (bytes)" if cfg.VOCAB_SIZE == 256 else ""
+    if cfg.MODEL == "gru":
+        token = products_per_token(cfg)
+        model = f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.VOCAB_SIZE:,} tokens{bytes_told}; windows of {T}"
+        work = f"{token:,} multiply-adds"
+        if cfg.STATE_TOKENS:
+            work += f", and {cfg.STATE_TOKENS / T / cfg.GROUP_SIZE:.0%} more for the state a window begins with"
+            token *= 1 + cfg.STATE_TOKENS / T / cfg.GROUP_SIZE
+    else:
+        attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)        # scores and weighted values over (T + 1) / 2 positions on average
+        token = products_per_token(cfg) + attention
+        model = (f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
+                 f"{bytes_told}; head and embedding are one matrix")
+        work = f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"
     packed = -(-cfg.CHUNK_SIZE // 10), -(-cfg.N_PAIRS // 5)        # five pairs a byte
     sides = [sorted((t.rows, t.cols)) for t in arrays if optimizer(cfg, 1.0, t).rule == MUON]
     muon = MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
     facts = (
-        ("model", f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
-                  f"{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}; head and embedding are one matrix"),
+        ("model", model),
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
         *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
-        ("a token", f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"),
+        ("a token", work),
         ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
         ("on the wire", f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every worker"),

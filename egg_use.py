@@ -226,7 +226,7 @@ def read_tensors(path):
 
 def tensor_name(t):
     """The name of a stored array (egg_model.Tensor) in a safetensors file."""
-    return f"layers.{t.layer}.{t.name}" if egg_model.TABLE[t.param].per_layer else t.name
+    return f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
 
 
 def to_arrays(cfg, state, full):

@@ -127,7 +127,8 @@ A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
     pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
-    masks, gaussian, sgd, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), cfg.OPTIMIZER == "sgd", bool(cfg.USE_MUON)
+    masks, gaussian, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
+    sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
     noise = build_noise(cfg).noise
     o, muon_size = egg_model.optimizer(cfg, 1.0, egg_model.tensors(cfg)[0]), float32(np.float32(egg_model.MUON_SIZE))
     beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
@@ -149,6 +150,18 @@ def build(cfg, wgmma):
         m = uint32(uint32(p >> uint32(1)) & masks)
         m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
         return uint32(m ^ uint32(minus << uint32(7)))
+
+    @device
+    def four_votes(x):
+        """The draws of four_draws as votes count them."""
+        word = four_draws(x)
+        if signs:
+            minus = uint32(uint32(word >> uint32(7)) & uint32(0x01010101))
+            some = uint32(word | uint32(uint32(word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F)))
+            some = uint32(uint32(some >> uint32(7)) & uint32(0x01010101))
+            # 1, -1 or 0 in each byte
+            word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
+        return word
 
     @device
     def place(rows, row, n):
@@ -174,7 +187,7 @@ def build(cfg, wgmma):
             steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
         for _ in range(steps):
             if uint32(n - low) < uint32(high - low):
-                draws = four_draws(uint32(x + uint32(n)))
+                draws = four_votes(uint32(x + uint32(n)))
                 if shift >= 0:
                     minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
                     draws = negated(uint32(draws & some), minus)
@@ -335,30 +348,36 @@ def build(cfg, wgmma):
                 at = int64(base) + i
                 vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
                 votes[at] = 0
-                if direction >= 0:
-                    rows = size // cols
-                    r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
-                    x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
-                    long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
-                    u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
-                    acc = libdevice.fmaf_rn(float32(-rate), u, acc)
-                elif sgd:
-                    acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
-                else:
-                    g = libdevice.int2float_rn(int32(-vote))
-                    m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
-                    v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2, libdevice.fmul_rn(moments[at, 1], beta2))
-                    u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
-                    u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
-                    acc = libdevice.fmaf_rn(float32(-rate), u, acc)
-                    moments[at, 0], moments[at, 1] = m, v
                 move = int32(0)
-                if acc >= float32(1):
-                    move = int32(1 if weight < 127 else 0)
-                    acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
-                elif acc <= float32(-1):
-                    move = int32(-1 if weight > -127 else 0)
-                    acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
+                if ztest:
+                    if vote > 0 and vote >= int32(rate):
+                        move = int32(1 if weight < 127 else 0)
+                    elif vote < 0 and -vote >= int32(rate):
+                        move = int32(-1 if weight > -127 else 0)
+                else:
+                    if direction >= 0:
+                        rows = size // cols
+                        r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
+                        x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
+                        long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
+                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
+                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                    elif sgd:
+                        acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
+                    else:
+                        g = libdevice.int2float_rn(int32(-vote))
+                        m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
+                        v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2, libdevice.fmul_rn(moments[at, 1], beta2))
+                        u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
+                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
+                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                        moments[at, 0], moments[at, 1] = m, v
+                    if acc >= float32(1):
+                        move = int32(1 if weight < 127 else 0)
+                        acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
+                    elif acc <= float32(-1):
+                        move = int32(-1 if weight > -127 else 0)
+                        acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
                 moments[at, 2] = acc
                 moved = move != 0
                 if moved:

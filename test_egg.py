@@ -304,33 +304,25 @@ def test_recorded_generation(step):
         logits = last_logits(engine, recorded[:t + 1])
         np.subtract.at(logits, recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty
-        token = egg_cpu.choose_token(c, engine._tables, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
+        token = egg_cpu.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
                                      egg_model.sampling_random(engine.seed, t))
         assert token == recorded[t + 1], t
 
 
 def last_logits(engine, tokens):
-    """int32 [VOCAB_SIZE]: the engine's logits after a sequence of at most SEQ_LEN tokens."""
-    cfg = engine.cfg
-    n = len(tokens)
-    keys, values = (np.zeros((cfg.N_LAYERS, n, cfg.HIDDEN_DIM), np.int8) for _ in range(2))
-    x, last = np.empty((n, cfg.HIDDEN_DIM), np.uint8), np.zeros((egg_simd.ROWS, cfg.HIDDEN_DIM), np.uint8)
-    egg_cpu.hidden(engine._constants, engine._w, engine._tables, np.uint32(0), 0, tokens.reshape(1, -1), 1, n, 0, keys, values, x)
-    last[0] = x[-1]
-    z = np.empty((egg_simd.ROWS, -(-cfg.VOCAB_SIZE // 32) * 32), np.int32)
-    egg_cpu.logits(engine._constants, engine._w, 0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), 1, 0, last, 1, z)
-    return z[0, :cfg.VOCAB_SIZE].copy()
+    """int32 [VOCAB_SIZE]: the engine's logits after a sequence of tokens."""
+    return engine._model.reader(engine._w, len(tokens))(tokens)[:engine.cfg.VOCAB_SIZE].copy()
 
 
 def test_sampling():
     """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2)
     engine = egg_cpu.CpuEngine(cfg)
-    c, tables, unseen = engine._constants, engine._tables, np.zeros(256, np.uint8)
+    c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
 
     def choose(z, seen=unseen, random=0, **settings):
         s = egg_model.sampling(cfg, **settings)
-        return egg_cpu.choose_token(c, tables, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+        return egg_cpu.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
     z[[7, 99, 200]] = 10, 8, 4
