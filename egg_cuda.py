@@ -1,7 +1,7 @@
 """The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `egg_cpu`.
 
-Forward pass: `egg_kernels`, of the recurrent model `egg_gru_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept on disk, launch sequences replayed as
-CUDA graphs, windows and token choice on the device.
+Forward pass: `egg_kernels`, of the recurrent model `egg_gru_kernels`. Update: `egg_votes`. Here: device memory, compiled kernels kept
+on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
 import fcntl
@@ -186,8 +186,7 @@ def build(cfg, token_type):
             row = i // width
             stride = int64(0) if same else tokens.size // groups
             start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
-            at = start + (i - row * width) - before
-            windows[i] = int32(tokens[at + tokens.size if at < 0 else at])
+            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
