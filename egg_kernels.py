@@ -1124,7 +1124,7 @@ class _Packing:
     def __init__(self, cfg):
         self.at, self.copies, end = {}, [], 0
         for t in egg_model.tensors(cfg):
-            if t.product:
+            if t.product or t.name == "embedding":           # whose columns are looked up there too
                 self.at[t.name, t.layer] = end
                 padded = blocks(t.cols, TILE) * TILE
                 self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))

@@ -19,7 +19,7 @@ import egg_net
 import egg_train
 import test_cluster
 import test_gpu
-from test_egg import hashes, truncated, wrap
+from egg_debug import hashes, truncated, wrap
 
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64, STATE_TOKENS=5, GROUP_SIZE=4,
              ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0, FAST_FITNESS=1,
@@ -297,7 +297,7 @@ class Drifting(Engine):
 
 # the numbers of test_net.CFG, whose peers are among the troublemakers
 CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
-                           "DIGEST_EVERY": 1, "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
+                           "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
 
 
 def undisturbed(steps, cfg):
