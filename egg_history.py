@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import pyzstd
 
+import egg_config
 import egg_model
 
 FILE = "history.egg"
@@ -401,6 +402,12 @@ def kept(cfg):
     return json.loads(json.dumps(constants))
 
 
+def essential(cfg):
+    """The constants of `kept` that are not as in egg_config.py: later constants leave it as it is."""
+    default = kept(egg_config.make())
+    return {k: v for k, v in kept(cfg).items() if v != default[k]}
+
+
 def difference(there, here, where=("there", "here")):
     """The constants in which two configurations differ, as one text; "" where they agree."""
     return "; ".join(f"{k} = {there.get(k, 'unknown')} {where[0]}, {here.get(k, 'unknown')} {where[1]}"
@@ -435,6 +442,7 @@ def _read_header(pread, size, name):
 def _check_header(cfg, pread, size, name):
     """(bytes of the header, Start). Raises HistoryError where it is not one of ours, or of another configuration."""
     header, length = _read_header(pread, size, name)
-    if differ := difference(header["config"], kept(cfg)):
+    # a constant that is newer than the run had no say in it, as its default has none
+    if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
         raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
     return length, Start(**header.get("start", {}))

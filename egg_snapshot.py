@@ -58,7 +58,7 @@ def data_digest(tokens):
 
 def config_digest(cfg):
     """bytes [32] over the constants that make the model what it is."""
-    return hashlib.sha256(json.dumps(egg_history.kept(cfg), sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(egg_history.essential(cfg), sort_keys=True).encode()).digest()
 
 
 def sizes(cfg):

@@ -597,6 +597,17 @@ def test_history_keeps_every_step(tmp_path):
     again.close()
 
 
+def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
+    """It is the run that the default of that constant makes; with another value it is another run."""
+    kept = egg_history.kept
+    monkeypatch.setattr(egg_history, "kept", lambda cfg: {k: v for k, v in kept(cfg).items() if k != "NTT_MODE"})
+    egg_history.open_run(CFG, str(tmp_path)).close()
+    monkeypatch.undo()
+    egg_history.open_run(CFG, str(tmp_path)).close()
+    with pytest.raises(egg_history.HistoryError, match="NTT_MODE = 0 there, 1 here"):
+        egg_history.open_run(egg_config.make(**{**CFG.constants(), "NTT_MODE": 1}), str(tmp_path))
+
+
 def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
     packed = filled(tmp_path / "a", 3)
     data = (tmp_path / "a" / egg_history.FILE).read_bytes()
