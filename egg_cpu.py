@@ -926,17 +926,18 @@ class Transformer:
         cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
         last, no_ints, no_floats = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32), np.empty(0, np.float32)
-        sequence, start = np.zeros((1, total), np.int32), 0
+        sequence, start = np.zeros((1, 0), np.int32), 0
 
         def read(tokens):
-            nonlocal cache, tables, start
+            nonlocal cache, sequence, tables, start
             n, room = len(tokens), cache.shape[2]
-            sequence[0, start:start + n] = tokens
             if start + n > room:
                 room = min(total, max(2 * room, start + n + 64))
                 old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
                 cache[:, :, :start] = old[:, :, :start]
+                sequence = np.concatenate([sequence, np.zeros((1, room - sequence.size), np.int32)], 1)
                 tables = tables._replace(rope=egg_model.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
+            sequence[0, start:start + n] = tokens
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
             hidden(c, w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)
             last[0] = x[-1]
