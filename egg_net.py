@@ -774,7 +774,9 @@ class Coordinator:
         self._complete_if_done()
 
     def _complete_if_done(self):
-        if self.work.complete:
+        """Unless workers hold different states of this step and no majority has decided: then nobody's results shall count yet."""
+        sizes = sorted((len(authors) for authors in self.states.get(self.run.step, {}).values()), reverse=True)
+        if self.work.complete and (len(sizes) < 2 or sizes[0] > sizes[1]):
             self._complete_step()
 
     def _complete_step(self):
@@ -826,6 +828,7 @@ class Coordinator:
             if ("state", step) in self.disputes:     # it is decided: those that wait for that are to be looked at
                 self.disputes.discard(("state", step))
                 self.wake = True
+            self._complete_if_done()                 # it may have waited for that
             return True
         self._distrust(author)
         if connection.rebuilt_at != step:

@@ -639,7 +639,7 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
 
 
 def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
-    server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99), FakeEngine(pause=0.002)], 9, save=True)
+    server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9, save=True)
     assert re.search("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was rebuilt", server.lines.text)
     run = egg_history.open_run(CFG, tmp_path)
     assert whole(run) == expected(9)[0]
