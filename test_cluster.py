@@ -638,6 +638,24 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
     run.close()
 
 
+def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
+    coordinator = egg_net.Coordinator(CFG, egg_history.open_run(CFG), "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    try:
+        coordinator.started = coordinator.step_started           # as the first result does
+        one, two, three = (egg_net.Author("127.0.0.1", name, name) for name in "abc")
+        coordinator.states[0] = {b"right": {one}, b"wrong": {two}}
+        pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
+        for chunk in range(CFG.N_CHUNKS):
+            coordinator.work.result(None, one, chunk, egg_model.pack_ternary(pairs), 0, pairs, True)
+        coordinator._complete_if_done()
+        assert coordinator.work.complete and coordinator.run.step == 0
+        coordinator.states[0][b"right"].add(three)
+        coordinator._complete_if_done()
+        assert coordinator.run.step == 1
+    finally:
+        coordinator.close()
+
+
 def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
     server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9, save=True)
     assert re.search("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was rebuilt", server.lines.text)

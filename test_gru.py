@@ -12,6 +12,7 @@ import pytest
 import egg_config
 import egg_cpu
 import egg_data
+import egg_debug
 import egg_engine
 import egg_history
 import egg_model
@@ -404,6 +405,14 @@ def test_drawn_configurations_are_good():
     assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
     for c in drawn:
         egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+
+
+def test_debugging_is_the_transformers():
+    cfg = egg_config.make(**SMALL)
+    with pytest.raises(egg_history.EggError, match="reads the transformer alone"):
+        egg_debug.trace(cfg, egg_model.initial_state(cfg), np.zeros(100, np.uint8))
+    with pytest.raises(egg_config.ConfigError, match="DEBUG = 1: says nothing to MODEL = gru"):
+        egg_config.make(**SMALL, DEBUG=1)
 
 
 @pytest.mark.gpu
