@@ -1354,5 +1354,5 @@ def build_forward(cfg, cc, shared_limit, silent=False):
     """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
     if cfg.MODEL == "gru":
         import egg_gru_kernels                                # it builds on this module
-        return egg_gru_kernels.Forward(cfg, shared_limit, silent)
+        return egg_gru_kernels.Forward(cfg, cc, shared_limit, silent)
     return Forward(cfg, cc, shared_limit, silent)

@@ -358,7 +358,7 @@ def compile_for(cc):
     import egg_gru_kernels
     from numba import cuda
     limit, number = test_gpu.CARDS[cc] * 1024, list(test_gpu.CARDS).index(cc)
-    forward = egg_gru_kernels.Forward(egg_config.make(**SMALL), limit)
+    forward = egg_gru_kernels.Forward(egg_config.make(**SMALL), cc, limit)
     assert all(shared <= limit for _, _, shared in forward.kernels)
     target = (9, 0, "a") if cc == (9, 0) else cc
     return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
