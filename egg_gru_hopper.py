@@ -40,28 +40,6 @@ def fits(cfg, cc, shared_limit):
 # --- small device functions ------------------------------------------------------------------------------------------------------
 
 @device
-def low2(word):
-    """Bytes 0 and 1 as two int16."""
-    return egg_ptx.byte_permute(word, 0, 0x9180)
-
-
-@device
-def high2(word):
-    return egg_ptx.byte_permute(word, 0, 0xB3A2)
-
-
-@device
-def bytes_of(low, high):
-    """Four int16 as bytes."""
-    return egg_ptx.byte_permute(low, high, 0x6420)
-
-
-@device
-def clip2(x):
-    return egg_ptx.max2(egg_ptx.min2(x, HIGHEST), LOWEST)
-
-
-@device
 def unsigned_byte(word, k):
     return egg_ptx.byte_permute(word, 0, int32(0x4440 + k))
 
@@ -115,7 +93,7 @@ def _norm_function(streams):
                     f = float32(egg_ptx.as_float(egg_ptx.byte_permute(word, 0x4B000000, 0x7440 + e)) - float32(8388736))
                     f = cuda.fma(float32(f * egg_ptx.as_float(weight[e])), reciprocal, nudge)
                     t[e] = egg_ptx.as_bits(float32(f + float32(12582912)))
-                word = bytes_of(clip2(egg_ptx.byte_permute(t[0], t[1], 0x5410)), clip2(egg_ptx.byte_permute(t[2], t[3], 0x5410)))
+                word = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.byte_permute(t[0], t[1], 0x5410)), egg_ptx.clip2(egg_ptx.byte_permute(t[2], t[3], 0x5410)))
                 x[8 * w + 2 * k + half] = word
                 first = egg_ptx.dp4a(word, b1[k], first)
                 if streams > 1:
@@ -163,7 +141,7 @@ def _embed_kernel(cfg, nz):
                 word = packed[uint64(at + k * 32)]
                 for i in range(4):
                     v[i] = int32(int32(byte(word, i) << int32(8)) + int32(own * other[4 * k + i]))
-                e[k] = bytes_of(clip2(egg_ptx.byte_permute(v[0], v[1], 0x6521)), clip2(egg_ptx.byte_permute(v[2], v[3], 0x6521)))
+                e[k] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.byte_permute(v[0], v[1], 0x6521)), egg_ptx.clip2(egg_ptx.byte_permute(v[2], v[3], 0x6521)))
             egg_ptx.store4(x, (int64(unit) * (2 * T) + here) * (H // 4) + w * 16 + q * 4, e[0], e[1], e[2], e[3])
 
     return embed
@@ -215,9 +193,9 @@ def _wide_kernel(cfg, nz, head):
         for k in range(4):
             i = 32 * half_way + 8 * k
             a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + half_way * 256 + k * 64 + q * 16)), unit)
-            out0[at + k] = bytes_of(clip2(a), clip2(b))
+            out0[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
             a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + half_way * 256 + k * 64 + q * 16)), unit)
-            out1[at + k] = bytes_of(clip2(a), clip2(b))
+            out1[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
 
     @device
     def store(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, to, at):
@@ -233,7 +211,7 @@ def _wide_kernel(cfg, nz, head):
         token = tokens[int64(min(unit, units - 1)) * width + skip + position + 1]
         top, target = int32(LOWEST), int32(0)
         for k in range(16):
-            top = egg_ptx.max2(egg_ptx.max2(top, low2(z[k])), high2(z[k]))
+            top = egg_ptx.max2(egg_ptx.max2(top, egg_ptx.low2(z[k])), egg_ptx.high2(z[k]))
             target = z[k] if (token >> 4) == k else target
         top = quad_max(max(int32(int32(top << int32(16)) >> int32(16)), int32(top >> int32(16))))
         total, most = int32(0), egg_ptx.byte_permute(int32(top + 128), 0, 0)
@@ -437,9 +415,9 @@ def _recur_kernel(cfg, nz):
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias = (old0[k], bias0[k]) if half == 0 else (old1[k], bias1[k])
-                    y = opened(egg_ptx.add2(clip2(y), egg_ptx.add2(low2(old), egg_ptx.byte_permute(bias, 0, 0x4140))))
-                    z = opened(egg_ptx.add2(clip2(z), egg_ptx.add2(high2(old), egg_ptx.byte_permute(bias, 0, 0x4342))))
-                    f[2 * k + half] = bytes_of(y, z)
+                    y = opened(egg_ptx.add2(egg_ptx.clip2(y), egg_ptx.add2(egg_ptx.low2(old), egg_ptx.byte_permute(bias, 0, 0x4140))))
+                    z = opened(egg_ptx.add2(egg_ptx.clip2(z), egg_ptx.add2(egg_ptx.high2(old), egg_ptx.byte_permute(bias, 0, 0x4342))))
+                    f[2 * k + half] = egg_ptx.bytes4(y, z)
                     past = gated(f[2 * k + half], h[2 * k + half])
                     egg_ptx.store_shared(int32(at_word + AT_P + k * 128 + half * (8 * H)), past)
                     if half == 0:
@@ -461,13 +439,13 @@ def _recur_kernel(cfg, nz):
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias, both = (old0[k], bias0[k], both0[k]) if half == 0 else (old1[k], bias1[k], both1[k])
-                    y = clip2(egg_ptx.add2(clip2(y), egg_ptx.add2(low2(old), low2(bias))))
-                    z = clip2(egg_ptx.add2(clip2(z), egg_ptx.add2(high2(old), high2(bias))))
+                    y = egg_ptx.clip2(egg_ptx.add2(egg_ptx.clip2(y), egg_ptx.add2(egg_ptx.low2(old), egg_ptx.low2(bias))))
+                    z = egg_ptx.clip2(egg_ptx.add2(egg_ptx.clip2(z), egg_ptx.add2(egg_ptx.high2(old), egg_ptx.high2(bias))))
                     i = 2 * k + half
-                    y = moved(low2(h[i]), y, unsigned_byte(f[i], 0), unsigned_byte(f[i], 1))
-                    z = moved(high2(h[i]), z, unsigned_byte(f[i], 2), unsigned_byte(f[i], 3))
-                    out[i] = bytes_of(clip2(egg_ptx.add2(low2(both), y)), clip2(egg_ptx.add2(high2(both), z)))
-                    h[i] = bytes_of(y, z) if following != 0 else int32(0)
+                    y = moved(egg_ptx.low2(h[i]), y, unsigned_byte(f[i], 0), unsigned_byte(f[i], 1))
+                    z = moved(egg_ptx.high2(h[i]), z, unsigned_byte(f[i], 2), unsigned_byte(f[i], 3))
+                    out[i] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.add2(egg_ptx.low2(both), y)), egg_ptx.clip2(egg_ptx.add2(egg_ptx.high2(both), z)))
+                    h[i] = egg_ptx.bytes4(y, z) if following != 0 else int32(0)
                     egg_ptx.store_shared(int32(at_word + AT_H + k * 128 + half * (8 * H)), h[i])
                     if half == 0:
                         t0 = egg_ptx.dp4a(h[i], b[k], t0)
@@ -510,10 +488,10 @@ def _mlp_kernel(cfg, nz):
             i = 32 * j + 8 * k
             a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + j * 256 + k * 64 + q * 16)), unit)
             a, b = egg_ptx.max2(egg_ptx.min2(a, HIGHEST), LOW), egg_ptx.max2(egg_ptx.min2(b, HIGHEST), LOW)
-            u[8 * j + 2 * k] = bytes_of(a, b)
+            u[8 * j + 2 * k] = egg_ptx.bytes4(a, b)
             a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + j * 256 + k * 64 + q * 16)), unit)
             a, b = egg_ptx.max2(egg_ptx.min2(a, HIGHEST), LOW), egg_ptx.max2(egg_ptx.min2(b, HIGHEST), LOW)
-            u[8 * j + 2 * k + 1] = bytes_of(a, b)
+            u[8 * j + 2 * k + 1] = egg_ptx.bytes4(a, b)
             t0, t1 = egg_ptx.dp4a(u[8 * j + 2 * k], noise0[k], t0), egg_ptx.dp4a(u[8 * j + 2 * k + 1], noise1[k], t1)
         return t0, t1
 
@@ -528,9 +506,9 @@ def _mlp_kernel(cfg, nz):
         old, out = egg_ptx.load4(x, at), cuda.local.array(4, int32)
         for k in range(4):
             i, c = 32 * w + 8 * k + 2 * half, egg_ptx.load_shared4(int32(n + w * 256 + k * 64 + q * 16))
-            a = clip2(egg_ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
-            b = clip2(egg_ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
-            out[k] = bytes_of(clip2(egg_ptx.add2(low2(old[k]), a)), clip2(egg_ptx.add2(high2(old[k]), b)))
+            a = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
+            b = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
+            out[k] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.add2(egg_ptx.low2(old[k]), a)), egg_ptx.clip2(egg_ptx.add2(egg_ptx.high2(old[k]), b)))
         egg_ptx.store4(x, at, out[0], out[1], out[2], out[3])
 
     @device

@@ -81,6 +81,11 @@ as_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits
 add2 = _operation("add.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "Sums of the halves.")
 min2 = _operation("min.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The smaller of the halves.")
 max2 = _operation("max.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The larger of the halves.")
+clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", types.int32,
+                   (types.int32,), "The halves, between -127 and 127.")
+low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,), "The int8 0 and 1 of a word as two int16.")
+high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,), "The int8 2 and 3 of a word as two int16.")
+bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2, "Four int16, two to a word, as int8.")
 saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2, "Two int32 clipped to int16, the first low.")
 distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                        "c + the sum of the distances of four uint8 pairs of a and b.")
