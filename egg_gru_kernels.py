@@ -243,7 +243,7 @@ def _product_kernel(cfg, nz, noisy, kind):
     STAGE, NOISE_SIZE = 2 * TILE * KC, UNITS * TILE if noisy else 1
     INNER, DOWN = kind == "inner", kind == "down"
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(egg_model.divisor(cfg, K))
-    fetch, multiply = _tile_functions(K, KC)
+    fetch, _, walk = _tile_functions(K, KC)
 
     # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
 
@@ -294,16 +294,7 @@ def _product_kernel(cfg, nz, noisy, kind):
                     stream = uint32(base + uint32(i // TILE))
                     column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
         acc = cuda.local.array(64, int32)
-        for i in range(64):
-            acc[i] = 0
-        for k in range(K // KC):
-            if k + 1 < K // KC:
-                fetch(int32(at + ((k + 1) & 1) * STAGE), x, at_a, packed, at_b, (k + 1) * KC, t)
-            egg_ptx.copy_commit()
-            egg_ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (k & 1) * STAGE), warp, lane)
-            cuda.syncthreads()
+        walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
         finish(acc, 0, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
         finish(acc, 1, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
         finish(acc, 2, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
