@@ -25,6 +25,7 @@ SHARED = 227 * 1024
 HALF = H * H // 2                           # bytes of 128 columns of a square matrix, and of every other stage of weights
 ROWS = 64                                   # of a tile
 PAIRS = 32                                  # of a block of the recurrence
+WIDE, MLP = 3, 2                            # warpgroups of a block
 SIGNS = 0x80808080 - (1 << 32)
 HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # two int16 of +-127
 
@@ -175,12 +176,12 @@ def _fill_function(cfg, nz, streams):
 
 def _wide_kernel(cfg, nz, head):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), each row in the order of the threads; with `head` the losses of the logits of ln_f(x).
-    Launch [blocks] of 384 threads; a warpgroup takes `each` tiles of 64 rows in a row, the matrices stay in shared memory.
+    Launch [blocks] of WIDE warpgroups; each takes `each` tiles of 64 rows in a row, the matrices stay in shared memory.
 
     at: packed word of the matrices, one after the other. plan rows: call_norm as egg_gru_kernels._norm_kernel, call as _product_kernel.
     There `tokens` are those of the launch in egg_gru_kernels, units the pairs there are."""
     MATRICES = 1 if head else 2
-    GROUPS, T, N = 3, cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    GROUPS, THREADS, T, N = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.NOISE_SHIFT
     AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
     AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
@@ -225,7 +226,7 @@ def _wide_kernel(cfg, nz, head):
         if q == 0 and unit < units:
             cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
 
-    @cuda.jit(launch_bounds=384)
+    @cuda.jit(launch_bounds=THREADS)
     def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens, width, skip, units, exps, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
@@ -239,7 +240,7 @@ def _wide_kernel(cfg, nz, head):
             egg_ptx.barrier_expect(bar, AT_TABLES)
             egg_ptx.copy_bulk(base, packed, at, AT_TABLES, bar)
         if head:
-            for i in range(t, 256 * 32, 384):
+            for i in range(t, 256 * 32, THREADS):
                 words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         egg_ptx.barrier_wait(bar, 0)
@@ -464,13 +465,13 @@ def _recur_kernel(cfg, nz):
 # --- the MLP ---------------------------------------------------------------------------------------------------------------------------
 
 def _mlp_kernel(cfg, nz):
-    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch [blocks] of 256 threads; a warpgroup takes `each` tiles of 64 rows in a row. Both
+    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch [blocks] of MLP warpgroups; each takes `each` tiles of 64 rows in a row. They
     read the weights as they stream by: for every 128 inner values their columns of W_up and their rows of W_down, 32 KB each.
 
     at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down, call_sums as in
     egg_gru_kernels."""
-    N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, 2, 5, 2, 8, 4 * H
-    STEPS, STAGE, EMPTY, BARRIERS = 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
+    N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, MLP, 5, 2, 8, 4 * H
+    THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
     DOWN_SHIFT, LOW = egg_model.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
     AT_N, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * ROWS * H
     AT_LN, AT_B, AT_DOWN = _tables(1, INNER)                 # then column noise and input noise of W_down
@@ -517,7 +518,7 @@ def _mlp_kernel(cfg, nz):
         step = step & (STEPS - 1)
         return at + ((step & 1) * CHUNKS + (step >> 1)) * (STAGE // 4)
 
-    @cuda.jit(launch_bounds=256)
+    @cuda.jit(launch_bounds=THREADS)
     def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, tiles, each, x):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(BARRIERS, int64)      # full, empty
@@ -682,14 +683,14 @@ class Hopper:
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
         packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n, ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
-        def over_tiles(which, threads, groups, *args):
+        def over_tiles(which, groups, *args):
             kernel, shared = which
             each = blocks(tiles, groups * processors)
-            kernel[blocks(tiles, groups * each), threads, stream, shared](*args[:-1], tables.plan, weights, packed, overlay, job, offset,
+            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed, overlay, job, offset,
                                                                           tiles, each, *args[-1])
 
         def wide(which, call_norm, call, name, layer):
-            over_tiles(which, 384, 3, call_norm, call, self.at[name, layer],
+            over_tiles(which, WIDE, call_norm, call, self.at[name, layer],
                        (x, gates, candidates, tokens, width, skip, units, tables.exps, losses))
 
         self.embed[0][units, 256, stream](plan.embed, tables.plan, packed, tokens, width, skip, job, offset, x, losses)
@@ -701,5 +702,5 @@ class Hopper:
             kernel[blocks(units, PAIRS), 512, stream, shared](
                 layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates,
                 x, mine, per_group, begin)
-            over_tiles(self.mlp, 256, 2, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
+            over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
         wide(self.head, plan.norm_f, plan.head, "head", 0)
