@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
+import egg_gru_hopper
 import egg_model
 import egg_ptx
 from egg_kernels import (A8, A32, A64, AF64, AU32, CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, PLAN, TILE, _chunk, _Packing, _tile_functions,
@@ -242,7 +243,7 @@ def _product_kernel(cfg, nz, noisy, kind):
     STAGE, NOISE_SIZE = 2 * TILE * KC, UNITS * TILE if noisy else 1
     INNER, DOWN = kind == "inner", kind == "down"
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(egg_model.divisor(cfg, K))
-    fetch, multiply = _tile_functions(K, KC)
+    fetch, _, walk = _tile_functions(K, KC)
 
     # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
 
@@ -293,16 +294,7 @@ def _product_kernel(cfg, nz, noisy, kind):
                     stream = uint32(base + uint32(i // TILE))
                     column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
         acc = cuda.local.array(64, int32)
-        for i in range(64):
-            acc[i] = 0
-        for k in range(K // KC):
-            if k + 1 < K // KC:
-                fetch(int32(at + ((k + 1) & 1) * STAGE), x, at_a, packed, at_b, (k + 1) * KC, t)
-            egg_ptx.copy_commit()
-            egg_ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (k & 1) * STAGE), warp, lane)
-            cuda.syncthreads()
+        walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
         finish(acc, 0, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
         finish(acc, 1, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
         finish(acc, 2, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
@@ -728,8 +720,11 @@ class _Pass:
         self.recur = add(_recur_kernel(cfg, nz, noisy, self.state_rows), RECUR_TYPES)
         self.losses = add(_losses_kernel(cfg, noisy), LOSSES_TYPES + (A32 if noisy else AF64,) + LOSSES_MORE + (losses,))
 
+    def launch_pack(self, stream, weights, packed):
+        """What it needs is in the common packing."""
+
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and the total of bytes."""
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and last the total of bytes."""
         H, V = self.cfg.HIDDEN_DIM, self.cfg.VOCAB_SIZE
         rows, some = units * 2 * n, max(1, min(units, SLICE // (2 * n)))
         padded = blocks(some * 2 * n, TILE) * TILE
@@ -803,13 +798,15 @@ class _Pass:
 class Forward:
     """What the CUDA engine uses: see the top of egg_kernels."""
 
-    def __init__(self, cfg, shared_limit, silent=False):
+    def __init__(self, cfg, cc, shared_limit, silent=False):
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        self._noisy, self._clean = _Pass(cfg, True, shared_limit, silent), _Pass(cfg, False, shared_limit)
+        fast = egg_gru_hopper.fits(cfg, cc, shared_limit)
+        self._noisy = egg_gru_hopper.Hopper(cfg, self._packing, silent) if fast else _Pass(cfg, True, shared_limit, silent)
+        self._clean = _Pass(cfg, False, shared_limit)
         self._token, self._logits, self._gather = _token_kernel(cfg), _logits_kernel(cfg), _gather_kernel()
-        self.packed_bytes, self.token_scratch_bytes = self._packing.bytes, cfg.HIDDEN_DIM
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
         own = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0),
                (self._gather, GATHER_TYPES, 0)]
         self.kernels = own + self._noisy.kernels + self._clean.kernels
@@ -828,19 +825,20 @@ class Forward:
         """(streams that make states, bytes of: their tokens, their states, the scratch of both passes)."""
         cfg, per_group = self.cfg, self.cfg.GROUP_SIZE // 2
         streams = min(pairs, (pairs - 1) // per_group + 2) if cfg.STATE_TOKENS else 0
-        scratch = self._noisy.layout(pairs, cfg.SEQ_LEN)[3]
+        scratch = self._noisy.layout(pairs, cfg.SEQ_LEN)[-1]
         if streams:
-            scratch = max(scratch, self._clean.layout(blocks(streams, 2), cfg.STATE_TOKENS)[3])
+            scratch = max(scratch, self._clean.layout(blocks(streams, 2), cfg.STATE_TOKENS)[-1])
         return streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(2 * blocks(streams, 2) * cfg.N_LAYERS * cfg.HIDDEN_DIM), scratch
 
     def scratch_bytes(self, pairs):
         return sum(self._parts(pairs)[1:]) if pairs else 0
 
     def clean_scratch_bytes(self, windows, length):
-        return self._clean.layout(blocks(windows, 2), length)[3] if windows else 0
+        return self._clean.layout(blocks(windows, 2), length)[-1] if windows else 0
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
+        self._noisy.launch_pack(stream, weights, packed)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2

@@ -453,7 +453,7 @@ def _units_in_tile(cfg):
 
 def _tile_functions(K, KC):
     """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row) into shared memory,
-    and that add its product to acc: eight warps, each 32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of
+    that add its product to acc, and that do so with one chunk after the other: eight warps, each 32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of
     rows 16 i and columns 8 j."""
     PIECES = TILE * KC // 16
 
@@ -485,7 +485,21 @@ def _tile_functions(K, KC):
                     r = egg_ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
                     acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
 
-    return fetch, multiply
+    @device
+    def walk(acc, at, a, at_a, b, at_b, warp, lane, t):
+        """acc = the product over all of K; its first chunk is on its way to `at`."""
+        for i in range(64):
+            acc[i] = 0
+        for k in range(K // KC):
+            if k + 1 < K // KC:
+                fetch(int32(at + ((k + 1) & 1) * (2 * TILE * KC)), a, at_a, b, at_b, (k + 1) * KC, t)
+            egg_ptx.copy_commit()
+            egg_ptx.copy_wait_but_one()
+            cuda.syncthreads()
+            multiply(acc, int32(at + (k & 1) * (2 * TILE * KC)), warp, lane)
+            cuda.syncthreads()
+
+    return fetch, multiply, walk
 
 
 def _chunk(K):
@@ -503,7 +517,7 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
     STAGE = 2 * TILE * KC
     vector = vector_function(cfg, nz, noisy)
     noise, scaled = nz.noise, nz.scaled
-    fetch, multiply = _tile_functions(K, KC)
+    fetch, _, walk = _tile_functions(K, KC)
     NOISE_SIZE, BIAS_SIZE = UNITS * TILE, UNITS * 2 * TILE if up else 1
 
     @cuda.jit(launch_bounds=256)
@@ -535,16 +549,7 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
         if up:
             table[t] = gelu[t]
         acc = cuda.local.array(64, int32)
-        for i in range(64):
-            acc[i] = 0
-        for k in range(K // KC):
-            if k + 1 < K // KC:
-                fetch(int32(at + ((k + 1) & 1) * STAGE), x, at_a, packed, at_b, (k + 1) * KC, t)
-            egg_ptx.copy_commit()
-            egg_ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (k & 1) * STAGE), warp, lane)
-            cuda.syncthreads()
+        walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
         g, q = lane >> 2, lane & 3
         for i in range(2):
             for half in range(2):
@@ -757,7 +762,7 @@ def _head_kernel(cfg, nz, noisy):
     NOISE_SIZE = UNITS * TILE
     SUM = int64 if noisy else float64
     noise, scaled = nz.noise, nz.scaled
-    fetch, multiply = _tile_functions(H, KC)
+    fetch, multiply, _ = _tile_functions(H, KC)
     position_loss = loss_function(cfg)
 
     # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
@@ -1354,5 +1359,5 @@ def build_forward(cfg, cc, shared_limit, silent=False):
     """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
     if cfg.MODEL == "gru":
         import egg_gru_kernels                                # it builds on this module
-        return egg_gru_kernels.Forward(cfg, shared_limit, silent)
+        return egg_gru_kernels.Forward(cfg, cc, shared_limit, silent)
     return Forward(cfg, cc, shared_limit, silent)

@@ -72,6 +72,25 @@ warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (ty
                       side_effect=True)
 
 
+as_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The float32 with these bits.")
+as_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
+
+
+# --- two int16 in a word, cc 9.0: an instruction each ---------------------------------------------------------------------------
+
+add2 = _operation("add.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "Sums of the halves.")
+min2 = _operation("min.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The smaller of the halves.")
+max2 = _operation("max.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The larger of the halves.")
+clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", types.int32,
+                   (types.int32,), "The halves, between -127 and 127.")
+low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,), "The int8 0 and 1 of a word as two int16.")
+high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,), "The int8 2 and 3 of a word as two int16.")
+bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2, "Four int16, two to a word, as int8.")
+saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2, "Two int32 clipped to int16, the first low.")
+distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
+                       "c + the sum of the distances of four uint8 pairs of a and b.")
+
+
 # --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
 
 def _mma(kind):
@@ -125,6 +144,36 @@ def load_shared4(ctx, address):
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
     return sig, codegen
+
+
+@intrinsic
+def load4(ctx, array, index):
+    """Four int32 from array[index...], global memory, index a multiple of 4."""
+    sig = types.UniTuple(types.int32, 4)(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args)
+        v = builder.load(builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 4))), align=16)
+        return context.make_tuple(builder, sig.return_type, [builder.extract_element(v, I32(i)) for i in range(4)])
+    return sig, codegen
+
+
+@intrinsic
+def store4(ctx, array, index, a, b, c, d):
+    """array[index...] = a, b, c, d (int32), global memory, index a multiple of 4."""
+    sig = types.void(array, types.int64, *[types.int32] * 4)
+
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args[:2])
+        v = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
+        for i in range(4):
+            v = builder.insert_element(v, args[2 + i], I32(i))
+        builder.store(v, builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 4))), align=16)
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
 
 
 # --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------------------
@@ -257,6 +306,50 @@ def wgmma_done(columns):
             f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count,
                      ",".join(["=r"] * count + [str(i) for i in range(count)] + ["~{memory}"]), side_effect=True)
             r = builder.call(f, [builder.load(c) for c in cells])
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
+
+
+def wgmma_product(columns, steps, registers, keep):
+    """Intrinsic f(acc, a, b_desc): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with `keep` it is added to acc.
+    One warpgroup, B K-major in shared memory, acc as in wgmma_s8.
+
+    a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in
+    row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
+    count = columns // 2
+
+    @intrinsic
+    def emit(ctx, acc, a, b_desc):
+        sig = types.void(acc, a if registers else types.int64, types.int64)
+
+        def codegen(context, builder, sig, args):
+            def cells_of(i, n):
+                data = context.make_array(sig.args[i])(context, builder, args[i]).data
+                return [builder.gep(data, [I64(k)]) for k in range(n)]
+
+            cells, first = cells_of(0, count), count + (count if keep else 0)
+            operands = [builder.load(c) for c in cells] if keep else []
+            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] if registers else [args[1]]
+            n = first + (4 * steps if registers else 1)          # where b_desc is
+            operands.append(args[2])
+            outs = ",".join(f"${i}" for i in range(count))
+            text = [f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 b, ${n}; setp.{'eq' if keep else 'ne'}.s64 p, b, b;",
+                    "" if registers else f"mov.b64 a, ${first};", "wgmma.fence.sync.aligned;"]
+            for i in range(steps):
+                left = "{" + ",".join(f"${first + 4 * i + k}" for k in range(4)) + "}" if registers else "a"
+                text.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {{{outs}}}, {left}, b, p;")
+                if i == 0:
+                    text.append("setp.eq.s64 p, b, b;")
+                if i + 1 < steps:
+                    text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
+            text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + (["r"] * (4 * steps) if registers else ["l"])
+            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands],
+                     ",".join(constraints + ["l", "~{memory}"]), side_effect=True)
+            r = builder.call(f, operands)
             for i, c in enumerate(cells):
                 builder.store(builder.extract_value(r, i), c)
             return context.get_dummy_value()

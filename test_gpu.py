@@ -149,7 +149,7 @@ def no_gpu(monkeypatch):
 @pytest.mark.parametrize("constants", [
     {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1), dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
     dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32), dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9),
-    dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4)], ids=str)
+    dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4), dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, and what it launches with which arguments."""
     cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})

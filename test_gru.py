@@ -358,11 +358,49 @@ def compile_for(cc):
     import egg_gru_kernels
     from numba import cuda
     limit, number = test_gpu.CARDS[cc] * 1024, list(test_gpu.CARDS).index(cc)
-    forward = egg_gru_kernels.Forward(egg_config.make(**SMALL), limit)
+    forward = egg_gru_kernels.Forward(egg_config.make(**SMALL), cc, limit)
     assert all(shared <= limit for _, _, shared in forward.kernels)
     target = (9, 0, "a") if cc == (9, 0) else cc
     return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
             for kernel, signature, _ in forward.kernels[number::len(test_gpu.CARDS)]]
+
+
+FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400}    # cc 9.0 has a path for it
+
+
+def compile_fast(number):
+    """(name, PTX) of a kernel of the fast path, None beyond the last."""
+    import egg_gru_hopper
+    from egg_kernels import _Packing
+    from numba import cuda
+    cfg, limit = egg_config.make(**FAST), test_gpu.CARDS[9, 0] * 1024
+    assert egg_gru_hopper.fits(cfg, (9, 0), limit)
+    kernels = egg_gru_hopper.Hopper(cfg, _Packing(cfg), False).kernels
+    if number >= len(kernels):
+        return None
+    kernel, signature, shared = kernels[number]
+    assert shared <= limit
+    return kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=(9, 0, "a"))[0]
+
+
+def test_every_kernel_of_the_fast_path_compiles():
+    with concurrent.futures.ProcessPoolExecutor(egg_engine.cores(), multiprocessing.get_context("spawn")) as pool:
+        made = list(pool.map(compile_fast, range(7)))
+    assert made[-1] is None and [name for name, _ in made[:-1]] == ["embed", "wide", "wide", "recur", "mlp", "pack"]
+    for name, ptx in made[:-1]:
+        assert ".target sm_90a" in ptx and not re.search(r"\.local\b", ptx), name
+
+
+def test_where_the_fast_path_serves():
+    """Nowhere else than where its words hold every sum: the preset is among it."""
+    import egg_gru_hopper
+    limit = test_gpu.CARDS[9, 0] * 1024
+    assert egg_gru_hopper.fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
+    assert not egg_gru_hopper.fits(egg_config.make(**FAST), (8, 0), limit) and not egg_gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False), (dict(SIGMA_SHIFT=5), False),
+                              (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False), (dict(VOCAB_SIZE=257), False),
+                              (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False), (dict(MLP_RELU=1, N_LAYERS=1), True)):
+        assert egg_gru_hopper.fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
 
 
 def test_every_kernel_compiles():
@@ -387,6 +425,9 @@ EXTREMES = (
     dict(HIDDEN_DIM=64, N_LAYERS=1, VOCAB_SIZE=20001),
     dict(HIDDEN_DIM=64, N_LAYERS=30, SEQ_LEN=8),
     dict(HIDDEN_DIM=320, N_LAYERS=1, SEQ_LEN=513, STATE_TOKENS=700, CHUNK_SIZE=4, POPULATION_SIZE=8, GROUP_SIZE=8),
+    # the fast path: every switch it has, and rows that end within a tile
+    dict(FAST, MLP_RELU=1, DEVICE_MASK=42, SIGMA_SHIFT_VECTOR=4),
+    dict(FAST, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132, DEVICE_GAUSSIAN=0, DEVICE_MASK=19, SIGMA_SHIFT=2, LOSS="deggs", MLP_RELU=0),
 )
 
 
@@ -401,7 +442,7 @@ def random_configurations(count):
 
 
 def test_drawn_configurations_are_good():
-    drawn = random_configurations(20)
+    drawn = random_configurations(22)
     assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
     for c in drawn:
         egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
@@ -417,19 +458,35 @@ def test_debugging_is_the_transformers():
 
 @pytest.mark.gpu
 def test_random_configurations_against_the_cpu_engine():
-    """20 configurations: losses, three updates, validation, generation."""
+    """22 configurations: losses, three updates, validation, generation."""
     egg_cpu.warm_up(egg_config.make(**SMALL), lambda line: None)
-    drawn = random_configurations(20)
+    drawn = random_configurations(22)
     with concurrent.futures.ProcessPoolExecutor(max(1, min(12, egg_engine.cores() - 2)), multiprocessing.get_context("spawn")) as pool:
         wrong = list(pool.map(test_gpu.compare, drawn, range(len(drawn))))
     assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
 
 
 @pytest.mark.gpu
-def test_pieces_and_slices_on_a_gpu(monkeypatch):
+def test_every_multiprocessor_takes_several_tiles():
+    """4,096 members, all weights drawn anew, against the CPU engine."""
+    import egg_cuda
+    cfg = egg_config.make(**{**FAST, "CHUNK_SIZE": 4096, "POPULATION_SIZE": 4096})
+    rng = np.random.default_rng(8)
+    tokens = rng.integers(0, 60, 9000).astype(np.uint8)
+    engines = [egg_cuda.CudaEngine(cfg, tokens), egg_cpu.CpuEngine(cfg, tokens)]
+    state = engines[0].state()
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    for engine in engines:
+        engine.load(state)
+    assert np.array_equal(*(engine.evaluate(0, 4096) for engine in engines))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SMALL, FAST], ids=["general", "fast"])
+def test_pieces_and_slices_on_a_gpu(monkeypatch, shape):
     """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the same chunk."""
     import egg_cuda
-    cfg = egg_config.make(**{**SMALL, "GROUP_SIZE": 8})
+    cfg = egg_config.make(**{**shape, "CHUNK_SIZE": 32, "POPULATION_SIZE": 64, "GROUP_SIZE": 8})
     tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
     gpu, whole = egg_cuda.CudaEngine(cfg, tokens), egg_cpu.CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
