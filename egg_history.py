@@ -52,9 +52,14 @@ class HistoryError(EggError):
 
 class Start(NamedTuple):
     """Where a run begins: at step 0 with the model that is drawn, or with an imported one (`state`: its digest, hex)."""
-    step: int = 0
-    seed: int = egg_model.INITIAL_SEED
+    step: int
+    seed: int
     state: str = ""
+
+
+def beginning(cfg):
+    """The Start of a run whose model is drawn."""
+    return Start(0, egg_model.first_seed(cfg))
 
 
 class Run:
@@ -63,7 +68,7 @@ class Run:
     zeros while unknown; `said`: lines about what was mended. Get one from `open_run` or `read_run`."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
-        self.cfg, self.directory, self.said, self.start = cfg, directory, [], Start()
+        self.cfg, self.directory, self.said, self.start = cfg, directory, [], beginning(cfg)
         self.step, self.seed = self.start[:2]
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
@@ -72,7 +77,7 @@ class Run:
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         if directory is None:
             self._end = 0
-            self._write(_header(cfg))
+            self._write(_header(cfg, self.start))
         else:
             self._read_all(os.fstat(file.fileno()).st_size, writable)
 
@@ -105,7 +110,7 @@ class Run:
         self._remember(self.step, body)
         self._advance(at)
 
-    def copy(self, steps, read, start=Start()):
+    def copy(self, steps, read, start):
         """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
         already; these must be the same."""
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
@@ -231,7 +236,7 @@ def read_run(cfg, directory):
         return _open_to_read(cfg, directory)
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
-    run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
+    run.copy(len(fitness), lambda k: (fitness[k], 0, 0), run.start)
     return run
 
 
@@ -283,7 +288,7 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
                            "cannot be rebuilt")
-    out, seed, size = [], egg_model.INITIAL_SEED, egg_model.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], egg_model.first_seed(cfg), egg_model.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
         seed = egg_model.next_seed(seed, step - 1, cfg.NOISE_REUSE)
@@ -315,7 +320,7 @@ def _no_run(directory):
     return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
 
 
-def _open(cfg, directory, start=Start()):
+def _open(cfg, directory, start=None):
     """The Run in `directory`, created where there is none; locked against a second coordinator."""
     path, lock = os.path.join(directory, FILE), None
     try:
@@ -323,7 +328,7 @@ def _open(cfg, directory, start=Start()):
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.exists(path):
-            _create(cfg, directory, path, start)
+            _create(cfg, directory, path, start or beginning(cfg))
             os.fsync(lock)
         return Run(cfg, open(path, "r+b", buffering=0), directory, True, lock)
     except BlockingIOError:
@@ -414,7 +419,7 @@ def difference(there, here, where=("there", "here")):
                      for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
 
 
-def _header(cfg, start=Start()):
+def _header(cfg, start):
     told = {"version": 2, "start": start._asdict()} if start.step else {"version": 1}       # 1: what every version of egg reads
     text = json.dumps({**told, "config": kept(cfg)}, sort_keys=True).encode()
     data = MAGIC + len(text).to_bytes(4, "little") + text
@@ -445,4 +450,4 @@ def _check_header(cfg, pread, size, name):
     # a constant that is newer than the run had no say in it, as its default has none
     if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
         raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
-    return length, Start(**header.get("start", {}))
+    return length, Start(**header["start"]) if "start" in header else beginning(cfg)

@@ -302,7 +302,7 @@ def import_(cfg, path, directory):
     state, full = from_arrays(cfg, arrays, path)
     try:
         state.step = max(1, int(metadata.get("step", 0)))         # at 0 a worker takes the model that is drawn for the right one
-        state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else egg_model.next_seed(egg_model.INITIAL_SEED, 0)
+        state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else egg_model.next_seed(egg_model.first_seed(cfg), 0)
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
