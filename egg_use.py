@@ -311,8 +311,8 @@ def import_(cfg, path, directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     try:
         os.makedirs(directory, exist_ok=True)
-        egg_snapshot.save(cfg, state, directory)
+        sha256 = egg_snapshot.save(cfg, state, directory)
     except OSError as error:
         raise UseError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
-    egg_history.begin_run(cfg, directory, egg_history.Start(state.step, state.seed, egg_snapshot.state_sha256(state).hex())).close()
+    egg_history.begin_run(cfg, directory, egg_history.Start(state.step, state.seed, sha256.hex())).close()
     return f"{directory}: a run at step {state.step}, " + ("with the optimizer's state" if full else "its optimizer and noise scales begin anew")
