@@ -56,7 +56,7 @@ class Events:
         self.files.append(kind(*arguments))
         self.sinks.append(self.files[-1])
 
-    def tell(self, kind, line=None, **fields):
+    def tell(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
         for sink in self.sinks:
             sink.tell(event, line)
