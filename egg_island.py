@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness, and their units
 SHARE = {"validation": 0.8, "loss": 0.05}    # that the newest measure has in the exponential mean: validation hardly varies by chance
 SURE = {"validation": 1, "loss": 10}         # measures after which a new epoch is judged
-REGRET = 0.1               # it is taken back if it is worse than before, and than promised, by more than this share
+REGRET = {"clone": 0.03, "recombine": 0.1}   # it is taken back if it is worse than before, and than promised, by more than this share
 DISTRUST = 600.0           # seconds for which a peer is not believed
 PATIENCE = 10.0            # seconds that a peer may take to say how it stands
 STALLED = 60.0             # seconds after which a state of which nothing more comes is given up; a peer may come back meanwhile
@@ -340,7 +340,7 @@ class Island:
         self.outgoing, self.incoming = Bucket(terms.bandwidth), Bucket(terms.bandwidth)
         self.lent = {}                               # SHA-256 -> [file, when it was last asked for]
         self.transfer = self.handover = None
-        self.trial = None                            # of the present epoch: (Handover's Standing, fitness before, peer)
+        self.trial = None                            # of the present epoch: (MERGE, Standing of the giver, fitness before, giver)
         self.told = None                             # fields of a merge that is told when its first chunk is handed out
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [self._ancestor(start) for start in egg_history.epochs(run.directory)]
@@ -597,7 +597,7 @@ class Island:
         if step in shelf.files and fitness.value is not None and self.elites.most:
             try:
                 if self.elites.offer(os.path.join(self.run.directory, shelf.files[step]), self.run.start.epoch, step, fitness.kind, fitness.value):
-                    self.events.tell("elite", step=step, fitness=_rounded(fitness.value))
+                    self.events.tell("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
             except OSError as error:
                 self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
@@ -636,8 +636,8 @@ class Island:
         fitness = self.fitness
         if not self.trial or fitness.measures < SURE[fitness.kind]:
             return False
-        (standing, before, peer), self.trial = self.trial, None
-        if standing.kind != fitness.kind or fitness.value <= (1 + REGRET) * max(before, standing.fitness):
+        (kind, standing, before, peer), self.trial = self.trial, None
+        if standing.kind != fitness.kind or fitness.value <= (1 + REGRET[kind]) * max(before, standing.fitness):
             return False
         self._distrust(peer, f"with the state of {peer.name}, which promised {standing.fitness:.4f}, this island has {fitness.value:.4f} "
                              f"{fitness.unit} after {before:.4f} before")
@@ -706,7 +706,7 @@ class Island:
                          **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder")}}
         if transfer:
             transfer.peer.taken += 1
-            self.trial = transfer.standing, fitness.value, transfer.peer
+            self.trial = kind, transfer.standing, fitness.value, transfer.peer
         fitness.begin()
         self._end_handover()
 

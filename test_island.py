@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import re
 import select
 import shutil
 import socket
@@ -33,7 +32,7 @@ import egg_net
 import egg_snapshot
 import egg_wire
 import egg_worker
-from egg_wire import ERROR, ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
+from egg_wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
 from test_cluster import SECRET, certificates  # noqa: F401 (a fixture)
 from test_net import CFG, HERE, FakeEngine, Lines, Server, until, work_in_thread
 
@@ -350,8 +349,8 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
 
 @pytest.mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"), dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
 def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, constants):
-    monkeypatch.setattr(egg_island, "REGRET", math.inf)          # weights 8 and 9 do not mix as a number
     cfg = changed(**constants)
+    monkeypatch.setitem(egg_island.REGRET, cfg.MERGE, math.inf)          # weights 8 and 9 do not mix as a number
     RATES.update({97: 30, 98: 3})
     with Isle(tmp_path / "a", "a", 30, cfg=cfg, terms=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 3, [a], cfg=cfg) as b:
         until(lambda: b.told("merge"))
@@ -687,3 +686,221 @@ def test_a_live_island_takes_any_frames(besieged, frames):
     before = besieged.run.step
     until(lambda: besieged.run.step > before)
     assert besieged.failure is None and besieged.run.start.epoch == 0
+
+
+# --- chaos ------------------------------------------------------------------------------------------------------------------------------------
+
+class Sea(threading.Thread):
+    """What lies between islands: whoever calls another one does so through here. cut: islands that reach nobody; slow: bytes that pass at a
+    time between two looks, by island."""
+
+    def __init__(self, ports):
+        super().__init__(daemon=True)
+        self.ports, self.cut, self.slow, self.stop = ports, set(), {}, False
+        self.doors = {socket.create_server(("127.0.0.1", 0)): (i, j) for i in range(len(ports)) for j in range(len(ports)) if i != j}
+        self.links = {}                                          # socket -> (its other side, pair of islands)
+        self.start()
+
+    def way(self, i):
+        """[(host, port)] of all others, as island i calls them."""
+        return [door.getsockname()[:2] for door, pair in self.doors.items() if pair[0] == i]
+
+    def run(self):
+        while not self.stop:
+            for ready in select.select([*self.doors, *self.links], [], [], 0.01)[0]:
+                with contextlib.suppress(OSError):
+                    if ready in self.doors:
+                        self._meet(ready)
+                    elif ready in self.links:
+                        self._pass(ready)
+            for end in [s for s, (_, pair) in self.links.items() if self.cut & set(pair)]:
+                self._part(end)
+        for sock in [*self.doors, *self.links]:
+            sock.close()
+
+    def _meet(self, door):
+        sock, pair = door.accept()[0], self.doors[door]
+        try:
+            if self.cut & set(pair):
+                raise OSError
+            other = socket.create_connection(("127.0.0.1", self.ports[pair[1]]), 1)
+        except OSError:
+            sock.close()
+            return
+        self.links.update({sock: (other, pair), other: (sock, pair)})
+
+    def _pass(self, sock):
+        other, pair = self.links[sock]
+        most = min((self.slow[i] for i in pair if i in self.slow), default=1 << 16)
+        try:
+            data = sock.recv(most)
+            other.settimeout(1)
+            other.sendall(data)
+        except OSError:
+            data = b""
+        if not data:
+            self._part(sock)
+
+    def _part(self, sock):
+        for end in (sock, self.links.get(sock, (None,))[0]):
+            if end is not None and self.links.pop(end, None):
+                end.close()
+
+
+class Archipelago:
+    """Islands as processes, each with a worker, and a seed that decides what goes wrong: they are killed and started again, stopped for a while,
+    cut off and slowed down; a liar promises what its state does not keep, a forger sends states that are not those it promised."""
+
+    def __init__(self, directory, seed, islands, cfg, laptop):
+        self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
+        self.cfgs = [egg_config.make(**{**cfg.constants(), "ISLAND_SEED": i + 1}) for i in range(islands)]
+        doors = [socket.create_server(("127.0.0.1", 0)) for _ in self.cfgs]
+        self.ports = [door.getsockname()[1] for door in doors]
+        for door in doors:
+            door.close()
+        self.sea, self.count = Sea(self.ports), {"killed": 0, "stopped": 0, "cut": 0, "slowed": 0}
+        self.processes, self.workers, self.threads = [self._coordinator(i) for i in range(islands)], [], []
+        for i in range(islands):
+            if laptop:
+                self.workers.append(subprocess.Popen(
+                    [sys.executable, "egg.py", "worker", "127.0.0.1", "--port", str(self.ports[i]), "--threads", "1", "--preset", "laptop",
+                     *(f"-D{k}={egg_config.text(v)}" for k, v in egg_config.changed(self.cfgs[i]).items()), "-DDEVICE=cpu"],
+                    cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            else:
+                self._thread(self._work, i)
+        data, sha256 = own_snapshot(self.cfgs[0], 0)
+        self._thread(self._deceive, "liar", data, sha256)
+        self._thread(self._deceive, "forger", data, b"f" * 32)
+
+    def _thread(self, target, *arguments):
+        self.threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self.threads[-1].start()
+
+    def _coordinator(self, i):
+        program = ("import egg_net, egg_config, egg_island\n"
+                   "egg_island.BACK_OFF, egg_island.PATIENCE, egg_island.STALLED = (0.1, 1.0), 2.0, 5.0\n"
+                   f"egg_net.run_coordinator(egg_config.make(**{self.cfgs[i].constants()!r}), '127.0.0.1', {self.ports[i]}, "
+                   f"save_dir={str(self.directory / f'i{i}')!r}, island=egg_island.Terms('i{i}', {self.sea.way(i)!r}))\n")
+        with open(self.directory / f"i{i}.log", "a") as log:
+            return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
+
+    def _work(self, i):
+        engine = Learner(self.cfgs[i], 1 + i, pause=0.004)
+        while not self.stop:
+            with contextlib.suppress(egg_net.EggError):
+                egg_worker.run_worker(self.cfgs[i], "127.0.0.1", self.ports[i], engine, validation=VALIDATION, retry=False,
+                                      console=egg_net.Console(Lines()))
+            time.sleep(0.05)
+
+    def _deceive(self, name, data, sha256):
+        dice = random.Random(name)
+        while not self.stop:
+            with contextlib.suppress(OSError, egg_net.EggError, egg_worker.OldCoordinator):
+                end = time.monotonic() + 2
+                stranger = Stranger(dice.choice(self.ports), name, cfg=self.cfgs[0], seed=1000)
+                stranger.serve(data, sha256, lambda: self.stop or time.monotonic() > end)
+                stranger.link.close()
+            time.sleep(0.05)
+
+    def _harm(self):
+        i, dice = self.random.randrange(len(self.ports)), self.random
+        what = dice.choice(["killed", "killed", "stopped", "cut", "slowed"])
+        self.count[what] += 1
+        if what == "killed":
+            self.processes[i].kill()
+            self.processes[i].wait()
+            time.sleep(dice.uniform(0, 0.5))
+            self.processes[i] = self._coordinator(i)
+        elif what == "stopped":
+            self.processes[i].send_signal(19)
+            time.sleep(dice.uniform(0.2, 2.5))
+            self.processes[i].send_signal(18)
+        elif what == "cut":
+            self.sea.cut = set(dice.sample(range(len(self.ports)), dice.randrange(1, len(self.ports))))
+        else:
+            self.sea.slow = {i: dice.choice([100, 1000])}
+
+    def run(self, seconds):
+        """Harm for so long; then all heal, and go on for a few steps."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(self.random.uniform(0.1, 0.8))
+            self._harm()
+            if self.random.random() < 0.4:
+                self.sea.cut, self.sea.slow = set(), {}
+        self.sea.cut, self.sea.slow = set(), {}
+        before = [self.steps(i) for i in range(len(self.ports))]
+        until(lambda: all(self.steps(i) >= before[i] + 3 for i in range(len(self.ports))), 60 + 10 * self.laptop * len(self.ports))
+
+    def steps(self, i):
+        return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))
+
+    def end(self):
+        """The coordinators' exit statuses."""
+        self.stop = self.sea.stop = True
+        for process in self.processes + self.workers:
+            process.terminate()
+        codes = [process.wait(20) for process in self.processes]
+        for worker in self.workers:
+            worker.wait(20)
+        for thread in self.threads:
+            thread.join(10)
+        return codes
+
+
+def events_of(directory):
+    """[dict]: what an island told; of a line that is being written nothing."""
+    out = []
+    with contextlib.suppress(FileNotFoundError), open(directory / egg_history.EVENTS) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                out.append(json.loads(line))
+    return out
+
+
+def chaos(seed, seconds, islands=8, laptop=True, directory=None):
+    """An archipelago (laptop: of the laptop preset with real workers, else of learners) in which everything goes wrong for so many seconds. Holds
+    every island against what it must be: it trains on, its history leads from the state its epoch began with to its newest snapshot, its
+    best state is there. Returns what happened."""
+    directory = directory or HERE.__class__(tempfile.mkdtemp(prefix="egg-chaos-"))
+    often = dict(GOSSIP_RATE=0.3, VALIDATE_EVERY=10, SNAPSHOT_EVERY=10, ELITES=2, SAMPLE_EVERY=0)
+    cfg = egg_config.make(**{**egg_config.load("laptop", environ={}).constants(), **often, "VALIDATE_TOKENS": 4096}) if laptop else changed(**often)
+    trouble = Archipelago(directory, seed, islands, cfg, laptop)
+    try:
+        trouble.run(seconds)
+    finally:
+        codes = trouble.end()
+    told = {**trouble.count, "steps": [], "epochs": [], "undone": 0, "distrusted": 0, "best": []}
+    for i in range(islands):
+        log = (directory / f"i{i}.log").read_text()
+        assert "Traceback" not in log and codes[i] == 0, log[-3000:]
+        events = events_of(directory / f"i{i}")
+        run = egg_history.open_run(trouble.cfgs[i], directory / f"i{i}")
+        with contextlib.closing(run):
+            shelf = egg_snapshot.Shelf(run.cfg, run)
+            shelf.check_start()
+            engine = Learner(run.cfg, 1 + i) if not laptop else cpu_engine(run.cfg)
+            engine.load(shelf.state(run.start.step) if run.start.step else egg_model.initial_state(run.cfg))
+            egg_history.replay(run, engine, max(shelf.newest, run.start.step))
+            newest = shelf.state(shelf.newest)
+            assert newest.digests() == engine.state().digests() and newest.step == engine.step, f"i{i} is not what its history says"
+            best, elites = min(e["fitness"] for e in events if e["event"] == "elite" and e["kind"] == "validation"), egg_island.Elites(run.directory, 2)
+            assert elites.files[0][1] <= best + 1e-4 and elites.best(run.cfg)
+            starts = egg_history.epochs(run.directory)
+            assert [start.epoch for start in starts] == list(range(run.start.epoch + 1)) and all(a.step < b.step for a, b in zip(starts, starts[1:]))
+            told["steps"].append(run.step)
+            told["epochs"].append(run.start.epoch)
+            told["best"].append(best)
+        told["undone"] += sum(start.epoch > 0 and start.origin["kind"] == "undo" for start in starts)
+        told["distrusted"] += sum("nothing of" in event.get("text", "") for event in events)
+    return told
+
+
+def cpu_engine(cfg):
+    import egg_cpu
+    return egg_cpu.CpuEngine(cfg, threads=1)
+
+
+def test_an_archipelago_survives_chaos(tmp_path):
+    told = chaos(1, 10, islands=8, laptop=False, directory=tmp_path)
+    assert sum(told["epochs"]) > 0 and min(told["steps"]) > 3 and told["killed"] and told["distrusted"]
