@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import select
@@ -904,3 +905,81 @@ def cpu_engine(cfg):
 def test_an_archipelago_survives_chaos(tmp_path):
     told = chaos(1, 10, islands=8, laptop=False, directory=tmp_path)
     assert sum(told["epochs"]) > 0 and min(told["steps"]) > 3 and told["killed"] and told["distrusted"]
+
+
+# --- measured by hand --------------------------------------------------------------------------------------------------------------------------
+
+def coordinator(directory, cfg, name, port, peers, **terms):
+    """A coordinator of an island in a process of its own."""
+    program = ("import egg_net, egg_config, egg_island\n"
+               f"egg_net.run_coordinator(egg_config.make(**{cfg.constants()!r}), '127.0.0.1', {port}, save_dir={str(directory / name)!r}, "
+               f"island=egg_island.Terms({name!r}, {peers!r}, **{terms!r}))\n")
+    with open(directory / f"{name}.log", "a") as log:
+        return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
+
+
+def free_ports(count):
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [door.getsockname()[1] for door in doors]
+    for door in doors:
+        door.close()
+    return ports
+
+
+def stand_in(cfg, port, rate):
+    """A worker with a whole state and no model to evaluate."""
+    egg_worker.run_worker(cfg, "127.0.0.1", port, Learner(cfg, rate, pause=0.05), validation=VALIDATION, console=egg_net.Console(Lines()))
+
+
+def handover(merges=3, workers=2, **constants):
+    """Two islands of the default model, coordinators and stand-in workers in processes of their own. [seconds]: how long the receiver handed
+    out nothing, from the last result of a step to the first chunk of the next epoch."""
+    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-handover-")), free_ports(2)
+    cfgs = [egg_config.make(**{"GOSSIP_RATE": 1.0, "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 20, "SAMPLE_EVERY": 0, "ISLAND_SEED": i, **constants})
+            for i in (1, 2)]
+    processes = [coordinator(directory, cfgs[0], "a", ports[0], [], bandwidth=0, accept=False),
+                 coordinator(directory, cfgs[1], "b", ports[1], [("127.0.0.1", ports[0])], bandwidth=0)]
+    spawn = multiprocessing.get_context("spawn")
+    processes += [spawn.Process(target=stand_in, args=(cfgs[i], ports[i], (30, 1)[i]), daemon=True) for i in (0, 1) for _ in range(workers if i else 1)]
+    for process in processes[2:]:
+        process.start()
+    try:
+        until(lambda: sum(e["event"] == "merge" for e in events_of(directory / "b")) >= merges, 300)
+        return [e["seconds"] for e in events_of(directory / "b") if e["event"] == "merge"]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes[:2]:
+            process.wait(30)
+        shutil.rmtree(directory)
+
+
+def idle(islands=64, seconds=30.0):
+    """An archipelago without workers, every island connected with every other. (smallest, mean, largest share of a core that an island
+    takes, connections of an island)."""
+    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-idle-")), free_ports(islands)
+    peers = [("127.0.0.1", port) for port in ports]
+    processes = [coordinator(directory, changed(ISLAND_SEED=i + 1), f"i{i}", port, peers) for i, port in enumerate(ports)]
+
+    def spent(process):
+        with open(f"/proc/{process.pid}/stat") as file:
+            fields = file.read().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def connected(i):
+        told = egg_worker.fetch_status(changed(ISLAND_SEED=i + 1), "127.0.0.1", ports[i])["island"]["peers"]
+        return sum(peer["state"] == "up" for peer in told)
+    try:
+        time.sleep(islands)
+        until(lambda: all(connected(i) == islands - 1 for i in range(islands)), 300)
+        time.sleep(5)
+        before, started = [spent(p) for p in processes], time.monotonic()
+        time.sleep(seconds)
+        shares = [(spent(p) - b) / (time.monotonic() - started) for p, b in zip(processes, before)]
+        return min(shares), sum(shares) / islands, max(shares), connected(0)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+        shutil.rmtree(directory)
