@@ -314,12 +314,13 @@ def _draw_tree(ax, tree):
     """A lane for every island, as high as the shares of those it descends from, and an arrow for every state that was taken in."""
     place = {name: k for k, name in enumerate(tree.lanes)}
     for name, pieces in tree.lanes.items():
-        for start, end, whose in pieces:
-            low = place[name] - 0.3
-            for origin in sorted(whose, key=tree.numbers.get):
-                ax.broken_barh([(start, end - start)], (low, 0.6 * whose[origin]), color=f"C{tree.numbers[origin]}",
-                               alpha=1.0 if name in tree.here else 0.4, linewidth=0)
-                low += 0.6 * whose[origin]
+        xs, low = [start for start, _, _ in pieces] + [pieces[-1][1]], [place[name] - 0.3] * (len(pieces) + 1)
+        for origin, number in tree.numbers.items():
+            shares = [whose.get(origin, 0.0) for _, _, whose in pieces]
+            high = [y + 0.6 * share for y, share in zip(low, shares + shares[-1:])]
+            if any(shares):
+                ax.fill_between(xs, low, high, step="post", color=f"C{number}", alpha=1.0 if name in tree.here else 0.4, linewidth=0)
+            low = high
     for giver, start, taker, end in tree.edges:
         ax.annotate("", (end, place[taker]), (start, place[giver]), arrowprops=dict(arrowstyle="-|>", color="0.2", linewidth=0.9,
                                                                                  shrinkA=0, shrinkB=0))
