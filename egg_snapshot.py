@@ -302,6 +302,19 @@ class Shelf:
         with open(os.path.join(self.directory, self.files[step]), "rb") as file:
             return unpack(self.cfg, file.read())
 
+    def check_start(self):
+        """Whether the state with which an epoch began is there, whole. Raises HistoryError where it is not."""
+        start = self.run.start
+        if start.origin:
+            try:
+                good = egg_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]
+            except (KeyError, OSError, ValueError):
+                good = False
+            if not good:
+                name, old = (os.path.join(self.directory, x) for x in (egg_history.FILE, egg_history.OLD.format(start.epoch - 1)))
+                raise egg_history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch {start.epoch} began, is "
+                                               f"missing or damaged: restore it from a copy, or go on with the epoch before: mv {old} {name}")
+
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
         return bool(self.directory and every and step and step % every == 0 and step not in self.files and not self._stopped)
@@ -315,14 +328,14 @@ class Shelf:
         name = f"snapshot-{upload.step:08d}.egg"
         upload.keep(os.path.join(self.directory, name), self.run.fitness(upload.step - 1))
         self.files[upload.step], self.digests[upload.step], self.sha256[upload.step] = name, upload.digest, upload.sha256
-        self._arrange()
+        self.arrange()
 
     def validated(self, step, figure):
         """Notes the validation figure of a step; the snapshot of this step, here already or still to come, carries it in its name."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
-                self._arrange()
+                self.arrange()
 
     def forget(self, step):
         """Removes a snapshot: an old one, or one that turned out wrong."""
@@ -331,7 +344,7 @@ class Shelf:
         self.digests.pop(step, None)
         self.sha256.pop(step, None)
 
-    def _arrange(self):
+    def arrange(self):
         """Names with figures, `latest` and `best`, and away with the rest."""
         for step, name in list(self.files.items()):
             if step in self.figures and not egg_history.SNAPSHOT.fullmatch(name)[2]:
@@ -343,10 +356,10 @@ class Shelf:
         for step in set(self.files) - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", best)):
+            path = os.path.join(self.directory, f"{link}.egg")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + ".part" if step else path)
             if step:
-                path = os.path.join(self.directory, f"{link}.egg")
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path + ".part")
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
 

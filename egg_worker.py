@@ -175,10 +175,10 @@ class Worker:
                 opcode, payload = link.any_of((JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED))
             heard()
             if opcode == REBUILD:
-                self.console.line(f"worker: its state at step {engine.step} is not that of others: rebuilding")
-                self._begin_again()
-                if start := STEP.unpack(payload)[0]:
-                    self._load(link, start)
+                start = STEP.unpack(payload)[0]
+                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
+                if not start or not self._load(link, start):
+                    self._begin_again()
                 continue
             seed, step, position, packed = link.unpack_response(payload)
             if packed:
@@ -234,7 +234,7 @@ class Worker:
         return STATED.pack(self.stated[1])
 
     def _load(self, link, step):
-        """Takes over the coordinator's snapshot of this step; without one that is good the run is replayed as far."""
+        """Takes over the coordinator's snapshot of this step; whether it was good. Without it the run is replayed as far."""
         data, total = bytearray(), 1
         while len(data) < total:
             link.send(link.frame(SNAPSHOT_REQUEST, BLOCK_REQUEST.pack(step, len(data))))
@@ -247,9 +247,10 @@ class Worker:
             state = egg_snapshot.unpack(self.cfg, bytes(data))
         except ValueError as error:
             self.console.line(f"worker: {error}; replaying the run instead")
-            return
+            return False
         self._begin_again(state)
         self.console.line(f"worker: at step {step} by a snapshot")
+        return True
 
     def _send_snapshot(self, link, step):
         """The state of this step, in pieces."""
