@@ -35,8 +35,6 @@ POINTS = 800               # of a curve that are sent at most
 WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # that are sent at most; of peers as many as of workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "egg_page.html")
-WORDS = {"peer": "island {peer} ({address}) is {state}", "rejuvenated": "step {step}: rejuvenated",
-         "merge": "step {step}: took in the state of {peer} at its step {peer_step} ({kind}), fitness {theirs} against {ours}"}
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
            413: "Content Too Large", 431: "Request Header Fields Too Large", 503: "Service Unavailable", 505: "HTTP Version Not Supported"}
@@ -245,8 +243,8 @@ class Page:
             self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
         elif kind == "references":
             self.references = event["values"]
-        elif kind in ("joined", "left", "banned", "refused", "warning", "message", "peer", "merge", "rejuvenated"):
-            text = line or WORDS.get(kind, "worker {worker} ({address}, {device}) {event}").format(**event)
+        elif kind in ("joined", "left", "banned", "refused", "warning", "message") or line and kind in ("peer", "gossip", "merge", "rejuvenated"):
+            text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
         if kind == "merge":
             self._merged(event["step"], event["step"] * self.coordinator.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
@@ -263,7 +261,7 @@ class Page:
     def state(self):
         """What the page shows, as a dict for JSON."""
         told, coordinator = self.coordinator.status(), self.coordinator
-        island = told.get("island")
+        island = told["island"]
         step = self.step or {}
         directory = coordinator.run.directory
         return {"time": round(time.time(), 3), "name": os.path.basename(os.path.abspath(directory)) if directory else None,
@@ -275,7 +273,7 @@ class Page:
                 "validation": self.last_validation, "best": self.best, "references": self.references, "unit": self.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
                 "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]), "island": island and {
-                    **{k: island[k] for k in ("name", "epoch", "fitness", "kind")}, "peers": island["peers"][:WORKERS],
+                    **{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")}, "peers": island["peers"][:WORKERS],
                     "n_peers": len(island["peers"])}, "merges": list(self.merges),
                 "samples": list(self.samples), "lines": list(self.lines)}
 
@@ -309,7 +307,7 @@ class Page:
             for w in told["workers"][:WORKERS]:
                 labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
                 rows.append((f"{name}{{{labels}}}", kind, text, w[key]))
-        if island := told.get("island"):
+        if island := told["island"]:
             unit, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
             rows += [("egg_island_epoch", "gauge", "starts of the history: merges and rejuvenations so far", island["epoch"]),
                      ("egg_island_fitness" + unit, "gauge", "what is compared with peers, lower is better", island["fitness"]),

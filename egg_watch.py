@@ -200,7 +200,8 @@ class TensorBoard:
 # --- curves ----------------------------------------------------------------------------------------------------------------
 
 class Merge(NamedTuple):
-    """A state that an island took in: after `step` steps, at Unix seconds `time`, the state of `peer` after its `peer_step` steps.
+    """A state that an island took in: after `step` steps, at Unix seconds `time`, the state of `peer` after its `peer_step` steps; one of
+    its own earlier ones where it is the peer itself.
     part: its share in the result, 0 to 1; theirs, digest: what it and the result are known by (hex)."""
     step: int
     time: float
@@ -290,7 +291,7 @@ def _numbers(event, *names):
 
 def part(event, alpha):
     """The share, 0 to 1, of the other's state in what the merge of an event made under RECOMBINE_ALPHA."""
-    if event["kind"] == "clone":
+    if event["kind"] != "recombine":                 # "clone", or "undo": back to a state of its own
         return 1.0
     ours, theirs = _numbers(event, "ours", "theirs")
     worse = egg_merge.worse_part(alpha, ours, theirs) / (1 << egg_merge.PART)

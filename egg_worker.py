@@ -432,18 +432,19 @@ def _describe_island(island):
         return []
     peers = [{k: one_line(v, 64) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
     up = sum(p["state"] == "up" for p in peers)
-    first = f"island {one_line(island['name'], 64)}, epoch {island['epoch']}, {up} of {len(peers)} peers up"
+    name, founder = one_line(island["name"], 64), one_line(island["founder"], 64)
+    first = f"island {name}, epoch {island['epoch']}, descends from {founder}, {up} of {len(peers)} peers up"
     if island["fitness"] is not None:
         first += f", fitness {island['fitness']:.4f} ({island['kind']})"
     lines = ["", first]
-    for told in island["lineage"][-LINEAGE:]:
-        source = f"{one_line(told['from'], 64)}'s step {told['peer_step']}" if told["from"] else "its own, rejuvenated"
+    for told in [told for told in island["lineage"] if told["epoch"]][-LINEAGE:]:
+        source = "rejuvenated" if told["peer_step"] is None else f"the state of {one_line(told['from'], 64)} at its step {told['peer_step']}"
         lines.append(f"  epoch {told['epoch']} from step {told['step']}: {source}")
-    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"), ("compares", "kind", "{}"),
-               ("fitness", "fitness", "{:.4f}"), ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"),
-               ("taken", "taken", "{}"), ("last seen", "last_seen", "{:.1f} s"))
+    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"), ("descends from", "founder", "{}"),
+               ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"), ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
+               ("last seen", "last_seen", "{:.1f} s"))
     rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
-    return lines + ([""] + _table([title for title, _, _ in columns], rows, 4) if rows else [])
+    return lines + ([""] + _table([title for title, _, _ in columns], rows, 5) if rows else [])
 
 
 def _table(head, rows, words):

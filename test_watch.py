@@ -413,6 +413,10 @@ def test_the_family_of_islands(tmp_path):
     for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
         an_island(tmp_path / "d", "d", 100, {80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")})
         assert dict(charts([*paths, tmp_path / "d"])[2].descent("d")) == descent
+    # what was taken can be given up again: back to a state of its own from before
+    an_island(tmp_path / "d", "d", 100, {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
+    tree = charts([*paths, tmp_path / "d"])[2]
+    assert dict(tree.descent("d")) == {"d": 1.0} and [whose for _, _, whose in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
     # of two logs of one island the longer counts, and a run that is no island has no lane
     example(tmp_path / "alone"), an_island(tmp_path / "again", "b", 20)
     tree = charts([tmp_path / "alone", tmp_path / "again", *paths])[2]
@@ -447,16 +451,18 @@ def test_islands_in_a_picture(tmp_path, monkeypatch):
     assert egg.main(["plot", "a", "--out", "one.png"]) == 0 and egg.main(["plot", "c", "a", "--x", "steps", "--out", "two.png"]) == 0
 
 
-BAD_NAME = "<img src=x onerror=alert(1)>\x1b[2J\n"
-ISLAND = {"name": "north", "epoch": 2, "fitness": 3.8125, "kind": "validation", "peers": [
-    {"name": "south", "address": "10.0.0.2:12345", "state": "up", "fitness": 3.75, "kind": "validation", "step": 300, "epoch": 1, "last_seen": 0.4,
-     "given": 2, "taken": 1},
-    {"name": BAD_NAME, "address": "10.0.0.3:12345", "state": "refused", "fitness": 1.5, "kind": "loss", "step": 0, "epoch": 0, "last_seen": 12.5,
-     "given": 0, "taken": 3},
-    {"name": None, "address": "10.0.0.4:12345", "state": "down", "fitness": None, "kind": None, "step": None, "epoch": None, "last_seen": None,
-     "given": 0, "taken": 0}],
-    "lineage": [{"epoch": 1, "step": 90, "from": "south", "peer_step": 80, "digest": "aa"},
-                {"epoch": 2, "step": 120, "from": BAD_NAME, "peer_step": 70, "digest": "bb"}]}
+BAD_NAME = "<img src=x onerror=alert(1)>\x1b[2J\n"           # egg_island lets none such in; what is shown does not rely on it
+ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": [
+    {"name": "south", "address": "10.0.0.2:12345", "state": "up", "fitness": 3.75, "kind": "validation", "step": 300, "epoch": 1, "founder": "south",
+     "last_seen": 0.4, "given": 2, "taken": 1},
+    {"name": BAD_NAME, "address": "10.0.0.3:12345", "state": "distrusted", "fitness": 1.5, "kind": "loss", "step": 0, "epoch": 0, "founder": BAD_NAME,
+     "last_seen": 12.5, "given": 0, "taken": 3},
+    {"name": "west", "address": "10.0.0.4:12345", "state": "down", "fitness": None, "kind": None, "step": None, "epoch": None, "founder": None,
+     "last_seen": 7.0, "given": 0, "taken": 0}],
+    "lineage": [{"epoch": 0, "step": 0, "from": "north", "peer_step": None, "digest": None},
+                {"epoch": 1, "step": 90, "from": "south", "peer_step": 80, "digest": "aa"},
+                {"epoch": 2, "step": 120, "from": BAD_NAME, "peer_step": 70, "digest": "bb"},
+                {"epoch": 3, "step": 130, "from": "north", "peer_step": None, "digest": "cc"}]}
 
 
 def merged(step, peer="south", **fields):
@@ -475,8 +481,10 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             until(lambda: server.run.step == 3)
             events = server.coordinator.events
             if told:
-                events.tell("merge", None, **merged(3))
-                events.tell("peer", None, peer=BAD_NAME, address="10.0.0.3:1", state="refused")
+                events.tell("merge", "another line", **merged(3))
+                events.tell("merge", "back", **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+                events.tell("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+                events.tell("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
                 events.tell("rejuvenated", "a line", step=3, epoch=2, digest="")
             state = json.loads(ask(server, "/state.json")[2])
             values = parse_metrics(ask(server, "/metrics")[2].decode())
@@ -485,12 +493,10 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 continue
             assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
             assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.tokens_a_step, "seconds": pytest.approx(state["seconds"], abs=1e-3),
-                                        "peer": "south", "peer_step": 80, "part": 0.625}]
-            assert [line["text"] for line in state["lines"][:3]] == [
-                "a line", f"island {BAD_NAME} (10.0.0.3:1) is refused",
-                "step 3: took in the state of south at its step 80 (recombine), fitness 3.0 against 4.0"]
-            assert values["egg_island_epoch"] == 2 and values['egg_island_fitness{kind="validation"}'] == 3.8125
-            assert (values["egg_island_peers"], values["egg_island_peers_up"], values['egg_events_total{event="merge"}']) == (3, 1, 1)
+                                        "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step, part in (("south", 80, 0.625), ("north", 1, 1))]
+            assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+            assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
+            assert (values["egg_island_peers"], values["egg_island_peers_up"], values['egg_events_total{event="merge"}']) == (3, 1, 2)
             assert values['egg_island_peer_fitness{name="south",address="10.0.0.2:12345",kind="validation"}'] == 3.75
             assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
             assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness")) and "10.0.0.4" in k]
@@ -507,14 +513,15 @@ def test_status_tells_of_an_island(tmp_path):
     text = egg_worker.describe_status({**told, "island": ISLAND})
     assert text.startswith(plain) and "\x1b" not in text
     assert text[len(plain):].splitlines()[1:] == [
-        "", "island north, epoch 2, 1 of 3 peers up, fitness 3.8125 (validation)", "  epoch 1 from step 90: south's step 80",
-        "  epoch 2 from step 120: <img src=x onerror=alert(1)>[2J's step 70", "",
-        "peer                             address         state    compares    fitness  step  epoch  given  taken  last seen",
-        "south                            10.0.0.2:12345  up       validation   3.7500   300      1      2      1      0.4 s",
-        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  refused  loss         1.5000     0      0      0      3     12.5 s",
-        "                                 10.0.0.4:12345  down                                           0      0"]
+        "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
+        "  epoch 1 from step 90: the state of south at its step 80",
+        "  epoch 2 from step 120: the state of <img src=x onerror=alert(1)>[2J at its step 70", "  epoch 3 from step 130: rejuvenated", "",
+        "peer                             address         state       descends from                    compares    fitness  step  epoch  given  taken  last seen",
+        "south                            10.0.0.2:12345  up          south                            validation   3.7500   300      1      2      1      0.4 s",
+        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  distrusted  <img src=x onerror=alert(1)>[2J  loss         1.5000     0      0      0      3     12.5 s",
+        "west                             10.0.0.4:12345  down                                                                               0      0      7.0 s"]
     alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
-    assert egg_worker.describe_status({**told, "island": alone}).endswith("\nisland north, epoch 2, 0 of 0 peers up")
+    assert egg_worker.describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
 
 
 # --- the live page ----------------------------------------------------------------------------------------------------------
