@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from fractions import Fraction
 
 import hypothesis
@@ -249,3 +250,18 @@ RECORDED = "f0cd4628edf17652588830c234f0db53"
 def test_a_merge_needs_no_numba():
     program = "import sys, egg_merge; print('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
+
+
+def seconds(**values):
+    """{(MERGE, OPTIMIZER_MERGE): seconds}: what a merge of two random states takes, the median of five; for BENCHMARKS.md."""
+    found = {}
+    for merge in MERGES:
+        for optimizer in OPTIMIZERS:
+            cfg = egg_config.make(**values, MERGE=merge, OPTIMIZER_MERGE=optimizer)
+            ours, theirs, times = state(cfg, 1), state(cfg, 2), []
+            for _ in range(5):
+                at = time.perf_counter()
+                egg_merge.merge(cfg, ours, theirs, 3.0, 2.5)
+                times.append(time.perf_counter() - at)
+            found[merge, optimizer] = round(sorted(times)[2], 3)
+    return found
