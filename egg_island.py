@@ -32,13 +32,14 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness, and their units
 SHARE = {"validation": 0.8, "loss": 0.05}    # that the newest measure has in the exponential mean: validation hardly varies by chance
 SURE = {"validation": 1, "loss": 10}         # measures after which a new epoch is judged
-REGRET = 0.1               # it is taken back if it is worse than before, and than promised, by more than this share
+REGRET = {"clone": 0.03, "recombine": 0.1}   # it is taken back if it is worse than before, and than promised, by more than this share
 DISTRUST = 600.0           # seconds for which a peer is not believed
 PATIENCE = 10.0            # seconds that a peer may take to say how it stands
 STALLED = 60.0             # seconds after which a state of which nothing more comes is given up; a peer may come back meanwhile
 HANDOVER_SECONDS = 30.0    # the next step waits so long at most for a worker to send the own state
 BACK_OFF = (0.5, 30.0)     # seconds between two calls: the first, the longest
-QUESTIONS = 8              # of a peer that are answered in a row, and one a second after that
+ASK_EVERY = 0.25           # seconds between two questions to one peer at least
+QUESTIONS = 8              # of a peer that are answered in a row, and one every ASK_EVERY seconds after that
 LENT, LEND_SECONDS = 4, 60.0     # files that are kept open for peers that read them, and seconds without a question
 LEAST_PIECE = 1 << 10      # bytes of a state in one frame at least, however little may pass
 MOST_PEERS = 1024
@@ -123,16 +124,17 @@ def peers_from_slurm(port, environ=os.environ):
 
 def expand_nodes(text):
     """[str]: the names in a Slurm list such as "login,gpu[01-03,7],r[1-2]n[0-1]". Raises ValueError."""
-    names = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|,|.", text)[::2]:
-        found = [""]
-        for part in re.findall(r"\[[^\[\]]*\]|[^\[\]]+", item):
-            found = [name + end for name in found for end in (_ranges(part[1:-1]) if part.startswith("[") else [part])]
-            if len(names) + len(found) > MOST_PEERS:
-                raise ValueError(text)
-        names += found
-    if not all(re.fullmatch(r"[A-Za-z0-9_.-]{1,255}", name) for name in names) or ",".join(names).count(",") + 1 != len(names):
+    names, item_of = [], r"(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+"
+    if not re.fullmatch(f"{item_of}(?:,{item_of})*", text):
         raise ValueError(text)
+    for item in re.findall(item_of, text):
+        found = [""]
+        for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
+            ends = _ranges(part[1:-1]) if part.startswith("[") else [part]
+            if len(names) + len(found) * len(ends) > MOST_PEERS:
+                raise ValueError(text)
+            found = [name + end for name in found for end in ends]
+        names += found
     return names
 
 
@@ -210,16 +212,17 @@ class Peer:
         self.name, self.connection, self.address, self.id, self.identity = name, None, "", "", ""
         self.standing = None
         self.asked = None                  # when, while the answer is not here
+        self.ask_at = 0.0                  # not before
         self.questions, self.spoke = QUESTIONS, time.monotonic()
         self.heard = time.monotonic()
         self.given = self.taken = 0        # whole states
 
     def may_ask(self):
         now = time.monotonic()
-        self.questions, self.spoke = min(QUESTIONS, self.questions + now - self.spoke) - 1, now
-        if self.questions < 0:
-            self.questions = 0
+        self.questions, self.spoke = min(QUESTIONS, self.questions + (now - self.spoke) / ASK_EVERY), now
+        if self.questions < 1:
             return False
+        self.questions -= 1
         return True
 
 
@@ -252,18 +255,19 @@ class Fitness:
 class Elites:
     """The best states that this island has measured: copies of snapshots in the save directory, which no epoch touches."""
 
-    FILE = re.compile(r"elite-(\d{8,})-(validation|loss)-(\d+\.\d{4})\.egg")
+    FILE = re.compile(r"elite-(\d{3,})-(\d{8,})-(validation|loss)-(\d+\.\d{4})\.egg")      # epoch, step, kind, fitness
 
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
         found = ((name, self.FILE.fullmatch(name)) for name in os.listdir(directory))
-        self.files = sorted((m[2] != "validation", float(m[3]), int(m[1]), name) for name, m in found if m)      # the best first
+        self.files = sorted((m[3] != "validation", float(m[4]), (int(m[1]), int(m[2])), name) for name, m in found if m)      # the best first
 
-    def offer(self, path, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best; whether it is. A step is kept once. Raises OSError."""
-        name = f"elite-{step:08d}-{kind}-{fitness:.4f}.egg"
-        entry = (kind != "validation", float(f"{fitness:.4f}"), step, name)
-        others = [e for e in self.files if e[2] != step]
+    def offer(self, path, epoch, step, kind, fitness):
+        """Keeps the snapshot at `path` if it is one of the best; whether it is new there. A state that was measured again is kept once.
+        Raises OSError."""
+        name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
+        entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
+        others = [e for e in self.files if e[2] != (epoch, step)]
         files = sorted([*others, entry])[:self.most]
         if entry not in files or entry in self.files:
             return False
@@ -279,10 +283,10 @@ class Elites:
         return True
 
     def best(self, cfg):
-        """(step, State) of the best one that can be read, None where there is none."""
-        for _, _, step, name in self.files:
+        """(epoch, State) of the best one that can be read, None where there is none."""
+        for _, _, (epoch, _), name in self.files:
             with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
-                return step, egg_snapshot.unpack(cfg, file.read())
+                return epoch, egg_snapshot.unpack(cfg, file.read())
         return None
 
 
@@ -336,18 +340,22 @@ class Island:
         self.outgoing, self.incoming = Bucket(terms.bandwidth), Bucket(terms.bandwidth)
         self.lent = {}                               # SHA-256 -> [file, when it was last asked for]
         self.transfer = self.handover = None
-        self.trial = None                            # of the present epoch: (Handover's Standing, fitness before, peer)
+        self.trial = None                            # of the present epoch: (MERGE, Standing of the giver, fitness before, giver)
         self.told = None                             # fields of a merge that is told when its first chunk is handed out
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [self._ancestor(start) for start in egg_history.epochs(run.directory)]
-        self.founder = run.start.origin["founder"] if run.start.origin else terms.name
         self.events.tell("island", f"island {terms.name}, {len(self.targets)} peers to call", name=terms.name,
                          peers=[target.title for target in self.targets])
 
     def _ancestor(self, start):
         origin = start.origin or {}
         return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", self.terms.name), "peer_step": origin.get("peer_step"),
-                "digest": origin.get("digest")}
+                "digest": origin.get("digest"), "founder": origin.get("founder", self.terms.name)}
+
+    @property
+    def founder(self):
+        """The island from which the present population descends."""
+        return self.lineage[-1]["founder"]
 
     # who is there
 
@@ -489,10 +497,11 @@ class Island:
                 self._take(total, offset, payload[STATE_HEAD.size:])
 
     def _tournament(self):
-        there = [peer for peer in self.peers.values() if peer.connection and not peer.asked]
+        now = time.monotonic()
+        there = [peer for peer in self.peers.values() if peer.connection and not peer.asked and now >= peer.ask_at]
         if there:
             peer = random.choice(there)
-            peer.asked = time.monotonic()
+            peer.asked, peer.ask_at = now, now + ASK_EVERY
             self.coordinator.say(peer.connection, STANDING, self.standing(True).pack())
 
     def _judge(self, peer, theirs):
@@ -587,8 +596,8 @@ class Island:
         shelf, fitness = self.coordinator.shelf, self.fitness
         if step in shelf.files and fitness.value is not None and self.elites.most:
             try:
-                if self.elites.offer(os.path.join(self.run.directory, shelf.files[step]), step, fitness.kind, fitness.value):
-                    self.events.tell("elite", step=step, fitness=_rounded(fitness.value))
+                if self.elites.offer(os.path.join(self.run.directory, shelf.files[step]), self.run.start.epoch, step, fitness.kind, fitness.value):
+                    self.events.tell("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
             except OSError as error:
                 self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
@@ -627,8 +636,8 @@ class Island:
         fitness = self.fitness
         if not self.trial or fitness.measures < SURE[fitness.kind]:
             return False
-        (standing, before, peer), self.trial = self.trial, None
-        if standing.kind != fitness.kind or fitness.value <= (1 + REGRET) * max(before, standing.fitness):
+        (kind, standing, before, peer), self.trial = self.trial, None
+        if standing.kind != fitness.kind or fitness.value <= (1 + REGRET[kind]) * max(before, standing.fitness):
             return False
         self._distrust(peer, f"with the state of {peer.name}, which promised {standing.fitness:.4f}, this island has {fitness.value:.4f} "
                              f"{fitness.unit} after {before:.4f} before")
@@ -661,7 +670,9 @@ class Island:
                 if not found:
                     self._give_up("no elite can be read")
                     return
-                origin["peer_step"], state = found
+                epoch, state = found
+                origin["peer_step"] = state.step
+                origin["founder"] = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.terms.name)
             elif kind == "rejuvenate":
                 state = egg_merge.rejuvenate(cfg, ours)
             else:
@@ -684,7 +695,6 @@ class Island:
 
     def _begun(self, handover, origin):
         fitness, kind, transfer = self.fitness, handover.kind, handover.transfer
-        self.founder = origin["founder"]
         self.lineage.append(self._ancestor(self.run.start))
         self.idle_since = self.run.step
         fields = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
@@ -696,7 +706,7 @@ class Island:
                          **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder")}}
         if transfer:
             transfer.peer.taken += 1
-            self.trial = transfer.standing, fitness.value, transfer.peer
+            self.trial = kind, transfer.standing, fitness.value, transfer.peer
         fitness.begin()
         self._end_handover()
 
