@@ -322,7 +322,7 @@ def parser():
                          "  EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines")
     sub.add_argument("--json", metavar="FILE", help="append them to a file, as a line of JSON")
 
-    sub = command(plot, "draw loss and validation of runs, in the terminal or as a picture",
+    sub = command(plot, "draw loss and validation of runs, and who took whose state where they are islands, in the terminal or as a picture",
                   "examples:\n  python egg.py plot ckpt\n  python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="a save directory, or a file of --log-json")
     sub.add_argument("--out", metavar="FILE.png", help="a picture instead (needs matplotlib; .svg and .pdf as well)")

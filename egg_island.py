@@ -738,6 +738,7 @@ class Island:
         peers = [{"name": p.name, "address": p.address, "state": "down" if not p.connection else "up" if self._believed(p) else "distrusted",
                   "fitness": _rounded(p.standing.fitness) if p.standing else None, "kind": p.standing.kind if p.standing else None,
                   "step": p.standing.step if p.standing else None, "epoch": p.standing.epoch if p.standing else None,
+                  "founder": p.standing.founder if p.standing else None,
                   "last_seen": round(now - p.heard, 3), "given": p.given, "taken": p.taken} for p in self.peers.values()]
         return {"name": self.terms.name, "epoch": self.run.start.epoch, "fitness": _rounded(self.fitness.value), "kind": self.fitness.kind,
                 "founder": self.founder, "peers": peers, "lineage": self.lineage[-LINEAGE:]}

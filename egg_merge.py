@@ -38,7 +38,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     ours may be None where `needs_ours` says no: step and seed are then those of `theirs`, and the caller's to set. The fitnesses are
     losses of one kind, 0 or more; where they are equal ours counts as the better. Raises ValueError (one line) for a fitness, or a state,
     that no training gives: a state may come from a stranger."""
-    part = worse_part(cfg, fitness_ours, fitness_theirs)
+    part = worse_part(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state, whose in ((ours, "our own"), (theirs, "the other")):
         if state is not None:
             _check(state, whose)
@@ -65,12 +65,12 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     return egg_model.State(cfg, weights, moments, overlay, own.step, own.seed)
 
 
-def worse_part(cfg, fitness_ours, fitness_theirs):
-    """The worse state's part of a mix, a whole number of 2^-PART. Raises ValueError for a fitness that is none."""
+def worse_part(alpha, fitness_ours, fitness_theirs):
+    """The worse state's part of a mix, a whole number of 2^-PART; alpha: RECOMBINE_ALPHA. Raises ValueError for a fitness that is none."""
     better, worse = sorted((fitness_ours, fitness_theirs))
     if not (math.isfinite(better) and math.isfinite(worse) and better >= 0):
         raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: wanted are finite losses, 0 or more")
-    return round((1 - cfg.RECOMBINE_ALPHA) * (better / worse if worse else 1.0) * (1 << PART))
+    return round((1 - alpha) * (better / worse if worse else 1.0) * (1 << PART))
 
 
 def rejuvenate(cfg, state):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from fractions import Fraction
 
 import hypothesis
@@ -100,13 +101,13 @@ def test_nearest_is_that_of_fractions(distance, part):
 
 
 def test_the_worse_ones_part():
-    parts = {alpha: [egg_merge.worse_part(config(alpha=alpha), *pair) for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
+    parts = {alpha: [egg_merge.worse_part(alpha, *pair) for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
              for alpha in (0.0, 0.5, 0.75, 1.0)}
     assert parts == {0.0: [65536, 49152, 49152, 655, 65536, 0], 0.5: [32768, 24576, 24576, 328, 32768, 0],
                      0.75: [16384, 12288, 12288, 164, 16384, 0], 1.0: [0] * 6}
     for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (-0.1, 1.0), (1.0, float("-inf"))):
         with pytest.raises(ValueError, match="^a fitness of .* against .*: wanted are finite losses, 0 or more$"):
-            egg_merge.worse_part(config(), *wrong)
+            egg_merge.worse_part(0.5, *wrong)
 
 
 # --- whole states --------------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
         got = egg_merge.merge(cfg, ours, theirs, *fitness)
         assert (got.step, got.seed) == (7, 1) and before == (ours.digests(), theirs.digests())
         better, worse = (ours, theirs) if fitness[0] <= fitness[1] else (theirs, ours)
-        part = Fraction(egg_merge.worse_part(cfg, *fitness), 1 << 16)
+        part = Fraction(egg_merge.worse_part(0.7, *fitness), 1 << 16)
         some = np.random.default_rng(3).integers(0, got.weights.size, 300)
         for i in some:
             if merge == "clone":
@@ -249,3 +250,18 @@ RECORDED = "f0cd4628edf17652588830c234f0db53"
 def test_a_merge_needs_no_numba():
     program = "import sys, egg_merge; print('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
+
+
+def seconds(**values):
+    """{(MERGE, OPTIMIZER_MERGE): seconds}: what a merge of two random states takes, the median of five; for BENCHMARKS.md."""
+    found = {}
+    for merge in MERGES:
+        for optimizer in OPTIMIZERS:
+            cfg = egg_config.make(**values, MERGE=merge, OPTIMIZER_MERGE=optimizer)
+            ours, theirs, times = state(cfg, 1), state(cfg, 2), []
+            for _ in range(5):
+                at = time.perf_counter()
+                egg_merge.merge(cfg, ours, theirs, 3.0, 2.5)
+                times.append(time.perf_counter() - at)
+            found[merge, optimizer] = round(sorted(times)[2], 3)
+    return found
