@@ -188,12 +188,12 @@ def read_standing(payload):
 # --- what an island knows ------------------------------------------------------------------------------------------------------
 
 class Target:
-    """An address that is called. name: who answered there."""
+    """An address that is called. addresses: [(family, address)] that the system has for it, the next one to try first; name: who answered."""
 
     def __init__(self, host, port):
         self.host, self.title = host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.family, _, _, _, self.address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.addresses = [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError):
             raise IslandError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of another island's "
                               "coordinator") from None
@@ -201,6 +201,7 @@ class Target:
         self.pause, self.call_at = BACK_OFF[0], 0.0
 
     def failed(self, longest=False):
+        self.addresses.append(self.addresses.pop(0))
         self.call_at = time.monotonic() + self.pause * random.uniform(0.5, 1.0)
         self.pause = BACK_OFF[1] if longest else min(2 * self.pause, BACK_OFF[1])
 
@@ -685,7 +686,7 @@ class Island:
             origin["digest"] = egg_digest.of_state(state).hex()
             self.coordinator.begin_epoch(state, origin)
         except ValueError as error:
-            self._distrust(transfer.peer, f"the state of {transfer.peer.name} is not used: {error}")
+            self._distrust(transfer.peer, f"the state of {transfer.peer.name} is not used: {error}")     # nothing else raises it
             self._give_up()
             return
         except OSError as error:

@@ -429,14 +429,15 @@ class Coordinator:
 
     def call(self, target):
         """Begins to connect to another island; the island is told what comes of it."""
-        sock = socket.socket(target.family, socket.SOCK_STREAM)
+        family, address = target.addresses[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
-        connection = target.connection = Connection(sock, target.address, egg_wire.limits_of_call(self.limits))
+        connection = target.connection = Connection(sock, address, egg_wire.limits_of_call(self.limits))
         connection.target, connection.title, connection.version = target, target.title, V2
         self.connections.add(connection)
         self.selector.register(sock, selectors.EVENT_WRITE, lambda mask: self._called(connection))
         try:
-            sock.connect(target.address)
+            sock.connect(address)
         except BlockingIOError:
             pass
         except OSError:
@@ -829,8 +830,13 @@ class Coordinator:
     def begin_epoch(self, state, origin):
         """Goes on from another state, of this step and seed, between two steps. origin: see egg_history.Start. Raises OSError, and then
         nothing has changed."""
-        sha256 = egg_snapshot.save(self.cfg, state, self.run.directory)
-        self.run.begin_epoch(egg_history.Start(state.step, state.seed, sha256.hex(), origin))
+        self.shelf.forget(state.step)                # the snapshot of this step is another now
+        try:
+            sha256 = egg_snapshot.save(self.cfg, state, self.run.directory)
+            self.run.begin_epoch(egg_history.Start(state.step, state.seed, sha256.hex(), origin))
+        except OSError:
+            self.shelf.remove(f"snapshot-{state.step:08d}.egg")
+            raise
         if self.upload:
             self._end_upload()
         self.shelf.close()

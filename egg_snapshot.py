@@ -271,8 +271,7 @@ class Shelf:
         for name in os.listdir(self.directory):
             match = egg_history.SNAPSHOT.fullmatch(name)
             if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.directory, name))
+                self.remove(name)
 
     def _take(self, name, match):
         """Lists a file if its head is that of this run; others are left alone."""
@@ -339,10 +338,15 @@ class Shelf:
 
     def forget(self, step):
         """Removes a snapshot: an old one, or one that turned out wrong."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.directory, self.files.pop(step)))
+        if step in self.files:
+            self.remove(self.files.pop(step))
         self.digests.pop(step, None)
         self.sha256.pop(step, None)
+
+    def remove(self, name):
+        """Removes a file, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.directory, name))
 
     def arrange(self):
         """Names with figures, `latest` and `best`, and away with the rest."""

@@ -303,6 +303,8 @@ def import_(cfg, path, directory):
     try:
         state.step = max(1, int(metadata.get("step", 0)))         # at 0 a worker takes the model that is drawn for the right one
         state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else egg_model.next_seed(egg_model.first_seed(cfg), 0)
+        if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
+            state.seed = egg_model.hash32(state.seed, cfg.ISLAND_SEED)       # islands may begin with one model, but not with one noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
