@@ -318,7 +318,7 @@ class Page:
                                           ("egg_island_given_total", "counter", "states given to a peer", "given"),
                                           ("egg_island_taken_total", "counter", "states taken from a peer", "taken")):
                 for p in peers[:WORKERS]:
-                    labels = ",".join(f"{k}={quoted(p[k] or '')}" for k in ("name", "address") + ("kind",) * (key == "fitness"))
+                    labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
                     rows.append((f"{name}{{{labels}}}", kind, text, p[key]))
         lines, before = [], None
         for name, kind, text, value in rows:

@@ -497,9 +497,9 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back", "another line"]
             assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
             assert (values["egg_island_peers"], values["egg_island_peers_up"], values['egg_events_total{event="merge"}']) == (3, 1, 2)
-            assert values['egg_island_peer_fitness{name="south",address="10.0.0.2:12345",kind="validation"}'] == 3.75
+            assert values['egg_island_peer_fitness{name="south",kind="validation"}'] == 3.75
             assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
-            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness")) and "10.0.0.4" in k]
+            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness")) and "west" in k]
     with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
         again = json.loads(ask(server, "/state.json")[2])["merges"]
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
