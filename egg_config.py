@@ -83,8 +83,8 @@ ISLAND_SEED = 0               # another number, another noise from the first ste
 #                               the rest of these is the coordinator's alone, and a run goes on when it changes
 GOSSIP_RATE = 0.01            # probability that an island compares itself with a peer after a step
 MERGE = "clone"               # what it makes of a better peer's state: "clone" takes it, "recombine" mixes it with its own by fitness
-RECOMBINE_ALPHA = 0.5         # "recombine": see egg_merge
-OPTIMIZER_MERGE = "copy"      # moments and accumulators of the result: "reset", "copy" the peer's, "interpolate" as the weights
+RECOMBINE_ALPHA = 0.5         # "recombine": share of the better one where both are equally good; who is far behind has less (egg_merge)
+OPTIMIZER_MERGE = "copy"      # moments of the result: "reset", "copy" the peer's, "interpolate" as the weights; accumulators go with the weights
 ELITES = 1                    # best states that are kept whatever is merged
 REJUVENATE_AFTER = 0          # steps without improvement after which moments begin anew and the noise is raised; 0: never
 
