@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 
 import egg_net
 import egg_watch
@@ -269,7 +270,7 @@ def picture(charts, names, path, tree):
         from matplotlib.figure import Figure
     except ImportError:
         raise WatchError("--out needs matplotlib: pip install matplotlib; without --out the curves are drawn here") from None
-    heights = [3.6] * len(charts) + [0.9 + 0.35 * len(tree.lanes)] * bool(tree.here)
+    heights = [3.6] * len(charts) + [0.9 + min(0.35 * len(tree.lanes), 12)] * bool(tree.here)
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for chart, ax in zip(charts, axes):
@@ -328,4 +329,4 @@ def _draw_tree(ax, tree):
         ax.plot(x, place[name], marker="*", markersize=9, color="white", markeredgecolor="0.2")
     ax.set_yticks(list(place.values()), [word(name) for name in place], parse_math=False)
     ax.set(ylabel="islands", ylim=(len(place) - 0.4, -0.6))
-    ax.set_title(tree.living(), fontsize=9, color="0.35", loc="left", parse_math=False)
+    ax.set_title(textwrap.fill(tree.living(), 110), fontsize=9, color="0.35", loc="left", parse_math=False)
