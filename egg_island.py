@@ -341,7 +341,7 @@ class Island:
         self.outgoing, self.incoming = Bucket(terms.bandwidth), Bucket(terms.bandwidth)
         self.lent = {}                               # SHA-256 -> [file, when it was last asked for]
         self.transfer = self.handover = None
-        self.trial = None                            # of the present epoch: (MERGE, Standing of the giver, fitness before, giver)
+        self.trial = run.start.origin                # of the present epoch, until it has been judged
         self.told = None                             # fields of a merge that is told when its first chunk is handed out
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [self._ancestor(start) for start in egg_history.epochs(run.directory)]
@@ -634,14 +634,19 @@ class Island:
 
     def _regretted(self):
         """Whether the present epoch is worse than what was before it and than what was promised; then its giver is not believed."""
-        fitness = self.fitness
-        if not self.trial or fitness.measures < SURE[fitness.kind]:
+        origin, fitness = self.trial, self.fitness
+        if not origin or fitness.measures < SURE[fitness.kind]:
             return False
-        (kind, standing, before, peer), self.trial = self.trial, None
-        if standing.kind != fitness.kind or fitness.value <= (1 + REGRET[kind]) * max(before, standing.fitness):
+        self.trial = None
+        if origin["fitness_kind"] != fitness.kind or origin["kind"] not in REGRET \
+                or fitness.value <= (1 + REGRET[origin["kind"]]) * max(origin["ours"], origin["theirs"]):
             return False
-        self._distrust(peer, f"with the state of {peer.name}, which promised {standing.fitness:.4f}, this island has {fitness.value:.4f} "
-                             f"{fitness.unit} after {before:.4f} before")
+        why = f"with the state of {origin['from']}, which promised {origin['theirs']:.4f}, this island has {fitness.value:.4f} {fitness.unit} after " \
+              f"{origin['ours']:.4f} before"
+        if origin["from"] in self.peers:
+            self._distrust(self.peers[origin["from"]], why)
+        else:
+            self.events.warn(f"island: {why}")
         return bool(self.elites.files)
 
     def own_state(self, upload):
@@ -695,7 +700,8 @@ class Island:
         self._begun(handover, origin)
 
     def _begun(self, handover, origin):
-        fitness, kind, transfer = self.fitness, handover.kind, handover.transfer
+        kind, transfer = handover.kind, handover.transfer
+        self.trial = origin
         self.lineage.append(self._ancestor(self.run.start))
         self.idle_since = self.run.step
         fields = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
@@ -707,8 +713,7 @@ class Island:
                          **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder")}}
         if transfer:
             transfer.peer.taken += 1
-            self.trial = kind, transfer.standing, fitness.value, transfer.peer
-        fitness.begin()
+        self.fitness.begin()
         self._end_handover()
 
     def handed_out(self):

@@ -304,6 +304,20 @@ def test_every_island_has_its_own_noise():
     assert seeds[0][0] == egg_model.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
 
 
+def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkeypatch, capsys):
+    import egg_use
+    monkeypatch.chdir(tmp_path)
+    cfg = changed(ISLAND_SEED=1)
+    state = Learner(cfg, 1).state()
+    metadata = {"format": egg_use.FORMAT, "config": json.dumps(egg_history.kept(cfg)), "step": "9", "seed": "77"}
+    egg_use.write_tensors("w", egg_use.to_arrays(cfg, state, False), metadata)
+    starts = []
+    for name, defines in (("same", []), ("two", ["-D", "ISLAND_SEED=2"]), ("three", ["-D", "ISLAND_SEED=3"])):
+        assert egg.main(["import", "w", "--save-dir", name, *defines]) == 0
+        starts.append(egg_history.epochs(name)[0])
+    assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3 and {start.step for start in starts} == {9}
+
+
 # --- tournaments and epochs ------------------------------------------------------------------------------------------------------
 
 def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
