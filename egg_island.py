@@ -1,7 +1,6 @@
 """Islands: populations that gossip. A coordinator that is an island meets others in tournaments; who is worse takes the other's state.
 
-No central place and no thread: every island serves its peers on its coordinator's port and calls them, in the coordinator's loop. A
-tournament is a question and an answer (STANDING), the state travels as the snapshot file of the giver beside training (STATE_REQUEST,
+No central place: every island serves its peers on its coordinator's port and calls them, in the coordinator's loop. A tournament is a question and an answer (STANDING), the state travels as the snapshot file of the giver beside training (STATE_REQUEST,
 STATE), and between two steps it becomes a new epoch of the receiver's run (egg_history.Start). PROTOCOL.md has the frames.
 
 Nobody's word counts for more than it must. A state is used when its SHA-256 is the one that was asked for and egg_merge finds nothing
@@ -16,6 +15,7 @@ import os
 import random
 import re
 import socket
+import threading
 import time
 from typing import NamedTuple
 
@@ -310,11 +310,32 @@ class Bucket:
 
 
 class Transfer:
-    """A state on its way in."""
+    """A state on its way in. made: once it is all here what `prepare` has made of it, None until then."""
 
     def __init__(self, cfg, peer, standing, directory):
-        self.peer, self.standing, self.download = peer, standing, egg_snapshot.Download(cfg, standing.state, directory)
-        self.asked, self.moved = False, time.monotonic()
+        self.cfg, self.peer, self.standing, self.download = cfg, peer, standing, egg_snapshot.Download(cfg, standing.state, directory)
+        self.asked, self.moved, self.made = False, time.monotonic(), None
+
+    def prepare(self, fitness):
+        """Does what does not need the own state, in a thread, so that no worker has to wait for it. fitness: the own one."""
+        def work():
+            try:
+                theirs = self.download.upload.state()
+                if egg_merge.needs_ours(self.cfg):
+                    self.made = theirs, None
+                else:
+                    state = egg_merge.merge(self.cfg, None, theirs, fitness, self.standing.fitness)
+                    self.made = state, egg_snapshot.pack(state)
+            except (OSError, ValueError) as error:
+                self.made = error
+        threading.Thread(target=work, daemon=True).start()
+
+    def result(self, ours, fitness):
+        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError for a state that cannot be used."""
+        if isinstance(self.made, Exception):
+            raise self.made
+        state, body = self.made
+        return (state, body) if body else (egg_merge.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)
 
 
 class Handover(NamedTuple):
@@ -549,6 +570,8 @@ class Island:
         except OSError as error:
             self._end_transfer(f"the state of {transfer.peer.name} cannot be kept: {error.strerror}")
         else:
+            if transfer.download.finished:
+                transfer.prepare(self.fitness.value)
             self._ask()
 
     def _end_transfer(self, why=None):
@@ -621,7 +644,7 @@ class Island:
         cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
         if self._regretted():
             return Handover("undo", None, False, now)
-        if self.transfer and self.transfer.download.finished:
+        if self.transfer and self.transfer.made:
             theirs = self.transfer.standing
             if (theirs.kind, theirs.unit) == (fitness.kind, fitness.unit) and None is not fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.transfer, egg_merge.needs_ours(cfg), now)
@@ -670,6 +693,7 @@ class Island:
                   "peer_step": None, "fitness_kind": fitness.kind, "ours": _rounded(fitness.value), "theirs": None, "parent_theirs": None,
                   "parent_ours": egg_digest.of_state(ours).hex() if ours else max(stated, key=lambda d: len(stated[d]), default=b"").hex(),
                   "parent_ours_step": self.run.step - (not ours)}
+        body = None
         try:
             if kind == "undo":
                 found = self.elites.best(cfg)
@@ -683,13 +707,13 @@ class Island:
                 state = egg_merge.rejuvenate(cfg, ours)
             else:
                 peer, theirs, upload = transfer.peer, transfer.standing, transfer.download.upload
-                state = egg_merge.merge(cfg, ours, upload.state(), fitness.value, theirs.fitness)
+                state, body = transfer.result(ours, fitness.value)
                 mixed = {"alpha": cfg.RECOMBINE_ALPHA} if kind == "recombine" else {}
                 origin.update({"from": peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness), "optimizer": cfg.OPTIMIZER_MERGE,
                                "founder": theirs.founder, "parent_theirs": upload.digest.hex(), **mixed})
             state.step, state.seed = self.run.step, self.run.seed
             origin["digest"] = egg_digest.of_state(state).hex()
-            self.coordinator.begin_epoch(state, origin)
+            self.coordinator.begin_epoch(state, origin, body)
         except ValueError as error:
             self._distrust(transfer.peer, f"the state of {transfer.peer.name} is not used: {error}")     # nothing else raises it
             self._give_up()
@@ -731,7 +755,7 @@ class Island:
         self._end_handover()
 
     def _end_handover(self):
-        if self.handover.transfer or self.handover.kind == "undo" and self.transfer:
+        if self.transfer:                            # what it promised is to be compared with another state now
             self._end_transfer()
         self.handover, self.idle_since = None, max(self.idle_since, self.run.step if self.handover.kind == "rejuvenate" else 0)
         self.coordinator.wake = True

@@ -827,12 +827,12 @@ class Coordinator:
         connection.sent_to_start = epoch
         self.say(connection, REBUILD, STEP.pack(self.shelf.newest))
 
-    def begin_epoch(self, state, origin):
-        """Goes on from another state, of this step and seed, between two steps. origin: see egg_history.Start. Raises OSError, and then
-        nothing has changed."""
+    def begin_epoch(self, state, origin, body=None):
+        """Goes on from another state, of this step and seed, between two steps. origin: see egg_history.Start; body: of its snapshot, where
+        that is made already. Raises OSError, and then nothing has changed."""
         self.shelf.forget(state.step)                # the snapshot of this step is another now
         try:
-            sha256 = egg_snapshot.save(self.cfg, state, self.run.directory)
+            sha256 = egg_snapshot.save(self.cfg, state, self.run.directory, body)
             self.run.begin_epoch(egg_history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
             self.shelf.remove(f"snapshot-{state.step:08d}.egg")

@@ -118,10 +118,10 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def save(cfg, state, directory):
+def save(cfg, state, directory, body=None):
     """Puts a State into `directory` as the snapshot with which a run or an epoch begins, on the disk when this returns; its SHA-256
-    (bytes). Raises OSError."""
-    body, sha256 = pack(state), state_sha256(state)
+    (bytes). body: what `pack` gives, where that is done already. Raises OSError."""
+    body, sha256 = body or pack(state), state_sha256(state)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
         try:
             file.write(_make_head(cfg, state.step, state.seed, sha256, b"", len(body)))

@@ -941,9 +941,19 @@ def free_ports(count):
     return ports
 
 
+class StandIn(Learner):
+    """A whole state and no model to evaluate; moments that no zstd makes smaller."""
+
+    def load(self, state):
+        super().load(state)
+        if not state.moments.any():
+            noise = np.random.default_rng(self.cfg.ISLAND_SEED).normal(size=state.moments.shape).astype(np.float32)
+            state.moments[:] = np.abs(noise) * np.float32(0.01)
+
+
 def stand_in(cfg, port, rate):
-    """A worker with a whole state and no model to evaluate."""
-    egg_worker.run_worker(cfg, "127.0.0.1", port, Learner(cfg, rate, pause=0.05), validation=VALIDATION, console=egg_net.Console(Lines()))
+    """A worker in a process of its own."""
+    egg_worker.run_worker(cfg, "127.0.0.1", port, StandIn(cfg, rate, pause=0.05), validation=VALIDATION, console=egg_net.Console(Lines()))
 
 
 def handover(merges=3, workers=2, **constants):
