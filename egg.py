@@ -35,7 +35,16 @@ def coordinator(cfg, args):
     access = egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                              args.insecure)
     egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes, access=access,
-                            http=page(args, access), log_json=args.log_json, tensorboard=args.tensorboard)
+                            http=page(args, access), log_json=args.log_json, tensorboard=args.tensorboard, island=island(cfg, args))
+
+
+def island(cfg, args):
+    """The egg_island.Terms of the arguments, None without --island. Peers are called with the certificate that is shown to workers, and
+    must show one that --tls-ca signed, or the same one."""
+    import egg_auth
+    import egg_island
+    tls = egg_auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
+    return egg_island.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth, not args.no_accept, tls)
 
 
 def worker(cfg, args):
@@ -200,6 +209,17 @@ def http_address(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not PORT or HOST:PORT") from None
 
 
+def read_by(name, what):
+    """An argument type for argparse: what egg_island.`name` makes of the text."""
+    def parse(text):
+        import egg_island
+        try:
+            return getattr(egg_island, name)(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    return parse
+
+
 def parser():
     """The whole command line."""
     main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number of machines.",
@@ -227,11 +247,22 @@ def parser():
     sub = command(coordinator, "hand out the work of a cluster and keep its history; needs no GPU, no data, little memory",
                   "examples:\n  python egg.py coordinator --save-dir ckpt                         for workers on this machine\n"
                   "  python egg.py coordinator --save-dir ckpt --secret-file secret    for others too: "
-                  "python egg.py worker THIS_HOST --secret-file secret")
+                  "python egg.py worker THIS_HOST --secret-file secret\n"
+                  "  python egg.py coordinator --save-dir a --port 5001 --island a --peer 127.0.0.1:5002 -D ISLAND_SEED=1     an island: "
+                  "python egg.py worker 127.0.0.1 --port 5001 -D ISLAND_SEED=1")
     sub.add_argument("--host", help="address to listen on (default: all of this machine with a secret, else 127.0.0.1)")
     options(sub, "port", "steps", "minutes", "save-dir", "load-dir", "http", "log-json", "tensorboard", "secret-file", "tls-cert", "tls-key",
             "tls-ca")
     sub.add_argument("--insecure", action="store_true", help="let anybody in who can reach the port, C++ peers of protocol 1 too")
+    islands = sub.add_argument_group("islands", "a coordinator that meets others like it: who is worse takes the other's state (README, Islands)")
+    islands.add_argument("--island", metavar="NAME", type=read_by("parse_name", "a name: letters, digits and _ . : / -, 64 at most"),
+                         help="be an island of this name; every island needs -D ISLAND_SEED=N of its own, here and at its workers")
+    islands.add_argument("--peer", metavar="HOST:PORT", action="append", default=[], type=read_by("parse_peer", "HOST:PORT"),
+                         help="the coordinator of another island; can be given many times, and all islands may be given the same list")
+    islands.add_argument("--peers-from-slurm", action="store_true", help="the other nodes of this Slurm job are peers, on the same port")
+    islands.add_argument("--gossip-bandwidth", metavar="BYTES", type=read_by("parse_bandwidth", "bytes a second, 1k or more, like 500k or 2.5M; 0: no bound"),
+                         help="bytes of states a second, sent and taken in, k and M understood, 0: no bound (default: 16M)")
+    islands.add_argument("--no-accept", action="store_true", help="give states, but keep the own one")
 
     sub = command(worker, "evaluate for a coordinator, on a GPU where there is one",
                   "examples:\n  python egg.py worker 10.0.0.1\n  python egg.py worker 10.0.0.1 --gpu 1\n  python egg.py worker 10.0.0.1 -D DEVICE=cpu --threads 8")
@@ -291,7 +322,7 @@ def parser():
                          "  EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines")
     sub.add_argument("--json", metavar="FILE", help="append them to a file, as a line of JSON")
 
-    sub = command(plot, "draw loss and validation of runs, in the terminal or as a picture",
+    sub = command(plot, "draw loss and validation of runs, and who took whose state where they are islands, in the terminal or as a picture",
                   "examples:\n  python egg.py plot ckpt\n  python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="a save directory, or a file of --log-json")
     sub.add_argument("--out", metavar="FILE.png", help="a picture instead (needs matplotlib; .svg and .pdf as well)")

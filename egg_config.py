@@ -78,6 +78,16 @@ MUON_MOMENTUM = 0.85          # share of the momentum that is left after a step
 MUON_LR_SCALE = 1.0           # factor on their learning rate; at 1 a step is about as long as AdamW's
 MUON_NS = "quintic"           # Newton-Schulz iteration: "quintic" (singular values to 0.7..1.2, quickly) or "cubic" (to 1, slowly, as d-eggs)
 
+# --- islands: populations that gossip (egg_island) -----------------------------------------------------------------------
+ISLAND_SEED = 0               # another number, another noise from the first step on: every island needs its own, all its workers the same;
+#                               the rest of these is the coordinator's alone, and a run goes on when it changes
+GOSSIP_RATE = 0.01            # probability that an island compares itself with a peer after a step
+MERGE = "clone"               # what it makes of a better peer's state: "clone" takes it, "recombine" mixes it with its own by fitness
+RECOMBINE_ALPHA = 0.5         # "recombine": share of the better one where both are equally good; who is far behind has less (egg_merge)
+OPTIMIZER_MERGE = "copy"      # moments of the result: "reset", "copy" the peer's, "interpolate" as the weights; accumulators go with the weights
+ELITES = 1                    # best states that are kept whatever is merged
+REJUVENATE_AFTER = 0          # steps without improvement after which moments begin anew and the noise is raised; 0: never
+
 # --- sampling, validation ------------------------------------------------------------------------------------------------
 SAMPLING_TEMP = 0.6           # 0 is greedy
 SAMPLING_MIN_P = 0.08         # tokens less likely than this share of the likeliest are cut; 0 cuts none
@@ -128,7 +138,8 @@ PRESETS = {
 }
 
 LOCAL = {"INPUT_FILE", "VAL_FILE", "DECODING_FILE", "PORT", "STRAGGLER_TIMEOUT", "AUDIT_RATE", "SNAPSHOT_EVERY",
-         "CONNECTIONS_PER_ADDRESS", "IDLE_TIMEOUT", "DEVICE", "DEBUG", "DEBUG_FILE", "SIMD"}
+         "CONNECTIONS_PER_ADDRESS", "IDLE_TIMEOUT", "DEVICE", "DEBUG", "DEBUG_FILE", "SIMD",
+         "GOSSIP_RATE", "MERGE", "RECOMBINE_ALPHA", "OPTIMIZER_MERGE", "ELITES", "REJUVENATE_AFTER"}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k not in ("PRESETS", "LOCAL") and not k.startswith("_")}
 
@@ -152,6 +163,8 @@ _RULES = {
     "OPTIMIZER": ("adamw", "sgd", "ztest"), "ZTEST_ALPHA": (1e-6, 64.0), "USE_CLT": (0, 1), "ADAM_BETA1": (0.0, 1.0), "ADAM_BETA2": (0.0, 1.0),
     "ADAM_EPS": (0.0, 1.0), "ADAM_WEIGHT_DECAY": (0.0, 1.0), "USE_MUON": (0, 1), "MUON_MOMENTUM": (0.0, 0.9999), "MUON_LR_SCALE": (0.0, 1000.0),
     "MUON_NS": ("quintic", "cubic"), "NTT_MODE": (0, 3), "NTT_CAUSAL": (0, 1),
+    "ISLAND_SEED": (0, (1 << 32) - 1), "GOSSIP_RATE": (0.0, 1.0), "MERGE": ("clone", "recombine"), "RECOMBINE_ALPHA": (0.0, 1.0),
+    "OPTIMIZER_MERGE": ("reset", "copy", "interpolate"), "ELITES": (0, 1000), "REJUVENATE_AFTER": (0, 1 << 30),
     "SAMPLING_TEMP": (0.0, 100.0), "SAMPLING_MIN_P": (0.0, 1.0), "SAMPLING_PRESENCE_PENALTY": (0.0, 100.0),
     "SAMPLE_EVERY": (0, 1 << 30), "SAMPLE_PROMPT": (1, 1024), "SAMPLE_TOKENS": (1, 65536),
     "VALIDATE_EVERY": (0, 1 << 30), "VALIDATE_TOKENS": (0, 1 << 40), "VALIDATE_WINDOW": (0, 1 << 20), "DETOKENIZE": (0, 1),

@@ -6,7 +6,9 @@ fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u
 the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
 
 A run that began from an imported model names its start in the header ("start": step, seed and digest of the state; version 2); it has no
-record before that step, and the snapshot of that step is what it is rebuilt from.
+record before that step, and the snapshot of that step is what it is rebuilt from. An island (egg_island) that takes another state over
+begins a new epoch in the same way: its start also says where the state came from ("origin"; version 3), and the file of the epoch before
+stays beside it as OLD, with the number of that epoch.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ import egg_config
 import egg_model
 
 FILE = "history.egg"
+OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
 EVENTS = "events.jsonl"                  # what the run told, and so its curve; egg_watch has the format
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has told it
 MAGIC = b"EGGHIST1"
@@ -51,10 +54,21 @@ class HistoryError(EggError):
 
 
 class Start(NamedTuple):
-    """Where a run begins: at step 0 with the model that is drawn, or with an imported one (`state`: its digest, hex)."""
-    step: int = 0
-    seed: int = egg_model.INITIAL_SEED
+    """Where a run, or an epoch of it, begins: at step 0 with the model that is drawn, or with another state (`state`: its SHA-256, hex).
+    origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state (egg_digest, hex) and what egg_island tells about it."""
+    step: int
+    seed: int
     state: str = ""
+    origin: dict = None
+
+    @property
+    def epoch(self):
+        return self.origin["epoch"] if self.origin else 0
+
+
+def beginning(cfg):
+    """The Start of a run whose model is drawn."""
+    return Start(0, egg_model.first_seed(cfg))
 
 
 class Run:
@@ -63,7 +77,7 @@ class Run:
     zeros while unknown; `said`: lines about what was mended. Get one from `open_run` or `read_run`."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
-        self.cfg, self.directory, self.said, self.start = cfg, directory, [], Start()
+        self.cfg, self.directory, self.said, self.start = cfg, directory, [], beginning(cfg)
         self.step, self.seed = self.start[:2]
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
@@ -72,7 +86,7 @@ class Run:
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         if directory is None:
             self._end = 0
-            self._write(_header(cfg))
+            self._write(_header(cfg, self.start))
         else:
             self._read_all(os.fstat(file.fileno()).st_size, writable)
 
@@ -105,9 +119,10 @@ class Run:
         self._remember(self.step, body)
         self._advance(at)
 
-    def copy(self, steps, read, start=Start()):
+    def copy(self, steps, read, start=None):
         """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
-        already; these must be the same."""
+        already; these must be the same. start: of that run, None for the model that is drawn."""
+        start = start or beginning(self.cfg)
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
         self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
@@ -115,6 +130,19 @@ class Run:
             self.append(*read(k))
         self._durable = True
         os.fsync(self._file.fileno())
+
+    def begin_epoch(self, start):
+        """Goes on from the present step with another state, whose snapshot must be on the disk. Whatever ends the coordinator, one of
+        the two epochs lies there whole. Raises OSError, and then nothing has changed."""
+        path, old = os.path.join(self.directory, FILE), os.path.join(self.directory, OLD.format(self.start.epoch))
+        assert start[:2] == (self.step, self.seed) and self.step > self.start.step
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(old)                   # of a hand-over that was interrupted
+        os.link(path, old)
+        file = _create(self.cfg, self.directory, path, start)
+        self._file.close()
+        self._file, self._end, self.start = file, os.fstat(file.fileno()).st_size, start
+        self._offsets, self._recent = [], {}
 
     def keep_data(self, digest):
         """Notes the digest of the training data; without a disk for it, until the end of this session."""
@@ -259,6 +287,17 @@ def configuration(directory):
         raise HistoryError(f"{name}: {error.strerror}") from None
 
 
+def epochs(directory):
+    """[Start]: of the epochs of the run in a directory that lie there, the oldest first. Raises HistoryError."""
+    starts = []
+    for name in sorted(n for n in os.listdir(directory) if n == FILE or OLD_NAME.fullmatch(n)):
+        path = os.path.join(directory, name)
+        with open(path, "rb") as file:
+            header = _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, path)[0]
+        starts.append(Start(**header["start"]) if "start" in header else Start(0, 0))
+    return sorted(starts, key=lambda start: start.epoch)
+
+
 def newest(pattern="ckpt*"):
     """Of the directories here whose names match, the one whose run was written last. Raises HistoryError where there is none."""
     found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
@@ -283,7 +322,7 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
                            "cannot be rebuilt")
-    out, seed, size = [], egg_model.INITIAL_SEED, egg_model.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], egg_model.first_seed(cfg), egg_model.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
         seed = egg_model.next_seed(seed, step - 1, cfg.NOISE_REUSE)
@@ -315,17 +354,16 @@ def _no_run(directory):
     return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
 
 
-def _open(cfg, directory, start=Start()):
+def _open(cfg, directory, start=None):
     """The Run in `directory`, created where there is none; locked against a second coordinator."""
     path, lock = os.path.join(directory, FILE), None
     try:
         os.makedirs(directory, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.exists(path):
-            _create(cfg, directory, path, start)
-            os.fsync(lock)
-        return Run(cfg, open(path, "r+b", buffering=0), directory, True, lock)
+        there = os.path.exists(path)
+        file = open(path, "r+b", buffering=0) if there else _create(cfg, directory, path, start or beginning(cfg))
+        return Run(cfg, file, directory, True, lock)
     except BlockingIOError:
         os.close(lock)
         raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another --save-dir") from None
@@ -339,22 +377,36 @@ def _open(cfg, directory, start=Start()):
 
 
 def _copy_rest(source, target):
-    """Snapshots and curve, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does without what cannot be
+    """Snapshots, curve and the epochs before, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does without what cannot be
     copied."""
     for name in os.listdir(source):
-        if (SNAPSHOT.fullmatch(name) or name == EVENTS) and not os.path.exists(os.path.join(target, name)):
+        kept = SNAPSHOT.fullmatch(name) or name == EVENTS or name.startswith(("elite-", "history-"))
+        if kept and not os.path.exists(os.path.join(target, name)):
             with contextlib.suppress(OSError):
                 shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
 
 
 def _create(cfg, directory, path, start):
+    """A history without a record, on the disk, as a file to write; takes the place of one that is there. Raises OSError."""
     # under its name only when whole, so that a file without a header is never ours
     with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
         file.write(_header(cfg, start))
         file.flush()
         os.fsync(file.fileno())
+    created = open(file.name, "r+b", buffering=0)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+    sync(directory)
+    return created
+
+
+def sync(directory):
+    """What was renamed in it is on the disk when this returns."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _open_to_read(cfg, directory):
@@ -414,8 +466,9 @@ def difference(there, here, where=("there", "here")):
                      for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
 
 
-def _header(cfg, start=Start()):
-    told = {"version": 2, "start": start._asdict()} if start.step else {"version": 1}       # 1: what every version of egg reads
+def _header(cfg, start):
+    fields = {k: v for k, v in start._asdict().items() if k != "origin" or v}
+    told = {"version": 3 if start.origin else 2, "start": fields} if start.step else {"version": 1}       # 1: what every version of egg reads
     text = json.dumps({**told, "config": kept(cfg)}, sort_keys=True).encode()
     data = MAGIC + len(text).to_bytes(4, "little") + text
     return data + _crc(data)
@@ -434,8 +487,8 @@ def _read_header(pread, size, name):
     if _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
     header = json.loads(data[12:-4])
-    if header["version"] not in (1, 2):
-        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 and 2: use the version of egg that wrote it")
+    if header["version"] not in (1, 2, 3):
+        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 to 3: use the version of egg that wrote it")
     return header, len(data)
 
 
@@ -445,4 +498,4 @@ def _check_header(cfg, pread, size, name):
     # a constant that is newer than the run had no say in it, as its default has none
     if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
         raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
-    return length, Start(**header.get("start", {}))
+    return length, Start(**header["start"]) if "start" in header else beginning(cfg)

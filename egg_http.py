@@ -32,7 +32,7 @@ IDLE_SECONDS = 60.0        # and so long between one request and the next
 LINGER_SECONDS = 1.0       # that a client has to read the answer behind which its connection is closed
 MADE_EVERY = 1.0           # seconds between two makings of what is sent
 POINTS = 800               # of a curve that are sent at most
-WORKERS, SAMPLES, LINES = 200, 8, 50      # that are sent at most
+WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # that are sent at most; of peers as many as of workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "egg_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
@@ -166,7 +166,8 @@ class Page:
         self.seconds, self.step, self.references = 0.0, None, {}
         self.last_validation = self.best = self.unit = None
         self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
-        self.counts = dict.fromkeys(("joined", "left", "banned", "refused", "snapshot"), 0)
+        self.merges = deque(maxlen=MERGES)
+        self.counts = dict.fromkeys(("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated"), 0)
         self.sent = self.received = 0
         self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
         self._made = {}                              # path -> (when, Body)
@@ -190,6 +191,8 @@ class Page:
                 if step <= run.step:
                     self._validated(step, tokens, seconds, value, curve.unit)
             self.references = curve.references
+            for merge in curve.merges:
+                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.part)
 
     def _validated(self, step, tokens, seconds, value, unit):
         self.validation.add(tokens, seconds, value)
@@ -197,6 +200,10 @@ class Page:
         self.last_validation = {"step": step, "value": value, "unit": unit}
         if self.best is None or value < self.best["value"]:
             self.best = self.last_validation
+
+    def _merged(self, step, tokens, seconds, peer, peer_step, part):
+        self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer, "peer_step": peer_step,
+                            "part": round(part, 4)})
 
     def _listen(self):
         host, port = self.where.host, self.where.port
@@ -236,9 +243,12 @@ class Page:
             self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
         elif kind == "references":
             self.references = event["values"]
-        elif kind in ("joined", "left", "banned", "refused", "warning", "message"):
+        elif kind in ("joined", "left", "banned", "refused", "warning", "message") or line and kind in ("peer", "gossip", "merge", "rejuvenated"):
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
+        if kind == "merge":
+            self._merged(event["step"], event["step"] * self.coordinator.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
+                         egg_watch.part(event, self.coordinator.cfg.RECOMBINE_ALPHA))
         if kind in self.counts:
             self.counts[kind] += 1
 
@@ -251,6 +261,7 @@ class Page:
     def state(self):
         """What the page shows, as a dict for JSON."""
         told, coordinator = self.coordinator.status(), self.coordinator
+        island = told["island"]
         step = self.step or {}
         directory = coordinator.run.directory
         return {"time": round(time.time(), 3), "name": os.path.basename(os.path.abspath(directory)) if directory else None,
@@ -261,7 +272,9 @@ class Page:
                 "updates": step.get("updates"), "weights": coordinator.most_weights, "snapshot": told["snapshot"],
                 "validation": self.last_validation, "best": self.best, "references": self.references, "unit": self.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
-                "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]),
+                "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]), "island": island and {
+                    **{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")}, "peers": island["peers"][:WORKERS],
+                    "n_peers": len(island["peers"])}, "merges": list(self.merges),
                 "samples": list(self.samples), "lines": list(self.lines)}
 
     def metrics(self):
@@ -294,6 +307,19 @@ class Page:
             for w in told["workers"][:WORKERS]:
                 labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
                 rows.append((f"{name}{{{labels}}}", kind, text, w[key]))
+        if island := told["island"]:
+            unit, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
+            rows += [("egg_island_epoch", "gauge", "starts of the history: merges and rejuvenations so far", island["epoch"]),
+                     ("egg_island_fitness" + unit, "gauge", "what is compared with peers, lower is better", island["fitness"]),
+                     ("egg_island_peers", "gauge", "islands that are known", len(peers)),
+                     ("egg_island_peers_up", "gauge", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
+            for name, kind, text, key in (("egg_island_peer_fitness", "gauge", "fitness that a peer states", "fitness"),
+                                          ("egg_island_peer_step", "gauge", "step that a peer states", "step"),
+                                          ("egg_island_given_total", "counter", "states given to a peer", "given"),
+                                          ("egg_island_taken_total", "counter", "states taken from a peer", "taken")):
+                for p in peers[:WORKERS]:
+                    labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
+                    rows.append((f"{name}{{{labels}}}", kind, text, p[key]))
         lines, before = [], None
         for name, kind, text, value in rows:
             family = name.partition("{")[0]

@@ -183,7 +183,8 @@ def initial_state(cfg):
         matrix = values[at:at + t.size].reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
         at += t.size
-    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8))
+    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8),
+                 0, first_seed(cfg))
 
 
 def to_canonical(matrix):
@@ -210,6 +211,11 @@ def hash32(seed, index):
     x ^= x >> 13
     x = x * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ x >> 16
+
+
+def first_seed(cfg):
+    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash is one to one."""
+    return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
 
 
 def next_seed(seed, step, reuse=1):

@@ -30,6 +30,7 @@ import numpy as np
 import egg_auth
 import egg_history
 import egg_http
+import egg_island
 import egg_model
 import egg_snapshot
 import egg_step
@@ -37,8 +38,8 @@ import egg_watch
 import egg_wire
 from egg_history import EggError
 from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL,
-                      FrameError, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS, OTHER_CONFIG,
-                      OTHER_DATA, PROOF, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
+                      FrameError, HELLO, ISLAND, ITSELF, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS,
+                      OTHER_CONFIG, OTHER_DATA, PROOF, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
                       SNAPSHOT_WANTED, STATED, STATUS, STEP, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame,
                       next_frame)
 
@@ -182,6 +183,7 @@ WORDS, WORDS_A_SECOND = 32, 2.0          # log messages of a connection that are
 STATUS_WORKERS = 4000      # workers that `status` lists at most, so that it stays below STATUS_LIMIT
 STATUS_BANS = 100
 PROTOCOL_WITHOUT_A_SECRET = "version 1 peers prove nothing and are not let in where there is a secret or TLS"
+PROTOCOL_WITHOUT_SNAPSHOTS = "version 1 peers cannot take snapshots, by which an island goes on from another state: use protocol 2"
 
 
 class Summary(NamedTuple):
@@ -209,7 +211,7 @@ class Author(NamedTuple):
 
 
 class Connection:
-    """A peer, as the coordinator sees it."""
+    """A worker, another island or a stranger, as the coordinator sees it."""
 
     def __init__(self, sock, address, limits):
         self.sock, self.limits = sock, limits
@@ -224,6 +226,7 @@ class Connection:
         self.stated = None             # digest of its state then
         self.trusted = True            # its state is that of the others, as far as is known
         self.rebuilt_at = None         # step at which it was told to rebuild
+        self.sent_to_start = None      # epoch whose start it was sent to
         self.snapshots = True          # those that it makes are sound
         self.waiting = False           # it asked, and the answer is held
         self.held = {}                 # chunk -> when it was handed out
@@ -233,6 +236,9 @@ class Connection:
         self.words = WORDS             # log messages that it may send just now
         self.born = self.heard = self.spoke = time.monotonic()
         self.half = None               # since when the beginning of a frame is here
+        self.target = self.peer = None  # the egg_island.Target that was called here; the egg_island.Peer that it is
+        self.welcomed = False          # by the island that was called
+        self.owed = None               # what a peer asked for and has to wait for: nothing more is taken from it meanwhile
         self.open = True
 
     def may_speak(self):
@@ -257,13 +263,13 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at
     which the run ends (None: never), `minutes` the same in time after the first chunk was handed out; peers=False: no lines about workers
     that come and go; access: an egg_auth.Access; events: an egg_watch.Events, by default one for `console` and a coordinator.log in
-    `log_dir`; http: an egg_http.Where, for a live page.
+    `log_dir`; http: an egg_http.Where, for a live page; island: the egg_island.Terms of an island.
 
-    Raises NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be
+    Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks, NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be
     written."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
-                 access=egg_auth.Access(), events=None, http=None):
+                 access=egg_auth.Access(), events=None, http=None, island=None):
         self.cfg, self.run, self.steps, self.minutes, self.access = cfg, run, steps, minutes, access
         self.console, self.peers = console or Console(), peers
         self.events, self._own_events = events or egg_watch.Events(cfg, run, log_dir, self.console), events is None
@@ -283,6 +289,7 @@ class Coordinator:
         self.last_frame = None, b""
         self.states = {}                             # step -> {digest: authors}, of the last STATES_KEPT steps
         self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
+        self.shelf.check_start()
         self.disputes = set()
         self.first_step, self.started, self.completed = run.step, None, None
         self.validations, self.last_loss = [], None
@@ -290,6 +297,7 @@ class Coordinator:
         self.closing, self.wake, self.look_at = False, False, 0.0
         self.tx = self.rx = 0
         self.page = None
+        self.island = egg_island.Island(self, island) if island else None
         self.listener = self._listen(egg_auth.listen_host(host, access), port)
         self.address = self.listener.getsockname()[:2]
         self.selector.register(self.listener, selectors.EVENT_READ)
@@ -314,7 +322,7 @@ class Coordinator:
                 self._shake(connection)
             elif mask & selectors.EVENT_WRITE:
                 self._flush(connection)
-                self._take_frames(connection)
+                self.take_frames(connection)
             else:
                 self._read(connection)
         self._answer_waiting()
@@ -322,6 +330,8 @@ class Coordinator:
         if now >= self.look_at:
             self.look_at = now + LOOK_EVERY
             self._look(now)
+            if self.island and not self.closing:
+                self.island.look(now)
             if self.page:
                 self.page.look(now)
             self._answer_waiting()
@@ -337,7 +347,9 @@ class Coordinator:
         """Can be called more than once."""
         self.closing = True
         for connection in list(self.connections):
-            self._drop(connection)
+            self.drop(connection)
+        if self.island:
+            self.island.close()
         if self.page:
             self.page.close()
         self.listener.close()
@@ -363,7 +375,7 @@ class Coordinator:
                 "snapshot": self.shelf.newest, "save_dir": str(self.run.directory) if self.run.directory else None,
                 "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
                 "banned": dict(list(bans.items())[-STATUS_BANS:]), "ban_file": self.bans.path,
-                "connected": len(workers), "workers": workers[:STATUS_WORKERS]}
+                "connected": len(workers), "workers": workers[:STATUS_WORKERS], "island": self.island.status() if self.island else None}
 
     # connections
 
@@ -405,6 +417,8 @@ class Coordinator:
             connection.sock.do_handshake()
             connection.shaking = False
             self._wait_for(connection, selectors.EVENT_READ)
+            if connection.target:
+                self._greet(connection)
             self._read(connection)
         except ssl.SSLWantReadError:
             self._wait_for(connection, selectors.EVENT_READ)
@@ -413,17 +427,55 @@ class Coordinator:
         except OSError as error:
             self._refuse(connection, f"no TLS: {getattr(error, 'reason', None) or reason(error)}")
 
-    def _drop(self, connection):
+    def call(self, target):
+        """Begins to connect to another island; the island is told what comes of it."""
+        family, address = target.addresses[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        connection = target.connection = Connection(sock, address, egg_wire.limits_of_call(self.limits))
+        connection.target, connection.title, connection.version = target, target.title, V2
+        self.connections.add(connection)
+        self.selector.register(sock, selectors.EVENT_WRITE, lambda mask: self._called(connection))
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.drop(connection)
+
+    def _called(self, connection):
+        """A connection that was begun here stands, or cannot be made."""
+        sock, context = connection.sock, self.island.terms.tls
+        if not connection.open:
+            return
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.drop(connection)
+            return
+        tune(sock)
+        self.selector.unregister(sock)
+        if context:
+            connection.sock = sock = context.wrap_socket(sock, server_hostname=connection.target.host, do_handshake_on_connect=False)
+            connection.shaking = True
+        self.selector.register(sock, connection.event, connection)
+        if context:
+            self._shake(connection)
+        else:
+            self._greet(connection)
+
+    def drop(self, connection):
         """Closes a connection; what it held goes back to the queue."""
         if not connection.open:
             return
         connection.open = False
         self.connections.discard(connection)
-        self.door.leave(connection.host)
+        if not connection.target:
+            self.door.leave(connection.host)
         self.selector.unregister(connection.sock)
         connection.sock.close()
         if self.upload and self.upload[0] is connection:
             self._end_upload()
+        if self.island and not self.closing:
+            self.island.lost(connection)
         if connection.step is not None and not self.closing:
             held = f", its {_chunks(connection.held)} handed out again" if connection.held else ""
             self._tell_of("left", connection, f"worker {connection.title} left{held}")
@@ -449,7 +501,7 @@ class Coordinator:
             with contextlib.suppress(OSError):
                 if not connection.outbox:
                     connection.sock.send(frame(ERROR, FAILED.pack(code), why.encode()[:egg_wire.OTHER_LIMIT - FAILED.size], version=V2))
-        self._drop(connection)
+        self.drop(connection)
 
     def _read(self, connection):
         if not connection.open:
@@ -463,24 +515,24 @@ class Coordinator:
         except OSError:
             data = b""
         if not data:
-            self._drop(connection)
+            self.drop(connection)
             return
         self.rx += len(data)
         connection.heard = time.monotonic()
         connection.inbox += data
-        self._take_frames(connection)
+        self.take_frames(connection)
 
-    def _take_frames(self, connection):
+    def take_frames(self, connection):
         """Frames are taken only while nothing waits to be sent: a peer that does not read its answers cannot pile them up."""
         try:
-            while connection.open and not connection.outbox and (got := next_frame(connection.inbox, connection.limits)):
+            while connection.open and not connection.outbox and not connection.owed and (got := next_frame(connection.inbox, connection.limits)):
                 connection.half = None
                 self._handle(connection, *got)
         except FrameError as error:
             self._refuse(connection, str(error))
         connection.half = (connection.half or time.monotonic()) if connection.inbox else None
 
-    def _say(self, connection, opcode, *parts):
+    def say(self, connection, opcode, *parts):
         self._send(connection, frame(opcode, *parts, version=connection.version))
 
     def _send(self, connection, data):
@@ -496,7 +548,7 @@ class Coordinator:
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError:
-            self._drop(connection)
+            self.drop(connection)
             return
         self._wait_for(connection, selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ)
 
@@ -516,11 +568,13 @@ class Coordinator:
             if late:
                 self.events.warn(f"worker {connection.title} silent for {lease:.2g} s, its {_chunks(late)} handed out again")
                 self._give_back(connection, late)
-            if not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
+            if connection.target and not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
+                self.drop(connection)                # it is called again
+            elif not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
                 self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
-            elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT:
+            elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT and not connection.owed:
                 self._refuse(connection, "stopped in the middle of a frame")
-            elif silent > cfg.IDLE_TIMEOUT and not (connection.version == V1 and connection.waiting):
+            elif silent > cfg.IDLE_TIMEOUT and not (connection.peer or connection.version == V1 and connection.waiting):
                 self._refuse(connection, f"said nothing for {cfg.IDLE_TIMEOUT:g} s")
             elif connection.pace:
                 paces.append(connection.pace)
@@ -551,9 +605,12 @@ class Coordinator:
 
     def _introduce(self, connection, version, opcode, payload):
         """The frames before a peer is let in."""
+        if connection.target:
+            self._introduce_us(connection, opcode, payload)
+            return
         if version == V1:
-            if self.access.secret or self.access.tls:
-                self._refuse(connection, PROTOCOL_WITHOUT_A_SECRET)
+            if self.access.secret or self.access.tls or self.island:
+                self._refuse(connection, PROTOCOL_WITHOUT_SNAPSHOTS if self.island else PROTOCOL_WITHOUT_A_SECRET)
                 return
             author = Author(connection.host, connection.title, "a version 1 peer")
             if why := self._banned(author):
@@ -565,7 +622,7 @@ class Coordinator:
         connection.version = V2
         if opcode == HELLO and connection.hello is None:
             connection.hello, connection.challenge = payload, os.urandom(NONCE.size)
-            self._say(connection, CHALLENGE, CHALLENGED.pack(connection.challenge, bool(self.access.secret)))
+            self.say(connection, CHALLENGE, CHALLENGED.pack(connection.challenge, bool(self.access.secret)))
         elif opcode == JOIN and connection.hello is not None:
             given, text = payload[:PROOF.size], payload[PROOF.size:]
             if not egg_auth.proves(self.access.secret, given, b"worker", connection.hello, connection.challenge, text):
@@ -575,9 +632,56 @@ class Coordinator:
         else:
             raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
 
-    def _join(self, connection, text, card):
+    def _greet(self, connection):
+        """The first words to an island that was called."""
+        connection.hello = os.urandom(NONCE.size)
+        self.say(connection, HELLO, connection.hello)
+
+    def _introduce_us(self, connection, opcode, payload):
+        """What an island that was called answers before it is a peer."""
+        if opcode == CHALLENGE and connection.challenge is None:
+            connection.challenge, wanted = CHALLENGED.unpack(payload)
+            if wanted and not self.access.secret:
+                self.island.refused(connection, "it wants a secret: give all islands the same with --secret-file FILE, or in EGG_SECRET")
+                return
+            connection.card = json.dumps(self.island.card()).encode()
+            mine = egg_auth.proof(self.access.secret, b"worker", connection.hello, connection.challenge, connection.card)
+            self.say(connection, JOIN, mine, connection.card)
+        elif opcode == WELCOME and connection.challenge is not None and not connection.welcomed:
+            its = WELCOMED.unpack(payload)[0]
+            connection.welcomed = egg_auth.proves(self.access.secret, its, b"coordinator", connection.hello, connection.challenge, connection.card)
+            if not connection.welcomed:
+                self.island.refused(connection, "it does not know the secret")
+        elif opcode == ISLAND and connection.welcomed:
+            card = _card(payload)
+            if why := self.island.objection(card):
+                self.island.refused(connection, why)
+                return
+            self._let_in_island(connection, card, self._author(connection, card))
+        elif opcode == ERROR:
+            self._told_error(connection, payload)
+        else:
+            raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+
+    def _told_error(self, connection, payload):
+        """Another island ends the connection, and says why."""
+        code, why = FAILED.unpack_from(payload)[0], one_line(payload[FAILED.size:].decode("utf-8", "replace"))
+        if code == FULL:
+            self.drop(connection)
+        else:
+            self.island.refused(connection, why, code)
+
+    def _let_in_island(self, connection, card, author):
+        self._let_in(connection, V2, None)
+        connection.limits = egg_wire.limits_of_island(self.limits)
+        self.island.joined(connection, card, author.identity)
+
+    def _author(self, connection, card):
         shown = connection.sock.getpeercert(True) if self.access.tls else None
-        author = Author(connection.host, card["id"], card["name"], hashlib.sha256(shown).hexdigest() if shown else "")
+        return Author(connection.host, card["id"], card["name"], hashlib.sha256(shown).hexdigest() if shown else "")
+
+    def _join(self, connection, text, card):
+        author = self._author(connection, card)
         if card["role"] == "worker" and (why := self._banned(author)):
             self._refuse(connection, why, BANNED)
             return
@@ -594,13 +698,25 @@ class Coordinator:
                 self.run.keep_data(card["data"])
             connection.device = card["device"]
             connection.title = f"{author.name} ({connection.title}, {card['device']})"
+        elif card["role"] == "island":
+            if self.island and card["id"] == self.island.id:
+                self.say(connection, ERROR, FAILED.pack(ITSELF), b"this is the island itself")
+                self.drop(connection)
+                return
+            why = self.island.objection(card) if self.island else "this coordinator is no island: start it with --island NAME"
+            if why:
+                self._refuse(connection, f"island {card['name']}: {why}", OTHER_CONFIG)
+                return
         self._let_in(connection, V2, author if card["role"] == "worker" else None)
         mine = egg_auth.proof(self.access.secret, b"coordinator", connection.hello, connection.challenge, text)
-        self._say(connection, WELCOME, WELCOMED.pack(mine, egg_snapshot.config_digest(self.cfg), self.run.data, self.run.step,
+        self.say(connection, WELCOME, WELCOMED.pack(mine, egg_snapshot.config_digest(self.cfg), self.run.data, self.run.step,
                                                      self.shelf.newest))
         if card["role"] == "status":
             connection.status = True
-            self._say(connection, STATUS, json.dumps(self.status()).encode())
+            self.say(connection, STATUS, json.dumps(self.status()).encode())
+        elif card["role"] == "island":
+            self.say(connection, ISLAND, json.dumps(self.island.card()).encode())
+            self._let_in_island(connection, card, author)
 
     def _let_in(self, connection, version, author):
         connection.version, connection.author, connection.joined = version, author, True
@@ -626,6 +742,11 @@ class Coordinator:
             self._introduce(connection, version, opcode, payload)
         elif connection.status:
             raise FrameError("a status was asked for, and nothing else is answered")
+        elif connection.peer:
+            if opcode == ERROR:
+                self._told_error(connection, payload)
+            else:
+                self.island.handle(connection, opcode, payload)
         elif opcode == JOB_REQUEST:
             stated = STATED.unpack_from(payload, REQUEST.size)[0] if version == V2 else None
             self._request(connection, REQUEST.unpack_from(payload)[1], stated)
@@ -641,7 +762,7 @@ class Coordinator:
         elif opcode == SNAPSHOT_REQUEST and version == V2:
             step, offset = BLOCK_REQUEST.unpack(payload)
             total, data = self.shelf.block(step, offset, BLOCK) or (0, b"")
-            self._say(connection, SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
+            self.say(connection, SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
 
     def _request(self, connection, step, stated):
         first, connection.step, connection.stated = connection.step is None, step, stated
@@ -657,13 +778,17 @@ class Coordinator:
         run, step = self.run, connection.step
         if step > run.step:
             # our worker takes this as the sign to rebuild; others wait until the run has come as far
-            self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
+            self.say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
+        elif step < run.start.step or step == run.start.step and self._of_epoch_before(connection):
+            self._send_to_start(connection)
         elif connection.stated and not self._agrees(connection):
             return
-        elif step < run.start.step:
-            self._send_to_start(connection)
         elif step < run.step:
             self._send(connection, self._catch_up(step, connection.version))
+        elif self.island and self.island.handover:
+            if connection.snapshots and self.upload is None:
+                self._want_snapshot(connection)
+            self._hold(connection)
         elif (chunk := self._next_chunk(connection)) is not None:
             now = time.monotonic()
             if self.started is None:
@@ -672,7 +797,9 @@ class Coordinator:
             connection.given.add(chunk)
             if connection.stated and connection.snapshots and self.upload is None and self.shelf.wanted(step):
                 self._want_snapshot(connection)
-            self._say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
+            self.say(connection, JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
+            if self.island:
+                self.island.handed_out()
         else:
             self._hold(connection)
 
@@ -685,14 +812,42 @@ class Coordinator:
             self.last_frame = key, frame(JOB_RESPONSE, head, packed, version=version)
         return self.last_frame[1]
 
+    def _of_epoch_before(self, connection):
+        """Whether a worker that stands where the present epoch begins holds another state: that of the epoch before."""
+        origin = self.run.start.origin
+        return origin is not None and connection.stated is not None and connection.stated.hex() != origin["digest"]
+
     def _send_to_start(self, connection):
-        """For a worker that stands before the imported model with which the run began: no replay leads there, only a snapshot."""
-        if connection.version == V1 or connection.rebuilt_at == 0 or not self.shelf.newest:
-            self._refuse(connection, f"this run began at step {self.run.start.step} from an imported model, which only a snapshot brings: "
-                                     "the worker must speak protocol 2, and the snapshots must lie in the save directory")
+        """For a worker that has not the state with which the run, or its present epoch, began: no replay leads there, only a snapshot."""
+        epoch = self.run.start.epoch
+        if connection.version == V1 or connection.sent_to_start == epoch or not self.shelf.newest:
+            self._refuse(connection, f"this run began at step {self.run.start.step} from {'another state' if epoch else 'an imported model'}, which "
+                                     "only a snapshot brings: the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
-        connection.rebuilt_at = 0
-        self._say(connection, REBUILD, STEP.pack(self.shelf.newest))
+        connection.sent_to_start = epoch
+        self.say(connection, REBUILD, STEP.pack(self.shelf.newest))
+
+    def begin_epoch(self, state, origin, body=None):
+        """Goes on from another state, of this step and seed, between two steps. origin: see egg_history.Start; body: of its snapshot, where
+        that is made already. Raises OSError, and then nothing has changed."""
+        self.shelf.forget(state.step)                # the snapshot of this step is another now
+        try:
+            sha256 = egg_snapshot.save(self.cfg, state, self.run.directory, body)
+            self.run.begin_epoch(egg_history.Start(state.step, state.seed, sha256.hex(), origin))
+        except OSError:
+            self.shelf.remove(f"snapshot-{state.step:08d}.egg")
+            raise
+        if self.upload:
+            self._end_upload()
+        self.shelf.close()
+        self.shelf = egg_snapshot.Shelf(self.cfg, self.run)
+        self.shelf.arrange()
+        self.states.clear()
+        self.last_frame = None, b""
+        for connection in self.connections:
+            connection.rebuilt_at = None
+        self._new_step()
+        self.wake = True
 
     def _hold(self, connection):
         connection.waiting = True
@@ -788,19 +943,24 @@ class Coordinator:
             connection.given.clear()
         self._new_step()
         self.wake = True
+        if self.island:
+            self.island.step_done(self.last_loss)
         self._answer_waiting()                       # before anything is written: workers come first
         self.events.tell("step", **report)
 
     def _validation(self, connection, step, tokens, n_bytes, nats):
         if not tokens or not math.isfinite(nats) or nats < 0:
             raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
-        if not (connection.trusted and self.run.step - 1 <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
+        first = max(self.run.step - 1, self.run.start.step)
+        if not (connection.trusted and first <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
             return
         del self.validations[1:-2]                   # the first and the last are told
         self.validations.append((step, nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"))
         _, value, unit = self.validations[-1]
         self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
         self.shelf.validated(step, value)
+        if self.island:
+            self.island.validated(step, value, unit)
 
     # replicas
 
@@ -835,7 +995,7 @@ class Coordinator:
             connection.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
             self.events.warn(f"worker {connection.title}: its state at step {step} is not that of others: it rebuilds from step {start}")
-            self._say(connection, REBUILD, STEP.pack(start))
+            self.say(connection, REBUILD, STEP.pack(start))
         elif mine < others:
             self._ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
@@ -869,7 +1029,7 @@ class Coordinator:
     def _want_snapshot(self, connection):
         try:
             self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory)
-            self._say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
+            self.say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
         except OSError as error:
             self._no_snapshots(error)
 
@@ -884,6 +1044,8 @@ class Coordinator:
                 self.shelf.put(upload)
                 self.upload = None
                 self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
+                if self.island:
+                    self._give_to_island(upload)
         except ValueError as error:
             connection.snapshots = False
             self._end_upload()
@@ -891,9 +1053,16 @@ class Coordinator:
         except OSError as error:
             self._no_snapshots(error)
 
+    def _give_to_island(self, upload):
+        self.island.snapshot_taken(upload.step)
+        if self.island.handover and upload.step == self.run.step:
+            self.island.own_state(upload)
+        self.wake = True                             # a handover may wait for another one
+
     def _end_upload(self):
         self.upload[1].drop()
         self.upload = None
+        self.wake = True
 
     def _no_snapshots(self, error):
         """The run is more than its snapshots: it goes on without them."""
@@ -928,11 +1097,12 @@ class Coordinator:
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=egg_auth.Access(), http=None, log_json=None, tensorboard=None):
+                    access=egg_auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
     host: default see egg_auth.listen_host; port: default cfg.PORT; http: an egg_http.Where, for a live page; log_json,
-    tensorboard: see egg_watch.Events. Returns a Summary. Raises HistoryError, NetError, AuthError, WatchError; the completed steps are
+    tensorboard: see egg_watch.Events; island: the egg_island.Terms of an island. Returns a Summary. Raises HistoryError, NetError,
+    AuthError, IslandError, WatchError; the completed steps are
     kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -942,7 +1112,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
         for line in run.said:
             events.warn(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console, access=access,
-                                  events=events, http=http)
+                                  events=events, http=http, island=island)
         with contextlib.closing(coordinator):
             where = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
             doors = "with a secret" if access.secret else "open to this machine" if egg_auth.is_loopback(coordinator.address[0]) else \
@@ -975,9 +1145,9 @@ def _card(text):
     """What a peer says about itself in JOIN: role, id, name, device, config, data; checked and safe to print. Raises FrameError."""
     try:
         card = json.loads(text)
-        role, config = card["role"], card["config"] if card["role"] == "worker" else {}
+        role, config = card["role"], card["config"] if card["role"] != "status" else {}
         data = bytes.fromhex(card.get("data", "")) or bytes(32)
-        if role not in ("worker", "status") or len(data) != 32 or type(config) is not dict:
+        if role not in ("worker", "status", "island") or len(data) != 32 or type(config) is not dict:
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

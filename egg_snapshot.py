@@ -80,46 +80,71 @@ def pack(state):
 
 def unpack(cfg, data):
     """The State in the bytes of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
-    step, seed, sha256, body = _head(cfg, data[:HEAD.size + 4])
+    step, seed, sha256, config, _, body = read_head(data)
+    if config != config_digest(cfg):
+        raise ValueError(f"snapshot of step {step} is of another configuration")
     if len(data) != HEAD.size + 4 + body:
         raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD.size + 4 + body}")
-    n, m, k = sizes(cfg)
     try:
-        raw = np.frombuffer(egg_history.unzip(data[HEAD.size + 4:], n + m + k), np.int8)
+        state = from_body(cfg, data[HEAD.size + 4:], step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
-    state = egg_model.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
     if state_sha256(state) != sha256:
         raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
     return state
 
 
-def _head(cfg, data):
-    """(step, seed, SHA-256, bytes of the body) from HEAD and its CRC. Raises ValueError."""
-    if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:]:
+def from_body(cfg, body, step, seed):
+    """The State in the body of a snapshot. Raises ValueError."""
+    n, m, k = sizes(cfg)
+    raw = np.frombuffer(egg_history.unzip(body, n + m + k), np.int8)
+    return egg_model.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+
+
+def read_head(data):
+    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first bytes of a
+    snapshot file. Raises ValueError."""
+    if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD.size + 4]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
-    magic, step, seed, sha256, config, _, body = HEAD.unpack(data[:HEAD.size])
+    magic, *fields = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
         raise ValueError("not a snapshot")
-    if config != config_digest(cfg):
-        raise ValueError(f"snapshot of step {step} is of another configuration")
-    return step, seed, sha256, body
+    return fields
 
 
-def save(cfg, state, directory):
-    """Puts a State into `directory` as the snapshot with which a run begins. Raises OSError."""
-    body, upload = pack(state), Upload(cfg, state.step, state.seed, egg_digest.of_state(state), directory)
-    upload.add(len(body), 0, body)
-    upload.keep(os.path.join(directory, f"snapshot-{state.step:08d}.egg"), b"")
+def _make_head(cfg, step, seed, sha256, fitness, size):
+    """The first bytes of a snapshot file. fitness: packed, of the step before; size: of the body, in bytes."""
+    head = HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(), size)
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def save(cfg, state, directory, body=None):
+    """Puts a State into `directory` as the snapshot with which a run or an epoch begins, on the disk when this returns; its SHA-256
+    (bytes). body: what `pack` gives, where that is done already. Raises OSError."""
+    body, sha256 = body or pack(state), state_sha256(state)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
+        try:
+            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", len(body)))
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, os.path.join(directory, f"snapshot-{state.step:08d}.egg"))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+    egg_history.sync(directory)
+    return sha256
 
 
 class Upload:
     """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
-    flat and no piece costs much; `finished` when all is here and its digest is `digest`. Raises ValueError where it cannot be right,
-    OSError of the disk."""
+    flat and no piece costs much; `finished` when all is here and its digest is `digest`, or its SHA-256 `sha256`, whichever is given.
+    Raises ValueError where it cannot be right, OSError of the disk."""
 
-    def __init__(self, cfg, step, seed, digest, directory):
-        self.step, self.seed, self.digest, self.total, self.finished = step, seed, digest, None, False
+    def __init__(self, cfg, step, seed, digest, directory, sha256=None):
+        self.step, self.seed, self.digest, self.sha256, self.total, self.finished = step, seed, digest, sha256, None, False
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), egg_digest.Digest(step, seed)
         self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=egg_history.WINDOW), b""
@@ -150,9 +175,12 @@ class Upload:
         if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
                 or self._got == total and not self._zstd.eof:
             raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
-        if self._got == total and self._digest.digest() != self.digest:
-            raise ValueError("it is not the state that workers stated")
-        self.finished = self._got == total
+        if self._got == total:
+            got = self._digest.digest(), self._sha256.digest()
+            if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
+                raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
+            self.digest, self.sha256 = got
+            self.finished = True
 
     def _keep_overlay(self, raw):
         weights, moments, _ = sizes(self._cfg)
@@ -168,13 +196,16 @@ class Upload:
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the step before."""
-        before = hashlib.sha256(fitness).digest()
-        head = HEAD.pack(MAGIC, self.step, self.seed, self._sha256.digest(), config_digest(self._cfg), before, self.total)
         self._file.seek(0)
-        self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
+        self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
         self._file.close()
         os.chmod(self._file.name, 0o644)
         os.replace(self._file.name, path)
+
+    def state(self):
+        """The State in a finished upload that was neither kept nor dropped. Raises OSError."""
+        self._file.seek(HEAD.size + 4)
+        return from_body(self._cfg, self._file.read(), self.step, self.seed)
 
     def drop(self):
         with contextlib.suppress(OSError):           # what is still buffered may find the disk full
@@ -183,12 +214,47 @@ class Upload:
             os.unlink(self._file.name)
 
 
+class Download:
+    """The snapshot file of another coordinator on its way in, by its bytes in order from `got` on; an Upload once its head is here.
+    sha256: that its state must have. Raises ValueError where it cannot be right, OSError of the disk."""
+
+    def __init__(self, cfg, sha256, directory):
+        self.sha256, self.got, self.upload = sha256, 0, None
+        self._cfg, self._directory, self._head = cfg, directory, b""
+
+    @property
+    def finished(self):
+        return self.upload is not None and self.upload.finished
+
+    def add(self, total, offset, data):
+        size = HEAD.size + 4
+        if offset != self.got or not data or offset + len(data) > total:
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self.got}")
+        self.got += len(data)
+        if self.upload is None:
+            self._head, data = (self._head + data)[:size], (self._head + data)[size:]
+            if len(self._head) < size:
+                return
+            step, seed, sha256, _, _, body = read_head(self._head)
+            if sha256 != self.sha256 or body + size != total:
+                raise ValueError("it is not the state that was stated")
+            self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
+        if data:
+            self.upload.add(total - size, self.got - len(data) - size, data)
+
+    def drop(self):
+        if self.upload is not None:
+            self.upload.drop()
+
+
 class Shelf:
-    """The snapshots in a save directory that belong to `run`: `latest` and `best` name two of them, the others go."""
+    """The snapshots in a save directory that belong to `run`, or to its present epoch: `latest` and `best` name two of them, the others
+    go."""
 
     def __init__(self, cfg, run):
         self.cfg, self.run, self.directory = cfg, run, run.directory
         self.files, self.digests, self.figures = {}, {}, {}     # step -> name, -> digest of those taken in, -> validation figure
+        self.sha256 = {}                                         # step -> that of the state
         self._open, self._stopped = (None, None), False
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
@@ -197,17 +263,26 @@ class Shelf:
                         os.unlink(os.path.join(self.directory, name))
             elif match := egg_history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
+        if run.owned and run.start.epoch and run.start.step in self.files:
+            self._clear()
+
+    def _clear(self):
+        """Removes the snapshots of epochs before."""
+        for name in os.listdir(self.directory):
+            match = egg_history.SNAPSHOT.fullmatch(name)
+            if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
+                self.remove(name)
 
     def _take(self, name, match):
         """Lists a file if its head is that of this run; others are left alone."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
             data = file.read(HEAD.size + 4)
-            step, _, sha256, body = _head(self.cfg, data)
+            step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
-            if (step == int(match[1]) and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+            if (step == int(match[1]) and config == config_digest(self.cfg) and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
                     and (step != start.step or sha256.hex() == start.state)
-                    and HEAD.unpack(data[:HEAD.size])[5] == hashlib.sha256(self.run.fitness(step - 1)).digest()):
-                self.files[step] = name
+                    and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
+                self.files[step], self.sha256[step] = name, sha256
                 if match[2]:
                     self.figures[step] = float(match[2])
 
@@ -226,6 +301,19 @@ class Shelf:
         with open(os.path.join(self.directory, self.files[step]), "rb") as file:
             return unpack(self.cfg, file.read())
 
+    def check_start(self):
+        """Whether the state with which an epoch began is there, whole. Raises HistoryError where it is not."""
+        start = self.run.start
+        if start.origin:
+            try:
+                good = egg_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]
+            except (KeyError, OSError, ValueError):
+                good = False
+            if not good:
+                name, old = (os.path.join(self.directory, x) for x in (egg_history.FILE, egg_history.OLD.format(start.epoch - 1)))
+                raise egg_history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch {start.epoch} began, is "
+                                               f"missing or damaged: restore it from a copy, or go on with the epoch before: mv {old} {name}")
+
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
         return bool(self.directory and every and step and step % every == 0 and step not in self.files and not self._stopped)
@@ -238,23 +326,29 @@ class Shelf:
         """Takes a finished upload in. Raises OSError."""
         name = f"snapshot-{upload.step:08d}.egg"
         upload.keep(os.path.join(self.directory, name), self.run.fitness(upload.step - 1))
-        self.files[upload.step], self.digests[upload.step] = name, upload.digest
-        self._arrange()
+        self.files[upload.step], self.digests[upload.step], self.sha256[upload.step] = name, upload.digest, upload.sha256
+        self.arrange()
 
     def validated(self, step, figure):
         """Notes the validation figure of a step; the snapshot of this step, here already or still to come, carries it in its name."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
-                self._arrange()
+                self.arrange()
 
     def forget(self, step):
         """Removes a snapshot: an old one, or one that turned out wrong."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.directory, self.files.pop(step)))
+        if step in self.files:
+            self.remove(self.files.pop(step))
         self.digests.pop(step, None)
+        self.sha256.pop(step, None)
 
-    def _arrange(self):
+    def remove(self, name):
+        """Removes a file, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.directory, name))
+
+    def arrange(self):
         """Names with figures, `latest` and `best`, and away with the rest."""
         for step, name in list(self.files.items()):
             if step in self.figures and not egg_history.SNAPSHOT.fullmatch(name)[2]:
@@ -266,10 +360,10 @@ class Shelf:
         for step in set(self.files) - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", best)):
+            path = os.path.join(self.directory, f"{link}.egg")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + ".part" if step else path)
             if step:
-                path = os.path.join(self.directory, f"{link}.egg")
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path + ".part")
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
 

@@ -302,7 +302,9 @@ def import_(cfg, path, directory):
     state, full = from_arrays(cfg, arrays, path)
     try:
         state.step = max(1, int(metadata.get("step", 0)))         # at 0 a worker takes the model that is drawn for the right one
-        state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else egg_model.next_seed(egg_model.INITIAL_SEED, 0)
+        state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else egg_model.next_seed(egg_model.first_seed(cfg), 0)
+        if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
+            state.seed = egg_model.hash32(state.seed, cfg.ISLAND_SEED)       # islands may begin with one model, but not with one noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
@@ -311,8 +313,8 @@ def import_(cfg, path, directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     try:
         os.makedirs(directory, exist_ok=True)
-        egg_snapshot.save(cfg, state, directory)
+        sha256 = egg_snapshot.save(cfg, state, directory)
     except OSError as error:
         raise UseError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
-    egg_history.begin_run(cfg, directory, egg_history.Start(state.step, state.seed, egg_snapshot.state_sha256(state).hex())).close()
+    egg_history.begin_run(cfg, directory, egg_history.Start(state.step, state.seed, sha256.hex())).close()
     return f"{directory}: a run at step {state.step}, " + ("with the optimizer's state" if full else "its optimizer and noise scales begin anew")

@@ -5,6 +5,7 @@ Every run that is kept has a JSON log of its own, egg_history.EVENTS, in its sav
 the live page knows what was before.
 """
 
+import bisect
 import contextlib
 import datetime
 import json
@@ -15,6 +16,7 @@ import stat
 import time
 from typing import NamedTuple
 
+import egg_merge
 from egg_history import EVENTS, EggError
 
 LONGEST = 1 << 18          # bytes of one event in a log: a sample, every character escaped
@@ -56,7 +58,7 @@ class Events:
         self.files.append(kind(*arguments))
         self.sinks.append(self.files[-1])
 
-    def tell(self, kind, line=None, **fields):
+    def tell(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
         for sink in self.sinks:
             sink.tell(event, line)
@@ -197,21 +199,49 @@ class TensorBoard:
 
 # --- curves ----------------------------------------------------------------------------------------------------------------
 
+class Merge(NamedTuple):
+    """A state that an island took in: after `step` steps, at Unix seconds `time`, the state of `peer` after its `peer_step` steps; one of
+    its own earlier ones where it is the peer itself.
+    part: its share in the result, 0 to 1; theirs, digest: what it and the result are known by (hex)."""
+    step: int
+    time: float
+    peer: str
+    peer_step: int
+    part: float
+    theirs: str
+    digest: str
+
+
 class Curve(NamedTuple):
     """What a JSON log says about the course of a run. loss, validation: [(step, tokens, seconds of training, value)], steps rising;
-    unit: of validation, None without; references: {name: value in that unit}."""
+    unit: of validation, None without; references: {name: value in that unit}; island: its name, "" where it is none; merges: [Merge],
+    steps rising; pushes: [(step,)] at which it was rejuvenated."""
     name: str
     loss: list
     validation: list
     unit: object
     references: dict
+    island: str
+    merges: list
+    pushes: list
+
+    @property
+    def steps(self):
+        """Steps that were done."""
+        return self.loss[-1][0] + 1 if self.loss else self.validation[-1][0]
+
+    def at(self, step):
+        """(step, tokens, seconds of training) when so many steps were done."""
+        i = bisect.bisect_left(self.loss, step, key=lambda point: point[0])
+        last, tokens = self.loss[-1][:2] if self.loss else (0, 0.0)                # as many in every step
+        return step, step * tokens / max(last, 1), self.loss[i - 1][2] if i else 0.0
 
 
 def read_curve(path):
     """The Curve in a save directory or in a file of --log-json. Lines that are torn or of something else are passed over; where a step
     is told again, by a run that went on from before it, the last word counts. Raises WatchError."""
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
-    loss, validation, unit, references = [], [], None, {}
+    loss, validation, unit, references, island, merges, pushes, alpha = [], [], None, {}, "", [], [], 1.0
     try:
         with open(name, "rb") as file:
             for line in iter(lambda: file.readline(LONGEST), b""):
@@ -222,6 +252,8 @@ def read_curve(path):
                     if kind == "step":
                         step, tokens, value, took = _numbers(event, "step", "tokens", "loss", "seconds")
                         _cut(loss, step)
+                        _cut(merges, step + 1)
+                        _cut(pushes, step + 1)
                         loss.append((int(step), tokens, (loss[-1][2] if loss else 0.0) + took, value))
                     elif kind == "validation":
                         step, tokens, value = _numbers(event, "step", "tokens", "value")
@@ -231,12 +263,22 @@ def read_curve(path):
                         unit = str(event["unit"])
                     elif kind == "references":
                         references = {str(k): float(v) for k, v in event["values"].items()}
+                    elif kind == "start":
+                        alpha = float(event["config"]["RECOMBINE_ALPHA"])
+                    elif kind == "island":
+                        island = str(event["name"])
+                    elif kind == "merge":
+                        step, when, peer_step = _numbers(event, "step", "time", "peer_step")
+                        merges.append(Merge(int(step), when, str(event["peer"]), int(peer_step), part(event, alpha),
+                                            str(event["parent_theirs"]), str(event["digest"])))
+                    elif kind == "rejuvenated":
+                        pushes.append((int(*_numbers(event, "step")),))
     except OSError as error:
         what = "no run of egg lies there" if os.path.isdir(path) and isinstance(error, FileNotFoundError) else error.strerror
         raise WatchError(f"{path}: {what}: name a --save-dir, or a file of --log-json") from None
     if not loss and not validation:
         raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
-    return Curve(os.path.basename(os.path.abspath(path)), loss, validation, unit, references)
+    return Curve(os.path.basename(os.path.abspath(path)), loss, validation, unit, references, island, merges, pushes)
 
 
 def _numbers(event, *names):
@@ -245,6 +287,15 @@ def _numbers(event, *names):
     if not all(map(math.isfinite, numbers)):
         raise ValueError
     return numbers
+
+
+def part(event, alpha):
+    """The share, 0 to 1, of the other's state in what the merge of an event made under RECOMBINE_ALPHA."""
+    if event["kind"] != "recombine":                 # "clone", or "undo": back to a state of its own
+        return 1.0
+    ours, theirs = _numbers(event, "ours", "theirs")
+    worse = egg_merge.worse_part(alpha, ours, theirs) / (1 << egg_merge.PART)
+    return worse if ours <= theirs else 1 - worse
 
 
 def _cut(points, step):

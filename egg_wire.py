@@ -1,7 +1,8 @@
 """Frames: what coordinator and workers say to each other, byte by byte (PROTOCOL.md; version 1 is SPEC section 10).
 
 Version 1 is spoken with C++ peers. Version 2 has the same header and the same work frames, and adds an introduction in which both
-sides prove that they know the secret, digests of the model's state, heartbeats, snapshots and errors in words.
+sides prove that they know the secret, digests of the model's state, heartbeats, snapshots and errors in words; and what islands say
+to each other (egg_island).
 """
 
 import struct
@@ -19,6 +20,7 @@ VALIDATION = 16                          # ours: C++ peers ignore it
 # version 2
 HELLO, CHALLENGE, JOIN, WELCOME, ERROR, HEARTBEAT = 32, 33, 34, 35, 36, 37
 REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 41, 42
+ISLAND, STANDING, STATE_REQUEST, STATE = 43, 44, 45, 46      # between islands
 NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
@@ -36,6 +38,8 @@ FAILED = struct.Struct(">H")             # ERROR: code; text follows
 STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
 BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
+STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, bytes that are wanted at most
+STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: not here), offset of those that follow
 
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 TEXT_LIMIT = 1 << 14                     # bytes of a log message
@@ -43,9 +47,10 @@ OTHER_LIMIT = 1 << 12                    # bytes of a frame we do not know: newe
 JOIN_LIMIT = 1 << 13                     # bytes of the JSON in JOIN
 STATUS_LIMIT = 1 << 22                   # bytes of a status
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
+STANDING_LIMIT = 1 << 10                 # bytes of a standing
 
 # codes of ERROR
-BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL = 1, 2, 3, 4, 5, 6
+BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 4, 5, 6, 7
 
 
 class FrameError(Exception):
@@ -72,11 +77,14 @@ def limits(cfg):
           HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
           HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
-          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT)}
+          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT),
+          ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT), STATE_REQUEST: exactly(STATE_WANTED),
+          STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK)}
     return {V1: v1, V2: v2}
 
 
 FROM_COORDINATOR = (JOB_RESPONSE, CHALLENGE, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED, STATUS)
+OF_ISLANDS = (ISLAND, STANDING, STATE_REQUEST, STATE)
 
 
 def limits_before_join(every):
@@ -85,8 +93,18 @@ def limits_before_join(every):
 
 
 def limits_of(every, version):
-    """The limits of a coordinator for a peer that has been let in with this version."""
-    return {version: {k: v for k, v in every[version].items() if k not in FROM_COORDINATOR + (HELLO, JOIN)}}
+    """The limits of a coordinator for a worker that has been let in with this version."""
+    return {version: {k: v for k, v in every[version].items() if k not in FROM_COORDINATOR + OF_ISLANDS + (HELLO, JOIN)}}
+
+
+def limits_of_call(every):
+    """The limits of an island that has called another one and is not introduced yet."""
+    return {V2: {k: every[V2][k] for k in (CHALLENGE, WELCOME, ISLAND, ERROR)}}
+
+
+def limits_of_island(every):
+    """The limits of an island for another one, whoever called."""
+    return {V2: {k: every[V2][k] for k in (STANDING, STATE_REQUEST, STATE, ERROR)}}
 
 
 def next_frame(buffer, allowed):

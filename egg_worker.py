@@ -26,6 +26,7 @@ FIRST_SLICE = 64           # members, before its speed is known
 CONNECT_TIMEOUT = 10.0     # seconds
 SEND_TIMEOUT = 60.0        # seconds
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
+LINEAGE = 5                # epochs that `status` tells of at most
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
 
 
@@ -174,10 +175,10 @@ class Worker:
                 opcode, payload = link.any_of((JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED))
             heard()
             if opcode == REBUILD:
-                self.console.line(f"worker: its state at step {engine.step} is not that of others: rebuilding")
-                self._begin_again()
-                if start := STEP.unpack(payload)[0]:
-                    self._load(link, start)
+                start = STEP.unpack(payload)[0]
+                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
+                if not start or not self._load(link, start):
+                    self._begin_again()
                 continue
             seed, step, position, packed = link.unpack_response(payload)
             if packed:
@@ -233,7 +234,7 @@ class Worker:
         return STATED.pack(self.stated[1])
 
     def _load(self, link, step):
-        """Takes over the coordinator's snapshot of this step; without one that is good the run is replayed as far."""
+        """Takes over the coordinator's snapshot of this step; whether it was good. Without it the run is replayed as far."""
         data, total = bytearray(), 1
         while len(data) < total:
             link.send(link.frame(SNAPSHOT_REQUEST, BLOCK_REQUEST.pack(step, len(data))))
@@ -246,9 +247,10 @@ class Worker:
             state = egg_snapshot.unpack(self.cfg, bytes(data))
         except ValueError as error:
             self.console.line(f"worker: {error}; replaying the run instead")
-            return
+            return False
         self._begin_again(state)
         self.console.line(f"worker: at step {step} by a snapshot")
+        return True
 
     def _send_snapshot(self, link, step):
         """The state of this step, in pieces."""
@@ -417,11 +419,36 @@ def describe_status(told):
     if told["banned"]:
         facts += [f"banned: {who}: {why}" for who, why in told["banned"].items()]
         facts.append(f"to lift a ban remove its line from {told['ban_file']}" if told["ban_file"] else "bans last until the coordinator ends")
-    rows = [("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen")]
-    for w in told["workers"]:
-        rows.append((w["name"], w["device"], w["address"], w["state"], str(w["step"]),
-                     str(w["chunks"]), f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(n) if i < 4 else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths))).rstrip()
-             for row in rows]
-    return "\n".join(printable(line).removeprefix("  ") for line in facts + ([""] + lines if told["workers"] else ["no workers"]))
+    lines = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"),
+                   [(w["name"], w["device"], w["address"], w["state"], str(w["step"]), str(w["chunks"]),
+                     f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s") for w in told["workers"]], 4)
+    lines = facts + ([""] + lines if told["workers"] else ["no workers"]) + _describe_island(told.get("island"))      # none before islands
+    return "\n".join(printable(line).removeprefix("  ") for line in lines)
+
+
+def _describe_island(island):
+    """[line] of a coordinator's place among its peers; [] where it is no island."""
+    if not island:
+        return []
+    peers = [{k: one_line(v, 64) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
+    up = sum(p["state"] == "up" for p in peers)
+    name, founder = one_line(island["name"], 64), one_line(island["founder"], 64)
+    first = f"island {name}, epoch {island['epoch']}, descends from {founder}, {up} of {len(peers)} peers up"
+    if island["fitness"] is not None:
+        first += f", fitness {island['fitness']:.4f} ({island['kind']})"
+    lines = ["", first]
+    for told in [told for told in island["lineage"] if told["epoch"]][-LINEAGE:]:
+        source = "rejuvenated" if told["peer_step"] is None else f"the state of {one_line(told['from'], 64)} at its step {told['peer_step']}"
+        lines.append(f"  epoch {told['epoch']} from step {told['step']}: {source}")
+    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"), ("descends from", "founder", "{}"),
+               ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"), ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
+               ("last seen", "last_seen", "{:.1f} s"))
+    rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
+    return lines + ([""] + _table([title for title, _, _ in columns], rows, 5) if rows else [])
+
+
+def _table(head, rows, words):
+    """[line]: rows under their head, the first columns, of words, to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return ["  ".join(cell.ljust(n) if i < words else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths))).rstrip()
+            for row in (head, *rows)]

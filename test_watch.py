@@ -29,6 +29,7 @@ import egg_plot
 import egg_train
 import egg_watch
 import egg_wire
+import egg_worker
 from egg_wire import LOG_MESSAGE, VALIDATION
 from test_cluster import certificates, changed, cluster
 from test_net import CFG, HERE, FakeEngine, Lines, Peer, Server, compiled, small, until, work_in_thread
@@ -267,7 +268,8 @@ class Stream(io.StringIO):
 
 def charts(paths, x="tokens"):
     curves = egg_plot._named([egg_watch.read_curve(p) for p in paths], [str(p) for p in paths])
-    return [egg_plot.Chart("validation", curves, x), egg_plot.Chart("loss", curves, x)], [c.name for c in curves]
+    made = [egg_plot.Chart("validation", curves, x), egg_plot.Chart("loss", curves, x)]
+    return made, [c.name for c in curves], egg_plot.Tree(curves, made[0])
 
 
 def test_a_terminal_plot_of_any_width(tmp_path):
@@ -291,7 +293,8 @@ def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
     with open(path, "w") as file:          # a straight line from (0, 10) to (100 steps, 0)
         for k in range(101):
             print(json.dumps({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1}), file=file)
-    rows = egg_plot.terminal([charts([path], "steps")[0][1]], ["line"], Stream("ascii"), 59).splitlines()[1:1 + egg_plot.ROWS]
+    made, names, tree = charts([path], "steps")
+    rows = egg_plot.terminal(made[1:], names, tree, Stream("ascii"), 59).splitlines()[1:1 + egg_plot.ROWS]
     assert [row.rindex("a") - 9 if k else row.index("a") - 9 for k, row in enumerate(rows)][::egg_plot.ROWS - 1] == [0, 49]
     for row in rows:
         label, _, drawn = row.partition("+" if "+" in row else "|")
@@ -346,6 +349,179 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
     assert len(curve.loss) == 4 and [p[0] for p in curve.validation] == [0, 2, 4]
     assert egg.main(["plot", "run", "log", "--x", "steps"]) == 0
     assert "training loss" in capsys.readouterr().out
+
+
+# --- islands ----------------------------------------------------------------------------------------------------------------
+
+def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
+    """A log as an island writes it. merges: {step: (peer, its step, kind, ours, theirs, digest of theirs, digest of the result)}."""
+    def line(event, **fields):
+        print(json.dumps({"event": event, **fields}), file=file)
+
+    with open(path, "w") as file:
+        line("start", time=0, step=0, directory=None, config={"RECOMBINE_ALPHA": alpha})
+        line("island", time=0, name=name, peers=[])
+        for k in range(steps):
+            for peer, peer_step, kind, ours, theirs, parent, digest in [merges[k]] if k in merges else ():
+                line("merge", time=k + 0.5, step=k, peer=peer, peer_step=peer_step, kind=kind, ours=ours, theirs=theirs, digest=digest,
+                     parent_ours="", parent_theirs=parent, seconds=0.1, epoch=1)
+            if k in pushes:
+                line("rejuvenated", time=k + 0.5, step=k, epoch=1, digest="")
+            if k % 10 == 0:
+                line("validation", time=k, step=k, tokens=100 * k, value=8 - k / 50, unit="bits/byte")
+            line("step", time=k + 1, step=k, tokens=100 * k, loss=2 - k / 200, seconds=0.5)
+
+
+def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
+    """[path] of three islands' logs: b takes all of a, c a part of b, which is a's by then, and all of one whose log is not here."""
+    an_island(directory / "a", "a", 100, pushes=(70,))
+    an_island(directory / "b", "b", 90, {30: ("a", 20, "clone", 7.5, 7.0, "a20", "b30")})
+    an_island(directory / "c", "c", 100, {50: ("b", 40, "recombine", 8.0, 6.0, "b40", "c50"),
+                                          60: (hostile, 10, "recombine", 4.0, 4.0, "h10", "c60")}, alpha=0.75)
+    return [directory / name for name in "abc"]
+
+
+def test_a_curve_knows_what_an_island_took_in(tmp_path):
+    paths = archipelago(tmp_path)
+    a, b, c = map(egg_watch.read_curve, paths)
+    assert (a.island, a.merges, a.pushes, a.steps) == ("a", [], [(70,)], 100)
+    assert b.merges == [egg_watch.Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30) == (30, 3000, 15.0) and b.at(0) == (0, 0, 0)
+    assert [m.part for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]      # our own wins a tie
+    with open(paths[2], "a") as file:
+        for what in ({"event": "merge"}, {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN", "kind": "clone"}, {"event": "island"},
+                     {"event": "merge", "step": 99, "time": 1, "peer": "x", "peer_step": 1, "kind": "recombine", "ours": None, "theirs": 1},
+                     {"event": "start", "config": 3}, {"event": "rejuvenated", "step": []}):
+            print(json.dumps(what), file=file)
+        assert egg_watch.read_curve(paths[2]).merges == c.merges
+        print(json.dumps({"event": "step", "step": 50, "tokens": 0, "loss": 1, "seconds": 1}), file=file)      # went on from before the second
+    assert egg_watch.read_curve(paths[2]).merges == c.merges[:1] and egg_watch.read_curve(tmp_path / "a").merges == []
+
+
+def test_the_family_of_islands(tmp_path):
+    paths = archipelago(tmp_path, "far")
+    tree = charts(paths)[2]
+    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)] and list(tree.here) == ["a", "b", "c"]
+    assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
+    part = 1 - 0.25 * 6 / 8
+    assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4), "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
+                                       "far": pytest.approx(0.25, abs=1e-4)}
+    assert [(giver, taker) for giver, _, taker, _ in tree.edges] == [("a", "b"), ("b", "c"), ("far", "c")]
+    assert [[pytest.approx(x, abs=1e-9) for x in (start, end)] for _, start, _, end in tree.edges] == [[2, 3], [4, 5], [6, 6]]      # thousand tokens
+    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0} and tree.pushes == [("a", 7)]
+    assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
+    # at step 30 of b there are two states: the digest says which one was given
+    for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
+        an_island(tmp_path / "d", "d", 100, {80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")})
+        assert dict(charts([*paths, tmp_path / "d"])[2].descent("d")) == descent
+    # what was taken can be given up again: back to a state of its own from before
+    an_island(tmp_path / "d", "d", 100, {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
+    tree = charts([*paths, tmp_path / "d"])[2]
+    assert dict(tree.descent("d")) == {"d": 1.0} and [whose for _, _, whose in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
+    # of two logs of one island the longer counts, and a run that is no island has no lane
+    example(tmp_path / "alone"), an_island(tmp_path / "again", "b", 20)
+    tree = charts([tmp_path / "alone", tmp_path / "again", *paths])[2]
+    assert tree.numbers == {"a": 2, "b": 3, "c": 4, "far": 5} and tree.descent("b") == [("a", 1.0)]
+    assert not charts([tmp_path / "alone"])[2].lanes
+
+
+def test_islands_in_the_terminal(tmp_path):
+    paths = archipelago(tmp_path)
+    for terminal in (False, True):
+        for encoding in ("utf-8", "ascii"):
+            for width in (1, 20, 60, 200):
+                text = egg_plot.terminal(*charts(paths), Stream(encoding, terminal), width)
+                assert "\x1b[31mx" not in text and "x" * 33 not in text
+                lanes = re.sub("\x1b\\[[0-9]+m", "", text).split("in capitals where it was taken in\n")[1].splitlines()[:4]
+                assert all(len(line) <= max(width, egg_plot.LABEL + 4) for line in lanes)
+    text = egg_plot.terminal(*charts(paths), Stream(), 109)
+    lanes = [line.partition("\u2502")[::2] for line in text.split("was taken in\n")[1].splitlines()[:4]]
+    assert [name.strip() for name, _ in lanes] == ["a", "b", "c", "$\\frac{"]
+    # a hundred columns are a hundred steps
+    assert lanes[0][1] == "a" * 70 + "!" + "a" * 29 and lanes[1][1] == "b" * 30 + "A" + "a" * 60
+    assert lanes[2][1] == "c" * 50 + "B" + "a" * 9 + "D" + "a" * 39 and lanes[3][1] == "d" * 61
+    assert "c c: validation 6.2, training loss 1.505; island c, of 61% a, 25% $\\frac{" in text and "; gone: b\n" in text
+
+
+def test_islands_in_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    archipelago(tmp_path)
+    assert egg.main(["plot", "a", "b", "c", "--x", "time", "--out", "islands.svg"]) == 0
+    drawn = (tmp_path / "islands.svg").read_text()
+    assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
+    assert egg.main(["plot", "a", "--out", "one.png"]) == 0 and egg.main(["plot", "c", "a", "--x", "steps", "--out", "two.png"]) == 0
+
+
+BAD_NAME = "<img src=x onerror=alert(1)>\x1b[2J\n"           # egg_island lets none such in; what is shown does not rely on it
+ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": [
+    {"name": "south", "address": "10.0.0.2:12345", "state": "up", "fitness": 3.75, "kind": "validation", "step": 300, "epoch": 1, "founder": "south",
+     "last_seen": 0.4, "given": 2, "taken": 1},
+    {"name": BAD_NAME, "address": "10.0.0.3:12345", "state": "distrusted", "fitness": 1.5, "kind": "loss", "step": 0, "epoch": 0, "founder": BAD_NAME,
+     "last_seen": 12.5, "given": 0, "taken": 3},
+    {"name": "west", "address": "10.0.0.4:12345", "state": "down", "fitness": None, "kind": None, "step": None, "epoch": None, "founder": None,
+     "last_seen": 7.0, "given": 0, "taken": 0}],
+    "lineage": [{"epoch": 0, "step": 0, "from": "north", "peer_step": None, "digest": None},
+                {"epoch": 1, "step": 90, "from": "south", "peer_step": 80, "digest": "aa"},
+                {"epoch": 2, "step": 120, "from": BAD_NAME, "peer_step": 70, "digest": "bb"},
+                {"epoch": 3, "step": 130, "from": "north", "peer_step": None, "digest": "cc"}]}
+
+
+def merged(step, peer="south", **fields):
+    return {"step": step, "peer": peer, "peer_step": 80, "kind": "recombine", "ours": 4.0, "theirs": 3.0, "digest": "aa", "parent_ours": "",
+            "parent_theirs": "", "seconds": 0.1, "epoch": 1} | fields
+
+
+def test_the_page_shows_an_island(tmp_path, monkeypatch):
+    status = egg_net.Coordinator.status
+    for told in (None, ISLAND):
+        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
+        with Server(tmp_path / str(told is None), steps=3, stay=True, save=True, http=EVERYBODY) as server:
+            html = ask(server)[2].decode()
+            assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
+            work_in_thread(server.port, FakeEngine())
+            until(lambda: server.run.step == 3)
+            events = server.coordinator.events
+            if told:
+                events.tell("merge", "another line", **merged(3))
+                events.tell("merge", "back", **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+                events.tell("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+                events.tell("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+                events.tell("rejuvenated", "a line", step=3, epoch=2, digest="")
+            state = json.loads(ask(server, "/state.json")[2])
+            values = parse_metrics(ask(server, "/metrics")[2].decode())
+            if not told:
+                assert state["island"] is None and state["merges"] == [] and not [name for name in values if name.startswith("egg_island")]
+                continue
+            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
+            assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.tokens_a_step, "seconds": pytest.approx(state["seconds"], abs=1e-3),
+                                        "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step, part in (("south", 80, 0.625), ("north", 1, 1))]
+            assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+            assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
+            assert (values["egg_island_peers"], values["egg_island_peers_up"], values['egg_events_total{event="merge"}']) == (3, 1, 2)
+            assert values['egg_island_peer_fitness{name="south",kind="validation"}'] == 3.75
+            assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
+            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness")) and "west" in k]
+    with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
+        again = json.loads(ask(server, "/state.json")[2])["merges"]
+        assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
+
+
+def test_status_tells_of_an_island(tmp_path):
+    with Server(tmp_path) as server:
+        told = server.coordinator.status()
+    plain = egg_worker.describe_status({k: v for k, v in told.items() if k != "island"})            # a coordinator of before there were any
+    assert plain == egg_worker.describe_status({**told, "island": None}) and "island" not in plain
+    text = egg_worker.describe_status({**told, "island": ISLAND})
+    assert text.startswith(plain) and "\x1b" not in text
+    assert text[len(plain):].splitlines()[1:] == [
+        "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
+        "  epoch 1 from step 90: the state of south at its step 80",
+        "  epoch 2 from step 120: the state of <img src=x onerror=alert(1)>[2J at its step 70", "  epoch 3 from step 130: rejuvenated", "",
+        "peer                             address         state       descends from                    compares    fitness  step  epoch  given  taken  last seen",
+        "south                            10.0.0.2:12345  up          south                            validation   3.7500   300      1      2      1      0.4 s",
+        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  distrusted  <img src=x onerror=alert(1)>[2J  loss         1.5000     0      0      0      3     12.5 s",
+        "west                             10.0.0.4:12345  down                                                                               0      0      7.0 s"]
+    alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
+    assert egg_worker.describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
 
 
 # --- the live page ----------------------------------------------------------------------------------------------------------
