@@ -19,7 +19,7 @@ import egg_ptx
 from egg_hopper import _descriptor
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_max, quad_sum, vector_function
 
-H = HIDDEN_DIM = 256
+H = 256
 LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most
 SHARED = 227 * 1024
 HALF = H * H // 2                           # bytes of 128 columns of a square matrix, and of every other stage of weights
@@ -189,19 +189,19 @@ def _wide_kernel(cfg, nz, head):
     product, descriptor, position_loss = egg_ptx.wgmma_product(128, H // 32, True, False), _descriptor(), loss_function(cfg)
 
     @device
-    def quarter(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, at):
-        """out0, out1[at...] = the quotients of 64 columns of both rows, accumulators from 32 * half_way on."""
+    def quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, at):
+        """out0, out1[at...] = the quotients of 64 columns of both rows, the first or (j = 1) the second of acc."""
         for k in range(4):
-            i = 32 * half_way + 8 * k
-            a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + half_way * 256 + k * 64 + q * 16)), unit)
+            i = 32 * j + 8 * k
+            a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + j * 256 + k * 64 + q * 16)), unit)
             out0[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
-            a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + half_way * 256 + k * 64 + q * 16)), unit)
+            a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + j * 256 + k * 64 + q * 16)), unit)
             out1[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
 
     @device
-    def store(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, to, at):
+    def store(acc, j, s0, s1, n0, n1, unit, q, out0, out1, to, at):
         """The same as rows."""
-        quarter(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, 0)
+        quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, 0)
         egg_ptx.store4(to, at, out0[0], out0[1], out0[2], out0[3])
         egg_ptx.store4(to, at + 8 * (H // 4), out1[0], out1[1], out1[2], out1[3])
 
@@ -278,6 +278,9 @@ def _wide_kernel(cfg, nz, head):
                     product(acc, n, descriptor(int32(base + part * HALF)))
                     for j in range(2):
                         quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0, out1, 8 * part + 4 * j)
+                at_exps = int32(base + AT_EXPS + lane * 4)
+                add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
+                add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
             else:
                 to = int64(row) * (H // 4) + q * 4
                 for part in range(4):
@@ -287,10 +290,6 @@ def _wide_kernel(cfg, nz, head):
                     n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
                     if part == 1:
                         s0, s1, to = int32(-h0) if member0 else h0, int32(-h1) if member1 else h1, to - 64
-            if head:
-                at_exps = int32(base + AT_EXPS + lane * 4)
-                add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
-                add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
 
     return wide, AT_EXPS + (256 * 32 * 4 if head else 0)
 
