@@ -19,11 +19,11 @@ import egg_ptx
 from egg_hopper import _descriptor
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_max, quad_sum, vector_function
 
-H = HIDDEN_DIM = 256
+H = 256
 LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most
 SHARED = 227 * 1024
 HALF = H * H // 2                           # bytes of 128 columns of a square matrix, and of every other stage of weights
-ROWS = 64                                   # of a tile
+ROWS, LINE = 64, 32                         # of a tile; words of a line of the cache: the rows of a tile are 128 lines
 PAIRS = 32                                  # of a block of the recurrence
 WIDE, MLP = 3, 2                            # warpgroups of a block
 SIGNS = 0x80808080 - (1 << 32)
@@ -189,19 +189,19 @@ def _wide_kernel(cfg, nz, head):
     product, descriptor, position_loss = egg_ptx.wgmma_product(128, H // 32, True, False), _descriptor(), loss_function(cfg)
 
     @device
-    def quarter(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, at):
-        """out0, out1[at...] = the quotients of 64 columns of both rows, accumulators from 32 * half_way on."""
+    def quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, at):
+        """out0, out1[at...] = the quotients of 64 columns of both rows, the first or (j = 1) the second of acc."""
         for k in range(4):
-            i = 32 * half_way + 8 * k
-            a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + half_way * 256 + k * 64 + q * 16)), unit)
+            i = 32 * j + 8 * k
+            a, b = quotients(acc, i, s0, egg_ptx.load_shared4(int32(n0 + j * 256 + k * 64 + q * 16)), unit)
             out0[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
-            a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + half_way * 256 + k * 64 + q * 16)), unit)
+            a, b = quotients(acc, i + 2, s1, egg_ptx.load_shared4(int32(n1 + j * 256 + k * 64 + q * 16)), unit)
             out1[at + k] = egg_ptx.bytes4(egg_ptx.clip2(a), egg_ptx.clip2(b))
 
     @device
-    def store(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, to, at):
+    def store(acc, j, s0, s1, n0, n1, unit, q, out0, out1, to, at):
         """The same as rows."""
-        quarter(acc, half_way, s0, s1, n0, n1, unit, q, out0, out1, 0)
+        quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, 0)
         egg_ptx.store4(to, at, out0[0], out0[1], out0[2], out0[3])
         egg_ptx.store4(to, at + 8 * (H // 4), out1[0], out1[1], out1[2], out1[3])
 
@@ -254,6 +254,7 @@ def _wide_kernel(cfg, nz, head):
             row = int32(tile * ROWS + (c >> 5) * 16 + (lane >> 2))
             load_row(n, 0, x, row, q)
             load_row(n, 1, x, row + 8, q)
+            egg_ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
             low, high = where(tile * ROWS)[0], where(tile * ROWS + ROWS - 1)[0]
             if high > loaded:
                 egg_ptx.named_barrier(1 + group, 128)
@@ -273,25 +274,22 @@ def _wide_kernel(cfg, nz, head):
             n0, n1 = int32(base + mine + (unit0 & 1) * (4 * COLUMNS)), int32(base + mine + (unit1 & 1) * (4 * COLUMNS))
             s0, s1 = int32(-f0) if member0 else f0, int32(-f1) if member1 else f1
             if head:
-                product(acc, n, descriptor(base))
-                quarter(acc, 0, s0, s1, n0, n1, noise_unit, q, out0, out1, 0)
-                quarter(acc, 1, s0, s1, n0, n1, noise_unit, q, out0, out1, 4)
-                product(acc, n, descriptor(int32(base + HALF)))
-                quarter(acc, 0, s0, s1, int32(n0 + 512), int32(n1 + 512), noise_unit, q, out0, out1, 8)
-                quarter(acc, 1, s0, s1, int32(n0 + 512), int32(n1 + 512), noise_unit, q, out0, out1, 12)
+                for part in range(2):
+                    product(acc, n, descriptor(int32(base + part * HALF)))
+                    for j in range(2):
+                        quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0, out1, 8 * part + 4 * j)
+                at_exps = int32(base + AT_EXPS + lane * 4)
+                add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
+                add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
             else:
                 to = int64(row) * (H // 4) + q * 4
                 for part in range(4):
                     product(acc, n, descriptor(int32(base + part * HALF)))
-                    store(acc, 0, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out, to)
-                    store(acc, 1, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out, to + 16)
+                    for j in range(2):
+                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out, to + 16 * j)
                     n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
                     if part == 1:
                         s0, s1, to = int32(-h0) if member0 else h0, int32(-h1) if member1 else h1, to - 64
-            if head:
-                at_exps = int32(base + AT_EXPS + lane * 4)
-                add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
-                add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
 
     return wide, AT_EXPS + (256 * 32 * 4 if head else 0)
 
@@ -306,7 +304,7 @@ def _recur_kernel(cfg, nz):
     T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
     AT_H, AT_P, AT_OWN = 2 * H * H, 2 * H * H + ROWS * H, 2 * H * H + 2 * ROWS * H
     A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6    # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
-    OWN, SUMS = 512 * 16, 2 * 4 * ROWS
+    OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
     noise, vector = nz.noise, vector_function(cfg, nz, True)
     product, descriptor = egg_ptx.wgmma_product(64, H // 32, False, False), _descriptor()
 
@@ -404,7 +402,15 @@ def _recur_kernel(cfg, nz):
         acc = cuda.local.array(32, int32)
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
+        line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE      # of a row of its sequence
         for position in range(T):
+            ahead = line + min(position + AHEAD, T - 1) * (H // 4)
+            if group == 0:
+                egg_ptx.prefetch(gates, ahead)
+            elif group == 1:
+                egg_ptx.prefetch(candidates, ahead)
+            elif group == 2:
+                egg_ptx.prefetch(x, ahead)
             old0, old1 = egg_ptx.load4(gates, at0), egg_ptx.load4(gates, at1)
             following = tokens[at_token + position + 1]
             product(acc, desc_h, desc_f)
@@ -501,16 +507,17 @@ def _mlp_kernel(cfg, nz):
         return int32(int32(a + int32(int32(s * n) >> int32(N))) >> int32(DOWN_SHIFT))
 
     @device
-    def finish(acc, w, half, s, n, x, row, q):
-        """64 columns of a row of x."""
-        at = int64(row) * (H // 4) + w * 16 + q * 4
-        old, out = egg_ptx.load4(x, at), cuda.local.array(4, int32)
-        for k in range(4):
-            i, c = 32 * w + 8 * k + 2 * half, egg_ptx.load_shared4(int32(n + w * 256 + k * 64 + q * 16))
-            a = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
-            b = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
-            out[k] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.add2(egg_ptx.low2(old[k]), a)), egg_ptx.clip2(egg_ptx.add2(egg_ptx.high2(old[k]), b)))
-        egg_ptx.store4(x, at, out[0], out[1], out[2], out[3])
+    def finish(acc, w, s0, s1, n0, n1, old, x, row, q):
+        """64 columns of both rows of x, which were `old`."""
+        for half in range(2):
+            s, n, at = (s0, n0, row) if half == 0 else (s1, n1, row + 8)
+            out = cuda.local.array(4, int32)
+            for k in range(4):
+                i, c, word = 32 * w + 8 * k + 2 * half, egg_ptx.load_shared4(int32(n + w * 256 + k * 64 + q * 16)), old[8 * w + 2 * k + half]
+                a = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
+                b = egg_ptx.clip2(egg_ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
+                out[k] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.add2(egg_ptx.low2(word), a)), egg_ptx.clip2(egg_ptx.add2(egg_ptx.high2(word), b)))
+            egg_ptx.store4(x, int64(at) * (H // 4) + w * 16 + q * 4, out[0], out[1], out[2], out[3])
 
     @device
     def source(at, step):
@@ -566,6 +573,7 @@ def _mlp_kernel(cfg, nz):
             n = cuda.local.array(32, int32)
             load_row(n, 0, x, row, q)
             load_row(n, 1, x, row + 8, q)
+            egg_ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
             at_ln, at_b = base + mine + AT_LN, base + mine + AT_B
             s0, _ = norm(n, 0, int32(at_ln + slot0 * (8 * H) + member0 * (4 * H)), int32(at_b + slot0 * H), q)
             s1, _ = norm(n, 1, int32(at_ln + slot1 * (8 * H) + member1 * (4 * H)), int32(at_b + slot1 * H), q)
@@ -602,21 +610,17 @@ def _mlp_kernel(cfg, nz):
                     if stage == STAGES:
                         stage, phase = 0, phase ^ 1
                     if second == 0:
-                        t0, t1 = inner(acc, u, 0, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
-                        t0, t1 = inner(acc, u, 1, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
+                        for j in range(2):
+                            t0, t1 = inner(acc, u, j, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
                 n0, n1, b0, b1 = int32(n0 + 512), int32(n1 + 512), int32(b0 + 128), int32(b1 + 128)
+            load_row(n, 0, x, row, q)
+            load_row(n, 1, x, row + 8, q)
             s0, s1 = quad_sum(t0), quad_sum(t1)
             s0, s1 = int32(-s0) if member0 else s0, int32(-s1) if member1 else s1
             if live:
                 n0, n1 = int32(base + mine + AT_DOWN + slot0 * (4 * H)), int32(base + mine + AT_DOWN + slot1 * (4 * H))
-                finish(sums, 0, 0, s0, n0, x, row, q)
-                finish(sums, 1, 0, s0, n0, x, row, q)
-                finish(sums, 2, 0, s0, n0, x, row, q)
-                finish(sums, 3, 0, s0, n0, x, row, q)
-                finish(sums, 0, 1, s1, n1, x, row + 8, q)
-                finish(sums, 1, 1, s1, n1, x, row + 8, q)
-                finish(sums, 2, 1, s1, n1, x, row + 8, q)
-                finish(sums, 3, 1, s1, n1, x, row + 8, q)
+                for w in range(4):
+                    finish(sums, w, s0, s1, n0, n1, n, x, row, q)
 
     return mlp, AT_TABLES + GROUPS * SIZE
 

@@ -453,8 +453,8 @@ def _units_in_tile(cfg):
 
 def _tile_functions(K, KC):
     """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row) into shared memory,
-    that add its product to acc, and that do so with one chunk after the other: eight warps, each 32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of
-    rows 16 i and columns 8 j."""
+    that add its product to acc, and that do both for one chunk after the other: eight warps, each 32 rows (warp // 2) by 64 columns;
+    acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
     PIECES = TILE * KC // 16
 
     @device

@@ -173,6 +173,18 @@ def store4(ctx, array, index, a, b, c, d):
     return sig, codegen
 
 
+@intrinsic
+def prefetch(ctx, array, index):
+    """Brings the line of array[index], which must exist, into the second-level cache."""
+    sig = types.void(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        p = builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
+        builder.call(_asm("prefetch.L2 [$0];", VOID, [I64], "l", side_effect=True), [p])
+        return context.get_dummy_value()
+    return sig, codegen
+
+
 store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
 
 

@@ -365,7 +365,8 @@ def compile_for(cc):
             for kernel, signature, _ in forward.kernels[number::len(test_gpu.CARDS)]]
 
 
-FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400}    # cc 9.0 has a path for it
+FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400,
+        "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
 
 
 def compile_fast(number):
@@ -401,6 +402,7 @@ def test_where_the_fast_path_serves():
                               (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False), (dict(VOCAB_SIZE=257), False),
                               (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False), (dict(MLP_RELU=1, N_LAYERS=1), True)):
         assert egg_gru_hopper.fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+    assert sum(egg_gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
 def test_every_kernel_compiles():
@@ -427,7 +429,8 @@ EXTREMES = (
     dict(HIDDEN_DIM=320, N_LAYERS=1, SEQ_LEN=513, STATE_TOKENS=700, CHUNK_SIZE=4, POPULATION_SIZE=8, GROUP_SIZE=8),
     # the fast path: every switch it has, and rows that end within a tile
     dict(FAST, MLP_RELU=1, DEVICE_MASK=42, SIGMA_SHIFT_VECTOR=4),
-    dict(FAST, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132, DEVICE_GAUSSIAN=0, DEVICE_MASK=19, SIGMA_SHIFT=2, LOSS="deggs", MLP_RELU=0),
+    dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132, DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
+         SIGMA_SHIFT=2, LOSS="deggs"),
 )
 
 
