@@ -27,6 +27,7 @@ ROWS, LINE = 64, 32                         # of a tile; words of a line of the 
 PAIRS = 32                                  # of a block of the recurrence
 WIDE, MLP = 3, 2                            # warpgroups of a block
 SIGNS = 0x80808080 - (1 << 32)
+EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # two int16 of +-127
 
 
@@ -334,19 +335,24 @@ def _recur_kernel(cfg, nz):
         """f + 127 of two int16, x = the sum + 127."""
         return egg_ptx.max2(egg_ptx.min2(x, 2 * HIGHEST), 0)
 
+    # A product of bytes is a dot product of which all but one term is hidden by a mask, which serves two of four.
+
     @device
-    def gated(f, h):
-        """f * h >> 8, byte by byte."""
-        a, b = int32(unsigned_byte(f, 0) * byte(h, 0)), int32(unsigned_byte(f, 1) * byte(h, 1))
-        c, d = int32(unsigned_byte(f, 2) * byte(h, 2)), int32(unsigned_byte(f, 3) * byte(h, 3))
+    def gated(y, z, h):
+        """f * h >> 8 as bytes; y, z: f as int16."""
+        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
+        a, b = egg_ptx.dp2a_low(y, even), egg_ptx.dp2a_low(y, odd)
+        c, d = egg_ptx.dp2a_high(z, even), egg_ptx.dp2a_high(z, odd)
         return egg_ptx.byte_permute(egg_ptx.byte_permute(a, b, 0x0051), egg_ptx.byte_permute(c, d, 0x0051), 0x5410)
 
     @device
-    def moved(h, new, f0, f1):
-        """h + (f * (new - h) >> 8) of two int16."""
-        d = egg_ptx.add2(new, int32(h ^ int32(-1)))          # new - h - 1
-        a = int32(int32(f0 * egg_ptx.byte_permute(d, 0, 0x9910)) + f0)
-        b = int32(int32(f1 * egg_ptx.byte_permute(d, 0, 0xBB32)) + f1)
+    def less(a, b):
+        """a - b of two int16."""
+        return egg_ptx.add2(egg_ptx.add2(a, int32(b ^ int32(-1))), int32(0x00010001))
+
+    @device
+    def moved(h, a, b):
+        """h + (f * (new - h) >> 8) of two int16, a and b the products."""
         return egg_ptx.add2(h, egg_ptx.byte_permute(a, b, 0x6521))
 
     @cuda.jit(launch_bounds=512)
@@ -425,7 +431,7 @@ def _recur_kernel(cfg, nz):
                     y = opened(egg_ptx.add2(egg_ptx.clip2(y), egg_ptx.add2(egg_ptx.low2(old), egg_ptx.byte_permute(bias, 0, 0x4140))))
                     z = opened(egg_ptx.add2(egg_ptx.clip2(z), egg_ptx.add2(egg_ptx.high2(old), egg_ptx.byte_permute(bias, 0, 0x4342))))
                     f[2 * k + half] = egg_ptx.bytes4(y, z)
-                    past = gated(f[2 * k + half], h[2 * k + half])
+                    past = gated(y, z, h[2 * k + half])
                     egg_ptx.store_shared(int32(at_word + AT_P + k * 128 + half * (8 * H)), past)
                     if half == 0:
                         t0 = egg_ptx.dp4a(past, b[k], t0)
@@ -449,8 +455,10 @@ def _recur_kernel(cfg, nz):
                     y = egg_ptx.clip2(egg_ptx.add2(egg_ptx.clip2(y), egg_ptx.add2(egg_ptx.low2(old), egg_ptx.low2(bias))))
                     z = egg_ptx.clip2(egg_ptx.add2(egg_ptx.clip2(z), egg_ptx.add2(egg_ptx.high2(old), egg_ptx.high2(bias))))
                     i = 2 * k + half
-                    y = moved(egg_ptx.low2(h[i]), y, unsigned_byte(f[i], 0), unsigned_byte(f[i], 1))
-                    z = moved(egg_ptx.high2(h[i]), z, unsigned_byte(f[i], 2), unsigned_byte(f[i], 3))
+                    even, odd, h_low, h_high = int32(f[i] & int32(EVEN)), int32(f[i] & int32(ODD)), egg_ptx.low2(h[i]), egg_ptx.high2(h[i])
+                    y, z = less(y, h_low), less(z, h_high)
+                    y = moved(h_low, egg_ptx.dp2a_low_u8(y, even), egg_ptx.dp2a_low_u8(y, odd))
+                    z = moved(h_high, egg_ptx.dp2a_high_u8(z, even), egg_ptx.dp2a_high_u8(z, odd))
                     out[i] = egg_ptx.bytes4(egg_ptx.clip2(egg_ptx.add2(egg_ptx.low2(both), y)), egg_ptx.clip2(egg_ptx.add2(egg_ptx.high2(both), z)))
                     h[i] = egg_ptx.bytes4(y, z) if following != 0 else int32(0)
                     egg_ptx.store_shared(int32(at_word + AT_H + k * 128 + half * (8 * H)), h[i])

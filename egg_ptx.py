@@ -76,7 +76,7 @@ as_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The flo
 as_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
 
 
-# --- two int16 in a word, cc 9.0: an instruction each ---------------------------------------------------------------------------
+# --- two int16 or four bytes in a word, cc 9.0 has an instruction for each ------------------------------------------------------
 
 add2 = _operation("add.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "Sums of the halves.")
 min2 = _operation("min.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The smaller of the halves.")
@@ -87,6 +87,10 @@ low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,), "T
 high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,), "The int8 2 and 3 of a word as two int16.")
 bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2, "Four int16, two to a word, as int8.")
 saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2, "Two int32 clipped to int16, the first low.")
+dp2a_low = _operation("dp2a.lo.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 0 and 1 of b, summed.")
+dp2a_high = _operation("dp2a.hi.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 2 and 3 of b, summed.")
+dp2a_low_u8 = _operation("dp2a.lo.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
+dp2a_high_u8 = _operation("dp2a.hi.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
 distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                        "c + the sum of the distances of four uint8 pairs of a and b.")
 
