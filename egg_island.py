@@ -363,6 +363,7 @@ class Island:
         self.outgoing, self.incoming = Bucket(terms.bandwidth), Bucket(terms.bandwidth)
         self.lent = {}                               # SHA-256 -> [file, when it was last asked for]
         self.transfer = self.handover = None
+        self.last = None                             # SHA-256 of the state that was taken last: it is not taken twice
         self.trial = run.start.origin                # of the present epoch, until it has been judged
         self.told = None                             # fields of a merge that is told when its first chunk is handed out
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
@@ -534,7 +535,8 @@ class Island:
         if (ours.kind, ours.unit) != (theirs.kind, theirs.unit) or not self._believed(peer):
             outcome = "refused"
         elif None not in (ours.fitness, theirs.fitness) and theirs.fitness < ours.fitness:
-            if self.terms.accept and not self.transfer and not self.handover and theirs.state and not self.coordinator.closing:
+            free = not (self.transfer or self.handover or self.coordinator.closing)
+            if self.terms.accept and free and theirs.state not in (None, self.last):
                 outcome = "pull"
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
@@ -739,6 +741,7 @@ class Island:
                          **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder")}}
         if transfer:
             transfer.peer.taken += 1
+            self.last = transfer.standing.state
         self.fitness.begin()
         self._end_handover()
 
