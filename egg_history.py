@@ -377,8 +377,8 @@ def _open(cfg, directory, start=None):
 
 
 def _copy_rest(source, target):
-    """Snapshots, curve and the epochs before, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does without what cannot be
-    copied."""
+    """Snapshots, curve and the epochs before, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does
+    without what cannot be copied."""
     for name in os.listdir(source):
         kept = SNAPSHOT.fullmatch(name) or name == EVENTS or name.startswith(("elite-", "history-"))
         if kept and not os.path.exists(os.path.join(target, name)):

@@ -1,11 +1,12 @@
 """Islands: populations that gossip. A coordinator that is an island meets others in tournaments; who is worse takes the other's state.
 
-No central place: every island serves its peers on its coordinator's port and calls them, in the coordinator's loop. A tournament is a question and an answer (STANDING), the state travels as the snapshot file of the giver beside training (STATE_REQUEST,
-STATE), and between two steps it becomes a new epoch of the receiver's run (egg_history.Start). PROTOCOL.md has the frames.
+No central place: every island serves its peers on its coordinator's port and calls them, in the coordinator's loop. A tournament is a question
+and an answer (STANDING), the state travels as the snapshot file of the giver beside training (STATE_REQUEST, STATE), and between two steps it
+becomes a new epoch of the receiver's run (egg_history.Start). PROTOCOL.md has the frames.
 
 Nobody's word counts for more than it must. A state is used when its SHA-256 is the one that was asked for and egg_merge finds nothing
-impossible in it. Whether its fitness was a lie shows when it is measured here: an epoch that turns out worse than what was before it
-is taken back, to the best state of this island's own measure (its elites), and the peer is not believed for a while.
+impossible in it. Whether its fitness was a lie shows when it is measured here: an epoch that turns out worse than what was before it is taken
+back, to the best state of this island's own measure (its elites), and the peer is not believed for a while.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness, and their units
 SHARE = {"validation": 0.8, "loss": 0.05}    # that the newest measure has in the exponential mean: validation hardly varies by chance
 SURE = {"validation": 1, "loss": 10}         # measures after which a new epoch is judged
-REGRET = {"clone": 0.03, "recombine": 0.1}   # it is taken back if it is worse than before, and than promised, by more than this share
+REGRET = {"clone": 0.03, "recombine": 0.1}   # it is taken back if it is worse than what was before by more than this share
 DISTRUST = 600.0           # seconds for which a peer is not believed
 PATIENCE = 10.0            # seconds that a peer may take to say how it stands
 STALLED = 60.0             # seconds after which a state of which nothing more comes is given up; a peer may come back meanwhile
@@ -362,6 +363,7 @@ class Island:
         self.outgoing, self.incoming = Bucket(terms.bandwidth), Bucket(terms.bandwidth)
         self.lent = {}                               # SHA-256 -> [file, when it was last asked for]
         self.transfer = self.handover = None
+        self.last = None                             # SHA-256 of the state that was taken last: it is not taken twice
         self.trial = run.start.origin                # of the present epoch, until it has been judged
         self.told = None                             # fields of a merge that is told when its first chunk is handed out
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
@@ -466,11 +468,12 @@ class Island:
             if not target.connection and not target.itself and now >= target.call_at and not self._connected(target.name):
                 self.coordinator.call(target)
         for peer in self.peers.values():
-            if peer.connection and peer.asked and now - peer.asked > PATIENCE:
-                self.coordinator.drop(peer.connection)
-            elif peer.connection and peer.connection.owed:
-                self._pay(peer.connection)
-                self.coordinator.take_frames(peer.connection)
+            connection = peer.connection
+            if connection and peer.asked and now - peer.asked > PATIENCE:
+                self.coordinator.drop(connection)
+            elif connection and connection.owed:
+                self._pay(connection)
+                self.coordinator.take_frames(connection)
         if self.transfer and now - self.transfer.moved > STALLED and not self.transfer.download.finished:
             self._end_transfer(f"nothing more came of the state of {self.transfer.peer.name}")
         self._ask()
@@ -532,7 +535,8 @@ class Island:
         if (ours.kind, ours.unit) != (theirs.kind, theirs.unit) or not self._believed(peer):
             outcome = "refused"
         elif None not in (ours.fitness, theirs.fitness) and theirs.fitness < ours.fitness:
-            if self.terms.accept and not self.transfer and not self.handover and theirs.state and not self.coordinator.closing:
+            free = not (self.transfer or self.handover or self.coordinator.closing)
+            if self.terms.accept and free and theirs.state not in (None, self.last):
                 outcome = "pull"
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
@@ -656,13 +660,13 @@ class Island:
         return None
 
     def _regretted(self):
-        """Whether the present epoch is worse than what was before it and than what was promised; then its giver is not believed."""
+        """Whether the present epoch is worse than what was before it; then its giver is not believed."""
         origin, fitness = self.trial, self.fitness
         if not origin or fitness.measures < SURE[fitness.kind]:
             return False
         self.trial = None
         if origin["fitness_kind"] != fitness.kind or origin["kind"] not in REGRET \
-                or fitness.value <= (1 + REGRET[origin["kind"]]) * max(origin["ours"], origin["theirs"]):
+                or fitness.value <= (1 + REGRET[origin["kind"]]) * origin["ours"]:
             return False
         why = f"with the state of {origin['from']}, which promised {origin['theirs']:.4f}, this island has {fitness.value:.4f} {fitness.unit} after " \
               f"{origin['ours']:.4f} before"
@@ -737,6 +741,7 @@ class Island:
                          **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder")}}
         if transfer:
             transfer.peer.taken += 1
+            self.last = transfer.standing.state
         self.fitness.begin()
         self._end_handover()
 

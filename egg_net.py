@@ -265,8 +265,8 @@ class Coordinator:
     that come and go; access: an egg_auth.Access; events: an egg_watch.Events, by default one for `console` and a coordinator.log in
     `log_dir`; http: an egg_http.Where, for a live page; island: the egg_island.Terms of an island.
 
-    Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks, NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be
-    written."""
+    Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks, NetError where host and
+    port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be written."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
                  access=egg_auth.Access(), events=None, http=None, island=None):
@@ -430,7 +430,11 @@ class Coordinator:
     def call(self, target):
         """Begins to connect to another island; the island is told what comes of it."""
         family, address = target.addresses[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:                              # file descriptors are used up
+            target.failed()
+            return
         sock.setblocking(False)
         connection = target.connection = Connection(sock, address, egg_wire.limits_of_call(self.limits))
         connection.target, connection.title, connection.version = target, target.title, V2
@@ -451,12 +455,16 @@ class Coordinator:
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.drop(connection)
             return
-        tune(sock)
         self.selector.unregister(sock)
-        if context:
-            connection.sock = sock = context.wrap_socket(sock, server_hostname=connection.target.host, do_handshake_on_connect=False)
-            connection.shaking = True
-        self.selector.register(sock, connection.event, connection)
+        try:
+            tune(sock)
+            if context:
+                connection.sock = context.wrap_socket(sock, server_hostname=connection.target.host, do_handshake_on_connect=False)
+                connection.shaking = True
+            self.selector.register(connection.sock, connection.event, connection)
+        except (OSError, ValueError):
+            self.drop(connection)
+            return
         if context:
             self._shake(connection)
         else:
@@ -470,7 +478,8 @@ class Coordinator:
         self.connections.discard(connection)
         if not connection.target:
             self.door.leave(connection.host)
-        self.selector.unregister(connection.sock)
+        with contextlib.suppress(KeyError, ValueError):      # it may be gone already
+            self.selector.unregister(connection.sock)
         connection.sock.close()
         if self.upload and self.upload[0] is connection:
             self._end_upload()

@@ -79,7 +79,8 @@ def pack(state):
 
 
 def unpack(cfg, data):
-    """The State in the bytes of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
+    """The State in the bytes-like content of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
+    data = memoryview(data)
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
         raise ValueError(f"snapshot of step {step} is of another configuration")

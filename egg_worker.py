@@ -244,7 +244,7 @@ class Worker:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
             data += payload[BLOCK_HEAD.size:]
         try:
-            state = egg_snapshot.unpack(self.cfg, bytes(data))
+            state = egg_snapshot.unpack(self.cfg, data)
         except ValueError as error:
             self.console.line(f"worker: {error}; replaying the run instead")
             return False

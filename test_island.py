@@ -409,6 +409,18 @@ def test_without_validation_the_training_loss_decides(tmp_path):
     assert merge["fitness_kind"] == "loss" and merge["theirs"] < merge["ours"]
 
 
+def test_one_state_is_not_taken_twice(tmp_path):
+    data, sha256 = own_snapshot(changed(ISLAND_SEED=99), 9000)
+    with Isle(tmp_path, "a", 3) as a:
+        stranger = Stranger(a.port)
+        stranger.serve(data, sha256, lambda: a.told("merge"))
+        n = len(a.told("gossip"))
+        assert not stranger.serve(data, sha256, lambda: "keep" in {e["outcome"] for e in a.told("gossip")[n + 3:]})
+        assert a.run.start.epoch == 1 and {e["outcome"] for e in a.told("gossip")[n + 3:]} == {"keep"}
+        data, sha256 = own_snapshot(changed(ISLAND_SEED=99), 9500)              # another one is
+        stranger.serve(data, sha256, lambda: a.run.start.epoch == 2)
+
+
 # --- states on their way -----------------------------------------------------------------------------------------------------------
 
 def own_snapshot(cfg, level, step=50, spoil=None):
