@@ -2,8 +2,8 @@
 
 `egg_kernels` has what it shares with the general path, decides which of the two serves, and documents the calls. A pair is 128 rows, a
 warpgroup 64 of them (one member) by 128 columns: wgmma on operands that bulk copies bring to shared memory, a ring of stages with a
-full and an empty barrier each, so that warpgroups drift apart and one multiplies while another does its integer epilogue; noise is
-hashed while the tensor cores work.
+full and an empty barrier each, so that warpgroups drift apart and one multiplies while another does its epilogue; noise is hashed
+while the tensor cores work, and the accumulators of the head and of the up projection begin with it.
 
 Columns of the packed matrices are permuted within 16 so that a thread's accumulators are four neighbours: with grp = 16 columns,
 acc[8 grp + 0, 1, 4, 5] = columns 16 grp + 4 q + 0..3 of row g, acc[8 grp + 2, 3, 6, 7] the same of row g + 8. The hidden units of
@@ -11,20 +11,18 @@ an MLP are stored in blocks of 128, units i + sub * H of 32 neighbouring i, so t
 (SPEC 4) lie in one block.
 """
 
-import math
-
 import numpy as np
-from numba import cuda, float32, int8, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 import egg_model
 import egg_ptx
 from egg_kernels import (A8, A32, A64, AU32, PLAN, TILE, aligned, amax_scale, blocks, build_noise, byte, clip, device,
-                         loss_function, ntt_functions, pack4, pack_quad, quad_max, quad_sum, quantise, vector_function)
+                         loss_function, ntt_functions, pack4, pack_quad, quad_max, quad_sum, vector_function)
 
 SEQ_LEN, HIDDEN_DIM = 64, 256
 ROW_WORDS = 2 * SEQ_LEN * HIDDEN_DIM // 4        # int32 words of a pair's activations of width H
 MEMBER_BYTES, TILE_BYTES = SEQ_LEN * HIDDEN_DIM, TILE * HIDDEN_DIM
-SHARED = 210 * 1024                         # what the largest of these kernels needs, with its static part
+SHARED = 220 * 1024                         # what the largest of these kernels needs, with its static part
 
 
 def _wgmma_tile(K=HIDDEN_DIM):
@@ -68,11 +66,35 @@ def _loudest(cfg):
     return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
 
 
-def _fits(cfg, bits, most=0):
-    """Whether accumulator, noise and `most` << bits, all scaled by the noise's shift, stay well inside int32. As floor(floor(x) / 2^k) =
-    floor(x / 2^k), the noise's shift and one that follows it are then one, and a multiply-add takes the place of each shift and sum."""
-    largest = HIDDEN_DIM * 127 * ((127 << cfg.NOISE_SHIFT) + _loudest(cfg) ** 2) + (most << bits)
-    return cfg.ADAPTIVE_NOISE_MODE < 2 and bits <= 30 and largest < 2 ** 30 - 2 ** 24
+def _begin_functions(cfg, nz, inputs, most=0):
+    """How a product over `inputs` begins with its noise already in the accumulators: (row, column, begin, BASE)
+
+    row(s), column(n)   device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
+    begin(s, n, c)      c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
+    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has the bits BASE + i,
+                        and a fused multiply-add that rounds downward is a multiplication, a shift and a sum
+    """
+    SILENT, NOISE_SHIFT, UNIT = nz.silent, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
+    sb = inputs * 127 * _loudest(cfg)
+    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and (sb * _loudest(cfg) >> NOISE_SHIFT) + 1 + most < 1 << 22
+
+    @device
+    def row(s):
+        return egg_ptx.float_bits(float32(float32(s) * float32(UNIT))) if FITS else s
+
+    @device
+    def column(n):
+        return egg_ptx.float_bits(float32(n)) if FITS else n
+
+    @device
+    def begin(s, n, c):
+        if SILENT:
+            return c
+        if FITS:
+            return egg_ptx.float_bits(egg_ptx.fma_down(egg_ptx.bits_float(s), egg_ptx.bits_float(n), egg_ptx.bits_float(c)))
+        return int32(c + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+
+    return row, column, begin, 0x4B400000 if FITS else 0
 
 
 def _load4(nz):
@@ -87,47 +109,22 @@ def _load4(nz):
     return load4
 
 
-def _level_function(cfg):
-    """below(top, a, -s, n) = top - level, where level is an int32 of accumulator a, signed sb and column noise whose `shift`-fold right
-    shift is the logit. Returns below, shift."""
-    NOISE_SHIFT = cfg.NOISE_SHIFT
-    fits = _fits(cfg, cfg.SHIFT_LOGIT + NOISE_SHIFT)
-
-    @device
-    def below(top, a, minus, n):
-        if fits:
-            return int32(int32(top + int32(a * int32(-(1 << NOISE_SHIFT)))) + int32(minus * n))
-        return int32(top - int32(a + int32(int32(int32(-minus) * n) >> int32(NOISE_SHIFT))))
-
-    return below, cfg.SHIFT_LOGIT + (NOISE_SHIFT if fits else 0)
-
-
-def _shifted_function(cfg, shift, most):
-    """shifted(a, s, n, e, 2^NOISE_SHIFT) = ((a + (s * n >> NOISE_SHIFT)) >> shift) + e / scale, for accumulator a, signed sb, column
-    noise and an e that is at most `most` times scale. Returns shifted, scale."""
-    NOISE_SHIFT, bits = cfg.NOISE_SHIFT, cfg.NOISE_SHIFT + shift
-    fits = _fits(cfg, bits, most)
-
-    @device
-    def shifted(a, s, n, e, unit):
-        if fits:
-            return int32(int32(int32(a * unit) + int32(int32(s * n) + e)) >> int32(bits))
-        return int32(int32(int32(a + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(shift)) + e)
-
-    return shifted, 1 << bits if fits else 1
-
-
 def _head_kernel(cfg, nz):
     """The output head (as in egg_kernels) of two pairs a block, four warpgroups. Launch [pairs / 2], 512 threads."""
     V = cfg.VOCAB_SIZE
     TILES = (V + TILE - 1) // TILE
     STEPS, RAGGED = 2 * TILES, V % TILE
-    below, SHIFT = _level_function(cfg)
-    ONES, MOST, COPIES = (1 << SHIFT) - 1, _exp_entries(cfg) - 1, _copies(cfg)
-    EXPS = (MOST + 1) * COPIES
-    LOGIT, NOISE_SHIFT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
-    HIDE = 1 << 29 >> (SHIFT - LOGIT)                        # minus this: the accumulator of columns beyond the vocabulary
-    noise, scaled, four = nz.noise, nz.scaled, _load4(nz)
+    LOGIT, NOISE_SHIFT, ONES = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1
+    MOST, COPIES = _exp_entries(cfg) - 1, _copies(cfg)
+    FARTHEST = (MOST << LOGIT) + ONES
+    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far from 2^31)
+    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
+    STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
+    EXPS = (MOST + 1) * STRIDE
+    noise, scaled, four, SILENT = nz.noise, nz.scaled, _load4(nz), nz.silent
+    as_row, as_column, begin, BASE = _begin_functions(cfg, nz, HIDDEN_DIM)
+    BASE = 0 if SILENT else BASE
+    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
     (start, done), descriptor = _wgmma_tile(), _descriptor()
     SHARED_B, STAGES, LAG = 4 * MEMBER_BYTES, 4, 2            # a stage is refilled LAG steps after its use, so the warpgroups may drift
@@ -136,6 +133,24 @@ def _head_kernel(cfg, nz):
     @device
     def noisy(a, s, n):
         return int32(a + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+
+    @device
+    def begin_tile(acc, at, s0, s1):
+        """Accumulators before the product: the noise of their columns, at a shared address."""
+        if not SILENT:
+            for j in range(8):
+                n = four(at + j * 64)
+                for k in range(4):
+                    i = 8 * j + (k >> 1) * 4 + (k & 1)
+                    acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE)), begin(s1, n[k], int32(BASE))
+
+    @device
+    def weight(top, a, last, at):
+        """EXP of the distance from level a to the highest level with the highest logit."""
+        below = min(uint32(int32(top - a)), uint32(last))
+        if PLACED:
+            return egg_ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
+        return egg_ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
 
     @device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
@@ -148,7 +163,7 @@ def _head_kernel(cfg, nz):
     @cuda.jit(launch_bounds=512)
     def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
         sm = cuda.shared.array(0, int32)
-        exp = cuda.shared.array(EXPS, int32)                 # [entry][copy]
+        exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         column = cuda.shared.array(1024, int32)              # [warpgroup][parity of the tile][128]
         barriers = cuda.shared.array(8, int64)
         t = cuda.threadIdx.x
@@ -165,8 +180,7 @@ def _head_kernel(cfg, nz):
                 egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
             egg_ptx.barrier_fence()
         for i in range(t, EXPS, 512):
-            exp[i] = exps[i // COPIES]
-        copy = lane & (COPIES - 1)
+            exp[i] = exps[i // STRIDE]
         cuda.syncthreads()
         if t == 0:
             egg_ptx.barrier_expect(bar, SHARED_B + TILE_BYTES)
@@ -192,21 +206,27 @@ def _head_kernel(cfg, nz):
         acc = cuda.local.array(64, int32)
         for i in range(64):
             acc[i] = 0
-        c = t & 127
+        c, here = t & 127, group * 256
         slot = (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
-        minus0, minus1 = int32(-s0), int32(-s1)
-        entry = overlay[at_overlay + c]                      # V is at least 256
-        at_exp = int32(egg_ptx.shared_address(exp, 0) + copy * 4)
+        column[here + slot] = as_column(scaled(noise(stream, c), overlay[at_overlay + c], stream, c))      # V is at least 256
+        v = c + TILE
+        entry = overlay[at_overlay + min(v, V - 1)]
+        at_noise, at_exp = egg_ptx.shared_address(column, here) + q * 16, int32((lane & (COPIES - 1)) * 4)
+        table = egg_ptx.shared_address(exp, 0)
+        if not PLACED:
+            at_exp, table = int32(at_exp + table), int32(0)
+        last = int32(table + int32(FARTHEST))
+        s0, s1 = as_row(s0), as_row(s1)
+        egg_ptx.named_barrier(1 + group, 128)
+        begin_tile(acc, at_noise, s0, s1)
         for step in range(STEPS):
-            stage, tile = step & (STAGES - 1), step if step < TILES else step - TILES
-            here = group * 256 + (step & 1) * 128
+            stage, tile, odd = step & (STAGES - 1), step if step < TILES else step - TILES, step & 1
             egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
-            v = tile * TILE + c                              # while the tensor cores work: the noise of the tile's columns
-            column[here + slot] = scaled(noise(stream, v), entry, stream, v) if RAGGED == 0 or v < V else int32(0)
-            v = v + TILE if tile < TILES - 1 else c
-            if RAGGED == 0 or v < V:
-                entry = overlay[uint64(at_overlay + v)]      # of the next tile
+            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0 if SILENT else 1)
+            n = as_column(scaled(noise(stream, v), entry, stream, v))   # while the tensor cores work: the noise of the next tile
+            column[here + 128 - odd * 128 + slot] = n if RAGGED == 0 or v < V else int32(0)
+            v = v + TILE if v + TILE < TILES * TILE else c
+            entry = overlay[uint64(at_overlay + min(v, V - 1))]         # of the tile after it
             egg_ptx.named_barrier(1 + group, 128)
             done(acc)
             if lane == 0:
@@ -215,29 +235,22 @@ def _head_kernel(cfg, nz):
                 for j in range(16):
                     for e in range(2):
                         if j * 8 + q * 2 + e >= RAGGED:
-                            acc[4 * j + e] = -HIDE
-                            acc[4 * j + 2 + e] = -HIDE
-            at_noise = egg_ptx.shared_address(column, here) + q * 16
+                            acc[4 * j + e] = HIDDEN
+                            acc[4 * j + 2 + e] = HIDDEN
             if step < TILES:
-                for j in range(8):
-                    n = four(at_noise + j * 64)
-                    top0 = int32(max(max(top0, noisy(acc[8 * j], s0, n[0])), noisy(acc[8 * j + 1], s0, n[1])))
-                    top0 = int32(max(max(top0, noisy(acc[8 * j + 4], s0, n[2])), noisy(acc[8 * j + 5], s0, n[3])))
-                    top1 = int32(max(max(top1, noisy(acc[8 * j + 2], s1, n[0])), noisy(acc[8 * j + 3], s1, n[1])))
-                    top1 = int32(max(max(top1, noisy(acc[8 * j + 6], s1, n[2])), noisy(acc[8 * j + 7], s1, n[3])))
-                if step == TILES - 1:                        # from here on: the largest level with the same logit
-                    top0 = int32(int32(int32(quad_max(top0) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
-                    top1 = int32(int32(int32(quad_max(top1) >> int32(LOGIT)) << int32(SHIFT)) | int32(ONES))
+                for j in range(16):
+                    top0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1]))
+                    top1 = int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3]))
+                if step == TILES - 1:                        # from here on: the highest level with the same logit
+                    top0 = int32(int32(quad_max(top0) | int32(ONES)) + table)
+                    top1 = int32(int32(quad_max(top1) | int32(ONES)) + table)
             else:
                 e0, e1 = uint32(0), uint32(0)
-                for j in range(8):
-                    n = four(at_noise + j * 64)
-                    for k in range(4):
-                        i = 8 * j + (k >> 1) * 4 + (k & 1)
-                        d = min(uint32(uint32(below(top0, acc[i], minus0, n[k])) >> uint32(SHIFT)), uint32(MOST))
-                        e0 = uint32(e0 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
-                        d = min(uint32(uint32(below(top1, acc[i + 2], minus1, n[k])) >> uint32(SHIFT)), uint32(MOST))
-                        e1 = uint32(e1 + uint32(egg_ptx.load_shared(int32(int32(d) * int32(4 * COPIES)) + at_exp)))
+                for j in range(16):
+                    for e in range(2):
+                        i = 4 * j + e
+                        e0 = uint32(e0 + uint32(weight(top0, acc[i], last, at_exp)))
+                        e1 = uint32(e1 + uint32(weight(top1, acc[i + 2], last, at_exp)))
                 total0 += int64(e0)
                 total1 += int64(e1)
                 if RAGGED != 0 and tile == TILES - 1:        # the hidden columns counted as the smallest weight
@@ -245,8 +258,9 @@ def _head_kernel(cfg, nz):
                     for j in range(16):
                         for e in range(2):
                             hidden += 1 if j * 8 + q * 2 + e >= RAGGED else 0
-                    total0 -= int64(hidden) * exp[MOST * COPIES]
-                    total1 -= int64(hidden) * exp[MOST * COPIES]
+                    total0 -= int64(hidden) * exp[MOST * STRIDE]
+                    total1 -= int64(hidden) * exp[MOST * STRIDE]
+            begin_tile(acc, at_noise + 512 - odd * 512, s0, s1)
             if t == 0 and step >= LAG and step - LAG + STAGES < STEPS:
                 old = step - LAG
                 stage = old & (STAGES - 1)
@@ -261,7 +275,9 @@ def _head_kernel(cfg, nz):
         total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 2)
         total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 2)
         if q == 0 and unit < pairs:
-            here = position_loss(total0, int32(top0 >> int32(SHIFT)), z0) + position_loss(total1, int32(top1 >> int32(SHIFT)), z1)
+            less = int32(table + int32(BASE))
+            here = position_loss(total0, int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            here += position_loss(total1, int32(int32(top1 - less) >> int32(LOGIT)), z1)
             cuda.atomic.add(losses, 2 * unit + member, here)
 
     return head, SHARED_B + STAGES * TILE_BYTES
@@ -319,19 +335,29 @@ def _norm_kernel(cfg, nz, streams):
     """n = ln(h) and the sums sb of n with `streams` input noises. Launch [pairs], 256 threads; a warp has 16 rows, four lanes two of
     them. plan as egg_kernels._rows_kernel."""
     H, MODE = HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
-    FLOAT = MODE < 2 and 127 * (128 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 22     # (|p| + 1/2) / mean is then exact
+    FLOAT = MODE < 2 and 127 * (128 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20     # then 2^-21 of |p| changes no quotient
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
     FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
     vector = vector_function(cfg, nz, True)
     noise, factor, input_coefficient, input_term, whole_factor = nz.noise, nz.factor, nz.input_coefficient, nz.input_term, nz.whole
 
     @device
-    def divided(p, mean, reciprocal, half):
+    def shared_bias(b):
+        """A bias as `normed` wants it."""
+        return egg_ptx.float_bits(float32(float32(int32(b + int32(127))) * float32(1 / 254))) if FLOAT else b
+
+    @device
+    def normed(p, mean, reciprocal, b):
+        """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are whole numbers, takes
+        the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
         if FLOAT:
             f = float32(p)
-            return egg_ptx.trunc_f32(cuda.fma(f, reciprocal, math.copysign(half, f)))
+            whole = egg_ptx.with_sign(float32(1 << 23), f)
+            quotient = float32(egg_ptx.fma_toward_zero(f, reciprocal, whole) - whole)
+            share = egg_ptx.fma_sat(quotient, float32(1 / 254), egg_ptx.bits_float(b))
+            return egg_ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
         quotient = int32(uint32(abs(p)) // uint32(mean))
-        return quotient if p >= 0 else int32(-quotient)
+        return clip(int32((quotient if p >= 0 else int32(-quotient)) + b))
 
     @device
     def sizes(word):
@@ -347,7 +373,8 @@ def _norm_kernel(cfg, nz, streams):
         p = call * PLAN
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         table[t], table[H + t] = vector(weights, overlay, plan, p, seed, t)
-        table[2 * H + t], table[3 * H + t] = vector(weights, overlay, plan, p + 4, seed, t)
+        even, odd = vector(weights, overlay, plan, p + 4, seed, t)
+        table[2 * H + t], table[3 * H + t] = shared_bias(even), shared_bias(odd)
         whole = int32(1)
         for s in range(SUMMED):
             stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
@@ -374,17 +401,17 @@ def _norm_kernel(cfg, nz, streams):
             total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
         mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
         mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
-        reciprocal0, reciprocal1 = float32(float32(1) / float32(mean0)), float32(float32(1) / float32(mean1))
-        half0, half1 = float32(reciprocal0 * float32(0.5)), float32(reciprocal1 * float32(0.5))
+        above = float32(1 + 2.0 ** -22)                      # so that a quotient is never below the whole number that it is
+        reciprocal0, reciprocal1 = float32(above / float32(mean0)), float32(above / float32(mean1))
         address = egg_ptx.shared_address(table, (lane & 3) * 4)
         at_w = address + member * (4 * H)
         for piece in range(16):
             w, b = egg_ptx.load_shared4(at_w + piece * 64), egg_ptx.load_shared4(at_w + 8 * H + piece * 64)
             for half in range(2):
                 word = h[uint64(at + half * (2 * H) + piece * 32)]
-                mean, reciprocal, nudge = (mean0, reciprocal0, half0) if half == 0 else (mean1, reciprocal1, half1)
+                mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
                 for k in range(4):
-                    x[k] = clip(int32(divided(int32(byte(word, k) * w[k]), mean, reciprocal, nudge) + b[k]))
+                    x[k] = normed(int32(byte(word, k) * w[k]), mean, reciprocal, b[k])
                 word = pack4(x[0], x[1], x[2], x[3])
                 n[uint64(at + half * (2 * H) + piece * 32)] = word
                 if whole:
@@ -396,7 +423,7 @@ def _norm_kernel(cfg, nz, streams):
                         c = egg_ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
                         for k in range(4):
                             f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
-                            sums[3 * half + s] = int32(sums[3 * half + s] + input_term(x[k], c[k], f))
+                            sums[3 * half + s] = int32(sums[3 * half + s] + input_term(byte(word, k), c[k], f))
         for half in range(2):
             for s in range(streams):
                 total = quad_sum(sums[3 * half + s])
@@ -410,20 +437,50 @@ def _up_kernel(cfg, nz):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], two pairs at a time, hidden units in blocks. Launch [blocks] of 512 threads; a
     block takes every gridDim-th two pairs. plan as egg_kernels._product_kernel. u words: [pair][8 blocks][core matrices of 128 rows,
     128 bytes]."""
-    H, NOISE_SHIFT = HIDDEN_DIM, cfg.NOISE_SHIFT
+    H, SHIFT = HIDDEN_DIM, cfg.SHIFT_MLP_UP
     TILES, SHARED_B, STAGES, EMPTY = 4 * H // TILE, 4 * MEMBER_BYTES, 3, 32
     AT_TABLE = SHARED_B + STAGES * TILE_BYTES
     noise, scaled = nz.noise, nz.scaled
     vector = vector_function(cfg, nz, True)
     (start, done), descriptor = _wgmma_tile(), _descriptor()
-    shifted, SCALE = _shifted_function(cfg, cfg.SHIFT_MLP_UP, 256 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR))
+    as_row, as_column, begin, BASE = _begin_functions(cfg, nz, H, 256 + (_loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)          # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
+    INDEX = 1 << 17                                          # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     four = _load4(nz)
+
+    @device
+    def begin_tile(acc, at, s0, s1):
+        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared address."""
+        for j in range(8):
+            n, b = four(at + j * 64), egg_ptx.load_shared4(at + j * 64 + 512)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                c = b[k] if BASE else int32(0)
+                acc[i], acc[i + 2] = begin(s0, n[k], c), begin(s1, n[k], c)
+
+    @device
+    def unit_address(a, bias, at):
+        """Where GELU of a hidden unit lies."""
+        if BASE:
+            share = egg_ptx.fma_sat(egg_ptx.bits_float(a), float32(UNIT), float32(MIDDLE))
+            return int32(int32(egg_ptx.float_bits(egg_ptx.fma_down(share, float32(4), float32(INDEX))) * int32(128)) + at)
+        return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(128)) + at)
+
+    @device
+    def prepare(column, at, weights, overlay, plan, p, seed, seed_a, at_overlay, i, sb, row, member):
+        """Noise and bias of hidden unit i of this thread's column; the sb of its two rows, as `begin` wants them."""
+        stream = uint32(seed + seed_a)
+        column[at] = as_column(scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i))
+        plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
+        bias = minus if member else plus
+        column[at + 128] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
+        sign = int32(1 - 2 * member)
+        return as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
 
     @cuda.jit(launch_bounds=512)
     def up(call, at, plan, weights, packed, overlay, job, offset, pairs, gelu, x, sb, u):
         sm = cuda.shared.array(0, int32)
-        table = cuda.shared.array(0, int8)                   # [x + 128][lane][4] behind the tiles: a look-up has no bank conflicts
-        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, (bias + 128) * SCALE][128]
+        column = cuda.shared.array(2048, int32)              # [warpgroup][parity of the tile][noise, bias][128]
         barriers = cuda.shared.array(16, int64)              # full, empty; then full, empty of each warpgroup's rows
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
@@ -433,9 +490,9 @@ def _up_kernel(cfg, nz):
         tiles, rows_full, rows_empty = base + SHARED_B, bar + 64 + 8 * group, bar + 96 + 8 * group
         rows_at = base + group * MEMBER_BYTES
         p = call * PLAN
-        steps = 0
-        if 2 * cuda.blockIdx.x < pairs:
-            steps = (((pairs + 1) // 2 - 1 - cuda.blockIdx.x) // cuda.gridDim.x + 1) * TILES
+        if 2 * cuda.blockIdx.x >= pairs:
+            return
+        steps = (((pairs + 1) // 2 - 1 - cuda.blockIdx.x) // cuda.gridDim.x + 1) * TILES
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
@@ -444,50 +501,44 @@ def _up_kernel(cfg, nz):
                 egg_ptx.barrier_init(bar + 64 + 8 * i, 1)
                 egg_ptx.barrier_init(bar + 96 + 8 * i, 4)
             egg_ptx.barrier_fence()
-        for i in range(t, 256 * 32, 512):
-            table[AT_TABLE + i * 4] = gelu[((i >> 5) - 128) & 255]
-        at_lane = uint32(AT_TABLE + lane * 4)
-        noise_unit = int32(int32(cuda.gridDim.y) << int32(NOISE_SHIFT))      # gridDim.y is 1; of a constant ptxas would make shifts and sums
+        for i in range(t, 257 * 32, 512):                    # [x + 128][lane] behind the tiles: a look-up has no bank conflicts
+            sm[AT_TABLE // 4 + i] = gelu[(min(max(i >> 5, 1), 255) - 128) & 255]
+        at_lane = int32(base + AT_TABLE + lane * 4)
         cuda.syncthreads()
         unit = 2 * cuda.blockIdx.x + (group >> 1)
-        if steps > 0:
-            if (t & 127) == 0:
-                egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
-                egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
-            if t == 0:
-                for i in range(STAGES):
-                    egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
-                    egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
+        if (t & 127) == 0:
+            egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
+            egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_expect(bar + 8 * i, TILE_BYTES)
+                egg_ptx.copy_bulk(tiles + i * TILE_BYTES, packed, at + i * (TILE_BYTES // 4), TILE_BYTES, bar + 8 * i)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
-        sign = int32(1 - 2 * member)
-        a_desc = descriptor(rows_at)
         acc = cuda.local.array(64, int32)
         for i in range(64):
             acc[i] = 0
-        stage, phase = 0, 0
+        stage, phase, c, here = 0, 0, t & 127, group * 512
+        at_noise = egg_ptx.shared_address(column, here) + q * 16
         base_seed, seed_a, at_overlay = uint32(uint32(job[0] + job[1]) + uint32(offset)), uint32(plan[p + 1]), plan[p + 2]
+        s0, s1 = prepare(column, here + c, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), seed_a, at_overlay,
+                         (c >> 5) * H + (c & 31), sb, unit * 128 + row, member)
+        egg_ptx.named_barrier(1 + group, 128)
+        begin_tile(acc, at_noise, s0, s1)
         for step in range(steps):
-            tile, turn = step % TILES, (step // TILES) & 1
-            here = group * 512 + (step & 1) * 256
-            c = t & 127
+            tile, turn, odd = step % TILES, (step // TILES) & 1, step & 1
             egg_ptx.barrier_wait(rows_full, turn)
             egg_ptx.barrier_wait(bar + 8 * stage, phase)
-            start(acc, a_desc, descriptor(tiles + stage * TILE_BYTES), 0)
-            i = (c >> 5) * H + tile * 32 + (c & 31)          # the hidden unit of this column
-            seed = uint32(base_seed + uint32(unit))
-            stream = uint32(seed + seed_a)
-            column[here + c] = scaled(noise(stream, i), overlay[uint64(at_overlay + i)], stream, i)
-            plus, minus = vector(weights, overlay, plan, p + 3, seed, i)
-            column[here + 128 + c] = int32(int32((minus if member else plus) + int32(128)) * int32(SCALE))
-            s0, s1 = int32(sb[uint64(unit * 128 + row)] * sign), int32(sb[uint64(unit * 128 + row + 8)] * sign)
+            start(acc, descriptor(egg_ptx.here(rows_at)), descriptor(tiles + stage * TILE_BYTES), 1)
+            to = int64(unit) * (4 * ROW_WORDS) + tile * (ROW_WORDS // 2) + (row >> 3) * H + lane
+            if tile == TILES - 1 and step + 1 < steps:
+                unit += 2 * cuda.gridDim.x
+            s0, s1 = prepare(column, here + 256 - odd * 256 + c, weights, overlay, plan, p, uint32(base_seed + uint32(unit)), seed_a,
+                             at_overlay, (c >> 5) * H + (step + 1) % TILES * 32 + (c & 31), sb, unit * 128 + row, member)
             egg_ptx.named_barrier(1 + group, 128)
             done(acc)
             if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
-            at_noise = egg_ptx.shared_address(column, here) + q * 16
-            to = int64(unit) * (4 * ROW_WORDS) + tile * (ROW_WORDS // 2) + (row >> 3) * H + lane
             if tile == TILES - 1:
-                unit += 2 * cuda.gridDim.x
                 if lane == 0:
                     egg_ptx.barrier_arrive(rows_empty)
                 if (t & 127) == 0 and step + 1 < steps:
@@ -495,15 +546,17 @@ def _up_kernel(cfg, nz):
                     egg_ptx.barrier_expect(rows_full, MEMBER_BYTES)
                     egg_ptx.copy_bulk(rows_at, x, int64(unit * 2 + member) * (MEMBER_BYTES // 4), MEMBER_BYTES, rows_full)
             for j in range(8):
-                n, b = four(at_noise + j * 64), egg_ptx.load_shared4(at_noise + j * 64 + 512)
+                if not BASE:
+                    b = egg_ptx.load_shared4(at_noise + odd * 1024 + j * 64 + 512)
                 for half in range(2):
-                    s = s0 if half == 0 else s1
                     for k in range(4):
                         i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                        v = min(max(shifted(acc[i], s, n[k], b[k], noise_unit), int32(1)), int32(255))
-                        acc[i] = table[uint32(uint32(uint32(v) * uint32(128)) + at_lane)]
+                        acc[i] = egg_ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                     i = 8 * j + half * 2
                     u[uint64(to + half * H + j * 32)] = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+            if not BASE:                                     # the biases just read are the next to be overwritten
+                egg_ptx.named_barrier(1 + group, 128)
+            begin_tile(acc, at_noise + 1024 - odd * 1024, s0, s1)
             if t == 0 and step >= 1 and step - 1 + STAGES < steps:      # refill the stage before this one
                 old = stage - 1 if stage > 0 else STAGES - 1
                 egg_ptx.barrier_wait(bar + EMPTY + 8 * old, phase if stage > 0 else phase ^ 1)
@@ -514,72 +567,238 @@ def _up_kernel(cfg, nz):
             if stage == STAGES:
                 stage, phase = 0, phase ^ 1
 
-    return up, AT_TABLE + 256 * 32 * 4
+    return up, AT_TABLE + 257 * 32 * 4
 
 
-def _wide_kernel(cfg, nz, kind):
+@device
+def rounded(v, scale):
+    """egg_kernels.quantise in the second byte of the result, without its conversion to an integer, which is slow: what lies below 0
+    goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down to 256ths by the size of the sum.
+    Equal for every float32 up to 128."""
+    x = float32(float32(v) * scale)
+    return egg_ptx.float_bits(egg_ptx.add_down(egg_ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
+
+
+@device
+def pack_rounded(a, b, c, d):
+    return egg_ptx.byte_permute(egg_ptx.byte_permute(a, b, 0x0051), egg_ptx.byte_permute(c, d, 0x0051), 0x5410)
+
+
+def _row_functions():
+    """Device functions on the accumulators of two warpgroups that share 64 rows of width H, columns 128 * side on:
+
+    scale(acc, tops, at, side, q, barrier)      acc = amax(acc) of two rows, as `rounded` gives it; at: of the first in tops int32 [row][2]
+    store(acc, out, to)                         their four-byte words
+    """
+    @device
+    def scale(acc, tops, at, side, q, barrier):
+        top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
+        for j in range(16):
+            top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
+            top1, low1 = int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])), int32(min(min(low1, acc[4 * j + 2]), acc[4 * j + 3]))
+        top0, top1 = quad_max(int32(max(top0, int32(-low0)))), quad_max(int32(max(top1, int32(-low1))))
+        if q == 0:
+            tops[at + side], tops[at + 16 + side] = top0, top1
+        egg_ptx.named_barrier(barrier, 256)
+        scale0, scale1 = amax_scale(max(tops[at], tops[at + 1])), amax_scale(max(tops[at + 16], tops[at + 17]))
+        for j in range(16):
+            for e in range(2):
+                acc[4 * j + e] = rounded(acc[4 * j + e], scale0)
+                acc[4 * j + 2 + e] = rounded(acc[4 * j + 2 + e], scale1)
+
+    @device
+    def store(acc, out, to):
+        for j in range(8):
+            for half in range(2):
+                i = 8 * j + 2 * half
+                out[uint64(to + j * 32 + half * (2 * HIDDEN_DIM))] = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+
+    return scale, store
+
+
+def _square_kernel(cfg, nz, kind):
     """Products of full width, so that a row's amax needs nothing outside the block: four warpgroups, member = group // 2, columns
-    128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
+    128 * (group % 2). Launch [blocks] of 512 threads; a block takes every gridDim-th pair. The matrix stays in shared memory.
 
-    kind "qkv": the matrix is blockIdx % 3 and stays in shared memory; q, k, v int8 much as egg_kernels makes them. "o" and "down":
-    h = amax(h + (product >> shift) + bias); "o" keeps its matrix, "down" streams eight blocks of 128 hidden units.
-    plan: egg_kernels._product_kernel's 8 entries a matrix; "down": bias of the sum at 3, and 8 seed, 9 overlay of the input side, for
-    it makes its own sb (of the hidden units in shared memory, while the tensor cores work). s_stride: rows of one sb array."""
+    kind "qkv": the matrix is blockIdx % 3; q, k, v int8 much as egg_kernels makes them. "o": h = amax(h + (product >> shift)).
+    In "qkv" the members take turns, for the second begins when the first has multiplied once.
+    plan: egg_kernels._product_kernel's 8 entries a matrix. s_stride: rows of one sb array."""
     H, T, D, BIT = HIDDEN_DIM, SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
-    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if kind == "down" else cfg.SHIFT_OUT
-    QKV, DOWN = kind == "qkv", kind == "down"
-    MATRICES, CHUNKS, K = 3 if QKV else 1, 8 if DOWN else 1, 128 if DOWN else H
-    A_BYTES, B_BYTES = 128 * K, H * K
-    STAGES, LAG = (4, 1) if DOWN else (2, 0)                # a stage is refilled LAG steps after its use
-    STAGE = A_BYTES + (B_BYTES if DOWN else 0)              # a resident matrix lies behind the stages
-    AT_B = A_BYTES if DOWN else STAGES * STAGE
-    AT_ROPE = STAGES * STAGE + B_BYTES
+    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_OUT
+    QKV = kind == "qkv"
+    MATRICES = 3 if QKV else 1
+    STAGES, STAGE, B_BYTES = 2, 2 * MEMBER_BYTES, H * H
+    AT_B = STAGES * STAGE
+    AT_ROPE = AT_B + B_BYTES
     EMPTY, MATRIX = 8 * STAGES, 16 * STAGES
     ROPE_ROW = D + 16                                       # words: rows g of a warp fall into different banks
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    COEFFICIENTS, FACTORS, SUMS = 8 * H if DOWN else 1, 8 * H if DOWN and MODE == 2 else 1, 128 if DOWN else 1
+    noise, scaled, four = nz.noise, nz.scaled, _load4(nz)
+    (start, done), descriptor, (scale, store) = _wgmma_tile(), _descriptor(), _row_functions()
+
+    @device
+    def fill(base, bar, step, first, every, x):
+        """Starts the copy of a step's pair into its stage."""
+        stage = step & (STAGES - 1)
+        egg_ptx.barrier_expect(bar + 8 * stage, STAGE)
+        egg_ptx.copy_bulk(base + stage * STAGE, x, int64(first + step * every) * (STAGE // 4), STAGE, bar + 8 * stage)
+
+    @device
+    def turn(e, o, cos, sin):
+        half, less = int64(1) << int64(BIT - 1), int32(-sin)
+        return (int32(egg_ptx.mad_wide(o, less, egg_ptx.mad_wide(e, cos, half)) >> int64(BIT)),
+                int32(egg_ptx.mad_wide(o, cos, egg_ptx.mad_wide(e, sin, half)) >> int64(BIT)))
+
+    @cuda.jit(launch_bounds=512)
+    def square(call, at, plan, packed, overlay, job, offset, pairs, s_stride, rope, x, sb, h, q_out, k_out, v_out):
+        sm = cuda.shared.array(0, int32)
+        column = cuda.shared.array(512, int32)               # [member][256]
+        tops = cuda.shared.array(256, int32)                 # [row][column half]
+        barriers = cuda.shared.array(5, int64)               # full, empty of each stage; matrix
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q = lane & 3
+        member, side = group >> 1, group & 1
+        which = cuda.blockIdx.x % MATRICES
+        first, every = cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
+        p = call * PLAN + which * 8
+        if t == 0:
+            for i in range(STAGES):
+                egg_ptx.barrier_init(bar + 8 * i, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+            egg_ptx.barrier_init(bar + MATRIX, 1)
+            egg_ptx.barrier_fence()
+        if QKV:
+            for i in range(t, T * D, 512):
+                sm[AT_ROPE // 4 + (i // D) * ROPE_ROW + i % D] = rope[i]
+        cuda.syncthreads()
+        steps = 0
+        if first < pairs:
+            steps = (pairs - 1 - first) // every + 1
+        if t == 0:
+            egg_ptx.barrier_expect(bar + MATRIX, B_BYTES)
+            egg_ptx.copy_bulk(base + AT_B, packed, at + which * (B_BYTES // 4), B_BYTES, bar + MATRIX)
+            for i in range(STAGES):
+                if i < steps:
+                    fill(base, bar, i, first, every, x)
+        egg_ptx.barrier_wait(bar + MATRIX, 0)
+        row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+        sign = int32(1 - 2 * member)
+        base_seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[p + 1]))
+        at_overlay, c = plan[p + 2], t & 255
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        if QKV and member == 1 and steps > 0:
+            egg_ptx.named_barrier(3, 512)
+        for step in range(steps):
+            stage, unit = step & (STAGES - 1), first + step * every
+            s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
+            s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
+            egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
+            start(acc, descriptor(base + stage * STAGE + member * MEMBER_BYTES), descriptor(base + AT_B + side * (B_BYTES // 2)), 0)
+            stream = uint32(base_seed + uint32(unit))        # while the tensor cores work
+            column[member * 256 + c] = scaled(noise(stream, c), overlay[uint64(at_overlay + c)], stream, c)
+            egg_ptx.named_barrier(1 + member, 256)
+            done(acc)
+            if lane == 0:
+                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+            if QKV and member == 0 and step == 0:
+                egg_ptx.named_barrier(3, 512)
+            at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
+            to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
+            for j in range(8):
+                n = four(at_noise + j * 64)
+                for half in range(2):
+                    s = s0 if half == 0 else s1
+                    word = int32(0) if QKV else h[uint64(to + j * 32 + half * (2 * H))]
+                    for k in range(4):
+                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                        acc[i] = v if QKV else int32(byte(word, k) + int32(v >> int32(SHIFT)))
+            if QKV and which < 2:
+                at_rope = base + AT_ROPE + ((row & 63) * ROPE_ROW) * 4
+                for j in range(8):
+                    col = (side * 128 + j * 16) % D + q * 4
+                    for half in range(2):
+                        r = egg_ptx.load_shared4(at_rope + half * (8 * ROPE_ROW * 4) + col * 4)
+                        i = 8 * j + 2 * half
+                        acc[i], acc[i + 1] = turn(acc[i], acc[i + 1], r[0], r[1])
+                        acc[i + 4], acc[i + 5] = turn(acc[i + 4], acc[i + 5], r[2], r[3])
+            scale(acc, tops, row * 2, side, q, 1 + member)
+            if QKV and which == 2:
+                # positions in the order of egg_kernels._rotate_kernel: rows g, g ^ 1 and the two 8 further are neighbouring bytes;
+                # channels permuted within 16 like the columns of the matrices
+                odd = (lane >> 2) & 1
+                slot = ((row & 63) >> 4) * 128 + ((lane >> 3) & 3) * 4
+                for j in range(8):
+                    i = 8 * j
+                    left = pack_rounded(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
+                    right = pack_rounded(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
+                    other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                    even_row, odd_row = (other, right) if odd else (left, other)
+                    i = side * 128 + j * 16 + odd * 8 + q * 2
+                    at_v = ((int64(unit) * 2 + member) * (H * T) + (i >> 3) * (8 * T) + (i & 7) * 16 + slot) >> 2
+                    v_out[uint64(at_v)] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
+                    v_out[uint64(at_v + 4)] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
+            elif not QKV:
+                store(acc, h, to)
+            elif which == 0:
+                store(acc, q_out, to)
+            else:
+                store(acc, k_out, to)
+            if t == 0 and step + STAGES < steps:
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
+                fill(base, bar, step + STAGES, first, every, x)
+
+    return square, AT_ROPE + (T * ROPE_ROW * 4 if QKV else 0)
+
+
+def _down_kernel(cfg, nz):
+    """h = amax(h + (down(u) >> SHIFT_MLP_DOWN) + bias), four warpgroups as in _square_kernel, over a stream of eight blocks of 128
+    hidden units that comes round for every pair. Launch [blocks] of 512 threads; a block takes every gridDim-th pair.
+
+    The sums sb are made here, of the hidden units in shared memory; the last warp to leave a stage refills it.
+    plan: 1 seed, 2 overlay of the output side, 3 bias (vector_function), 8 seed, 9 overlay of the input side."""
+    H, MODE, NOISE_SHIFT, SHIFT = HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN
+    CHUNKS, K, STAGES = 8, 128, 4
+    A_BYTES, B_BYTES = 128 * K, H * K
+    STAGE, EMPTY = A_BYTES + B_BYTES, 8 * STAGES
+    BARRIERS, COEFFICIENTS, FACTORS = 2 * STAGES, 8 * H, 8 * H if MODE == 2 else 1
     SILENT = nz.silent
     noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, _load4(nz)
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = vector_function(cfg, nz, True)
-    (start, done), descriptor = _wgmma_tile(K), _descriptor(K)
+    (start, done), descriptor, (scale, store) = _wgmma_tile(K), _descriptor(K), _row_functions()
 
     @device
-    def fill(base, bar, stage, step, first, every, x, packed, at):
+    def fill(base, bar, step, first, every, x, packed, at):
         """Starts the copies of a step into its stage."""
-        chunk, to, full = step % CHUNKS, base + stage * STAGE, bar + 8 * stage
+        chunk, to, full = step % CHUNKS, base + (step % STAGES) * STAGE, bar + 8 * (step % STAGES)
         source = int64(first + (step // CHUNKS) * every) * CHUNKS + chunk
         egg_ptx.barrier_expect(full, STAGE)
         egg_ptx.copy_bulk(to, x, source * (A_BYTES // 4), A_BYTES, full)
-        if DOWN:
-            egg_ptx.copy_bulk(to + AT_B, packed, at + chunk * (B_BYTES // 4), B_BYTES, full)
+        egg_ptx.copy_bulk(to + A_BYTES, packed, at + chunk * (B_BYTES // 4), B_BYTES, full)
 
     @device
-    def refill(base, bar, step, first, every, x, packed, at):
-        """The same for the next step in the stage that `step` used, once it is empty."""
-        stage = step & (STAGES - 1)
-        egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
-        fill(base, bar, stage, step + STAGES, first, every, x, packed, at)
-
-    @device
-    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, c, member, whole):
-        """The noise of column c, and for "down" its bias and the input side (whole: as bytes), for one member's 256 threads."""
+    def prepare(column, bias, coefficient, factors, weights, overlay, plan, p, job, unit, c, member, whole):
+        """Noise and bias of column c and the noise of the input side (whole: as bytes), for one member's 256 threads; unit: the pair."""
+        seed = uint32(uint32(job[0] + job[1]) + uint32(unit))
         stream = uint32(seed + uint32(plan[p + 1]))
         column[member * 256 + c] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-        if DOWN:
-            plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
-            bias[member * 256 + c] = minus if member else plus
-            stream = uint32(seed + uint32(plan[p + 8]))
-            for i in range(c, 4 * H, 256):
-                entry = overlay[plan[p + 9] + i]
-                if whole:
-                    word = pack_quad(noise(stream, i))
-                    if c & 3 == 0:
-                        coefficient[member * (4 * H) + (i >> 2)] = word
-                else:
-                    coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
-                if MODE == 2:
-                    factors[member * (4 * H) + i] = factor(entry, stream, i)
+        plus, minus = vector(weights, overlay, plan, p + 3, seed, c)
+        bias[member * 256 + c] = minus if member else plus
+        stream = uint32(seed + uint32(plan[p + 8]))
+        for i in range(c, 4 * H, 256):
+            entry = overlay[plan[p + 9] + i]
+            if whole:
+                word = pack_quad(noise(stream, i))
+                if c & 3 == 0:
+                    coefficient[member * (4 * H) + (i >> 2)] = word
+            else:
+                coefficient[member * (4 * H) + i] = input_coefficient(entry, stream, i)
+            if MODE == 2:
+                factors[member * (4 * H) + i] = factor(entry, stream, i)
         egg_ptx.named_barrier(1 + member, 256)
 
     @device
@@ -618,164 +837,85 @@ def _wide_kernel(cfg, nz, kind):
             total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
         return total
 
-    @device
-    def turn(e, o, cos, sin):
-        e, o, cos, sin, half = int64(e), int64(o), int64(cos), int64(sin), int64(1) << int64(BIT - 1)
-        return int32((e * cos - o * sin + half) >> int64(BIT)), int32((e * sin + o * cos + half) >> int64(BIT))
-
     @cuda.jit(launch_bounds=512)
-    def wide(call, at, plan, weights, packed, overlay, job, offset, pairs, s_stride, rope, x, sb, h, q_out, k_out, v_out):
+    def down(call, at, plan, weights, packed, overlay, job, offset, pairs, x, h):
         sm = cuda.shared.array(0, int32)
         column, bias = cuda.shared.array(512, int32), cuda.shared.array(512, int32)      # [member][256]
         coefficient, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)     # [member][4 H]
-        row_sums = cuda.shared.array(SUMS, int32)
+        row_sums = cuda.shared.array(128, int32)
         tops = cuda.shared.array(256, int32)                 # [row][column half]
-        barriers = cuda.shared.array(9, int64)               # full, empty of each stage; matrix
+        left = cuda.shared.array(STAGES, int32)              # warps that have left a stage
+        barriers = cuda.shared.array(BARRIERS, int64)        # full, empty of each stage
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
         q = lane & 3
         member, side = group >> 1, group & 1
-        which = cuda.blockIdx.x % MATRICES
-        first, every = cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        first, every = cuda.blockIdx.x, cuda.gridDim.x
         base, bar = egg_ptx.shared_address(sm, 0), egg_ptx.shared_address(barriers, 0)
-        p = call * PLAN + which * 8
-        at_w = at + which * (B_BYTES // 4)
+        p = call * PLAN
+        if t < STAGES:
+            left[t] = 0
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
-                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 512 if DOWN else 16)
-            egg_ptx.barrier_init(bar + MATRIX, 1)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
             egg_ptx.barrier_fence()
-        if QKV:
-            for i in range(t, T * D, 512):
-                sm[AT_ROPE // 4 + (i // D) * ROPE_ROW + i % D] = rope[i]
-        whole = int32(1)
-        if DOWN:
-            whole = int32(whole_factor(overlay[plan[p + 9] + t]) & whole_factor(overlay[plan[p + 9] + t + 512]))
+        whole = int32(whole_factor(overlay[plan[p + 9] + t]) & whole_factor(overlay[plan[p + 9] + t + 512]))
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         steps = 0
         if first < pairs:
             steps = ((pairs - 1 - first) // every + 1) * CHUNKS
-        if t == 0:
-            if not DOWN:
-                egg_ptx.barrier_expect(bar + MATRIX, B_BYTES)
-                egg_ptx.copy_bulk(base + AT_B, packed, at_w, B_BYTES, bar + MATRIX)
+        if t == 0 and steps > 0:
             for i in range(STAGES):
-                if i < steps:
-                    fill(base, bar, i, i, first, every, x, packed, at)
-        if not DOWN:
-            egg_ptx.barrier_wait(bar + MATRIX, 0)
+                fill(base, bar, i, first, every, x, packed, at)
         row = member * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
         sign = int32(1 - 2 * member)
-        total, base_seed = int32(0), uint32(uint32(job[0] + job[1]) + uint32(offset))
+        total = int32(0)
         acc = cuda.local.array(64, int32)
         for i in range(64):
             acc[i] = 0
+        prepare(column, bias, coefficient, factors, weights, overlay, plan, p, job, offset + first, t & 255, member, whole)
         for step in range(steps):
-            stage, chunk = step & (STAGES - 1), step % CHUNKS
-            unit = first + (step // CHUNKS) * every
-            if not DOWN:
-                s0 = int32(sb[uint64(which * s_stride + unit * 128 + row)] * sign)
-                s1 = int32(sb[uint64(which * s_stride + unit * 128 + row + 8)] * sign)
-            seed = uint32(base_seed + uint32(unit))
+            stage, chunk = step & (STAGES - 1), step & (CHUNKS - 1)
             egg_ptx.barrier_wait(bar + 8 * stage, (step // STAGES) & 1)
-            a_desc = descriptor(base + stage * STAGE + member * (A_BYTES // 2))
-            b_desc = descriptor(base + (stage * STAGE if DOWN else 0) + AT_B + side * (B_BYTES // 2))
-            start(acc, a_desc, b_desc, int32(chunk))
-            if chunk == 0:                                   # while the tensor cores work
-                total = int32(0)
-                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, seed, t & 255, member, whole)
-            if DOWN:
-                at_u = (stage * STAGE + member * (A_BYTES // 2)) // 4
-                total = add_sums(total, sm, at_u, chunk, coefficient, factors, t & 255, member, whole)
+            at_a = stage * STAGE + member * (A_BYTES // 2)
+            at_b = stage * STAGE + A_BYTES + side * (B_BYTES // 2)
+            start(acc, descriptor(egg_ptx.here(base + at_a)), descriptor(base + at_b), int32(chunk))
             done(acc)
-            if DOWN or lane == 0:                            # every lane of add_sums has read the stage; else one speaks for its warp
+            total = add_sums(total if chunk > 0 else int32(0), sm, at_a // 4, chunk, coefficient, factors, t & 255, member, whole)
+            cuda.syncwarp()
+            if lane == 0:
                 egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
-            if DOWN and t == 0 and step >= LAG and step - LAG + STAGES < steps:
-                refill(base, bar, step - LAG, first, every, x, packed, at)
+                if cuda.atomic.add(left, stage, 1) & 15 == 15 and step + STAGES < steps:
+                    egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
+                    fill(base, bar, step + STAGES, first, every, x, packed, at)
             if chunk == CHUNKS - 1:
-                if DOWN:
-                    total = quad_sum(total)
-                    if MODE == 1 and not whole:
-                        total = int32(total >> int32(6))
-                    if q == 0:
-                        row_sums[member * 64 + ((t & 255) >> 2)] = total
-                    egg_ptx.named_barrier(1 + member, 256)
-                    s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
+                unit = first + (step // CHUNKS) * every
+                to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
+                total = quad_sum(total)
+                if MODE == 1 and not whole:
+                    total = int32(total >> int32(6))
+                if q == 0:
+                    row_sums[member * 64 + ((t & 255) >> 2)] = total
+                egg_ptx.named_barrier(1 + member, 256)
+                s0, s1 = int32(row_sums[row] * sign), int32(row_sums[row + 8] * sign)
                 at_noise = egg_ptx.shared_address(column, member * 256 + side * 128) + q * 16
                 at_bias = egg_ptx.shared_address(bias, member * 256 + side * 128) + q * 16
-                to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
-                top0, top1, low0, low1 = int32(0), int32(0), int32(0), int32(0)
                 for j in range(8):
-                    n = four(at_noise + j * 64)
-                    if DOWN:
-                        b = egg_ptx.load_shared4(at_bias + j * 64)
+                    n, b = four(at_noise + j * 64), egg_ptx.load_shared4(at_bias + j * 64)
                     for half in range(2):
                         s = s0 if half == 0 else s1
-                        word = int32(0) if QKV else h[uint64(to + j * 32 + half * (2 * H))]
+                        word = h[uint64(to + j * 32 + half * (2 * H))]
                         for k in range(4):
                             i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                             v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
-                            if not QKV:
-                                v = int32(byte(word, k) + int32(v >> int32(SHIFT)))
-                            if DOWN:
-                                v = int32(v + b[k])
-                            acc[i] = v
-                if QKV:
-                    if which < 2:
-                        at_rope = base + AT_ROPE + ((row & 63) * ROPE_ROW) * 4
-                        for j in range(8):
-                            col = (side * 128 + j * 16) % D + q * 4
-                            for half in range(2):
-                                r = egg_ptx.load_shared4(at_rope + half * (8 * ROPE_ROW * 4) + col * 4)
-                                i = 8 * j + 2 * half
-                                acc[i], acc[i + 1] = turn(acc[i], acc[i + 1], r[0], r[1])
-                                acc[i + 4], acc[i + 5] = turn(acc[i + 4], acc[i + 5], r[2], r[3])
-                for j in range(16):
-                    top0, low0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1])), int32(min(min(low0, acc[4 * j]), acc[4 * j + 1]))
-                    top1, low1 = (int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3])),
-                                  int32(min(min(low1, acc[4 * j + 2]), acc[4 * j + 3])))
-                top0, top1 = quad_max(int32(max(top0, int32(-low0)))), quad_max(int32(max(top1, int32(-low1))))
-                if q == 0:
-                    tops[row * 2 + side], tops[(row + 8) * 2 + side] = top0, top1
-                egg_ptx.named_barrier(1 + member, 256)
-                scale0, scale1 = (amax_scale(max(tops[row * 2], tops[row * 2 + 1])),
-                                  amax_scale(max(tops[row * 2 + 16], tops[row * 2 + 17])))
-                for j in range(16):
-                    for e in range(2):
-                        acc[4 * j + e] = quantise(acc[4 * j + e], scale0)
-                        acc[4 * j + 2 + e] = quantise(acc[4 * j + 2 + e], scale1)
-                if QKV and which == 2:
-                    # positions in the order of egg_kernels._rotate_kernel: rows g, g ^ 1 and the two 8 further are neighbouring bytes;
-                    # channels permuted within 16 like the columns of the matrices
-                    odd = (lane >> 2) & 1
-                    slot = ((row & 63) >> 4) * 128 + ((lane >> 3) & 3) * 4
-                    for j in range(8):
-                        i = 8 * j
-                        left = pack4(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
-                        right = pack4(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
-                        other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
-                        even_row, odd_row = (other, right) if odd else (left, other)
-                        c = side * 128 + j * 16 + odd * 8 + q * 2
-                        at_v = ((int64(unit) * 2 + member) * (H * T) + (c >> 3) * (8 * T) + (c & 7) * 16 + slot) >> 2
-                        v_out[uint64(at_v)] = egg_ptx.byte_permute(even_row, odd_row, 0x5140)
-                        v_out[uint64(at_v + 4)] = egg_ptx.byte_permute(even_row, odd_row, 0x7362)
-                else:
-                    for j in range(8):
-                        for half in range(2):
-                            i = 8 * j + 2 * half
-                            word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                            where = uint64(to + j * 32 + half * (2 * H))
-                            if not QKV:
-                                h[where] = word
-                            elif which == 0:
-                                q_out[where] = word
-                            else:
-                                k_out[where] = word
-            if not DOWN and t == 0 and step + STAGES < steps:
-                refill(base, bar, step, first, every, x, packed, at)
+                            acc[i] = int32(int32(v >> int32(SHIFT)) + int32(byte(word, k) + b[k]))
+                scale(acc, tops, row * 2, side, q, 1 + member)
+                store(acc, h, to)
+                prepare(column, bias, coefficient, factors, weights, overlay, plan, p, job, offset + unit + every, t & 255, member,
+                        whole)
 
-    return wide, STAGES * STAGE + (0 if DOWN else B_BYTES) + (T * ROPE_ROW * 4 if QKV else 0)
+    return down, STAGES * STAGE
 
 
 def _attention_kernel(cfg, nz):
@@ -794,7 +934,7 @@ def _attention_kernel(cfg, nz):
     def quotient(num, den, reciprocal):
         """num / den toward zero, |num| <= 127 den <= 127 * 2^24; `reciprocal` is a little small: the estimate is right or one less."""
         size = abs(num)
-        q = egg_ptx.trunc_f32(float32(float32(size) * reciprocal))
+        q = int32(egg_ptx.float_bits(egg_ptx.fma_down(float32(size), reciprocal, float32(1 << 23))) - int32(0x4B000000))
         q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
         return q if num >= 0 else int32(-q)
 
@@ -939,7 +1079,8 @@ EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
 ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
 NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
 UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32)
-WIDE_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
+SQUARE_TYPES = (int64, int64, A32, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32)
+DOWN_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32, A32)
 HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64)
 
@@ -959,7 +1100,8 @@ class Hopper:
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
         self.norms = {streams: add(_norm_kernel(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
         self.up = add(_up_kernel(cfg, nz), UP_TYPES)
-        self.wide = {kind: add(_wide_kernel(cfg, nz, kind), WIDE_TYPES) for kind in ("qkv", "o", "down")}
+        self.down = add(_down_kernel(cfg, nz), DOWN_TYPES)
+        self.squares = {kind: add(_square_kernel(cfg, nz, kind), SQUARE_TYPES) for kind in ("qkv", "o")}
         self.attention = add(_attention_kernel(cfg, nz), ATTENTION_TYPES)
         self.head = add(_head_kernel(cfg, nz), HEAD_TYPES)
         self.pack = add(_pack_kernel(), PACK_TYPES)
@@ -997,28 +1139,29 @@ class Hopper:
         def norm(call, streams):
             self.norms[streams][0][units, 256, stream](call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
 
-        def wide(kind, call, name, layer, x):
-            kernel, shared = self.wide[kind]
+        def square(kind, call, name, layer):
+            kernel, shared = self.squares[kind]
             grid = processors // 3 * 3 if kind == "qkv" else processors
             kernel[grid, 512, stream, shared](
-                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, units, stride, tables.rope, x, sb,
-                h, q, k, v)
+                call, self.at[name, layer], tables.plan, packed, overlay, job, offset, units, stride, tables.rope, n, sb, h, q, k, v)
 
         def mlp(calls, up, down, layer):
             kernel, shared = self.up
             kernel[processors, 512, stream, shared](
                 calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, units, tables.gelu, n, sb, u)
-            wide("down", calls.down, down, layer, u)
+            kernel, shared = self.down
+            kernel[processors, 512, stream, shared](
+                calls.down, self.at[down, layer], tables.plan, weights, packed, overlay, job, offset, units, u, h)
 
         self.embed[0][units, 256, stream](plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            wide("qkv", layer.qkv, "w_q", i, n)
+            square("qkv", layer.qkv, "w_q", i)
             kernel, shared = self.attention
             kernel[units, 256, stream, shared](layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
-            wide("o", layer.o, "w_o", i, n)
+            square("o", layer.o, "w_o", i)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)

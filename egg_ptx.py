@@ -60,7 +60,17 @@ trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,),
 add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
 whole_64ths = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; and.b32 $0, t, -64; }", types.int32,
                          (types.int32,), "64 * (p / 64 toward zero).")
+float_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
+bits_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The float32 of these bits.")
+here = _operation("mov.b32 $0, $1;", types.int32, (types.int32,), "x, but what is made of it stays in the loop: saves registers.",
+                  side_effect=True)
+fma_down = _operation("fma.rm.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, downward.")
+fma_toward_zero = _operation("fma.rz.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, toward zero.")
+with_sign = _operation("copysign.f32 $0, $2, $1;", types.float32, (types.float32,) * 2, "a >= 0 with the sign of b.")
+fma_sat = _operation("fma.rn.sat.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, then cut to [0, 1].")
+add_down = _operation("add.rm.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded downward.")
 half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,), "0.5 with the sign of x.")
+mad_wide = _operation("mad.wide.s32 $0, $1, $2, $3;", types.int64, (types.int32, types.int32, types.int64), "a * b + c in 64 bits.")
 dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
