@@ -8,6 +8,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -1030,3 +1031,46 @@ def idle(islands=64, seconds=30.0):
         for process in processes:
             process.wait(30)
         shutil.rmtree(directory)
+
+
+def worth(seeds=(1, 2, 3), steps=801, islands=8, strategies=None, directory=None):
+    """Bits per byte after equal work: one population of the laptop preset's 8 chunks, islands of one chunk each that never meet, and islands that do,
+    by MERGE and OPTIMIZER_MERGE. The last 112,325 tokens of the shipped text are validation. Yields (strategy, seed, last validation of
+    every island)."""
+    directory = HERE.__class__(directory or tempfile.mkdtemp(prefix="egg-worth-"))
+    tokens = np.fromfile(HERE / "input.bin", np.uint32)
+    tokens[:-112325].tofile(directory / "input.bin")
+    tokens[-112325:].tofile(directory / "val.bin")
+    environ = {**os.environ, "EGG_PRESET": "laptop", "EGG_DEVICE": "cpu", "EGG_INPUT_FILE": str(directory / "input.bin"), "EGG_SAMPLE_EVERY": "0",
+               "EGG_VAL_FILE": str(directory / "val.bin"), "EGG_SNAPSHOT_EVERY": "20", "EGG_VALIDATE_EVERY": "50", "EGG_AUDIT_RATE": "0"}
+    strategies = strategies or ["one population", "no gossip", "clone copy", "clone reset", "recombine copy", "recombine interpolate"]
+
+    def start(log, environ, *arguments):
+        with open(log, "w") as file:
+            return subprocess.Popen([sys.executable, HERE / "egg.py", *arguments], env=environ, cwd=HERE, stdout=file, stderr=file)
+
+    for seed in seeds:
+        for strategy in strategies:
+            many = islands if strategy != "one population" else 1
+            ports, place = free_ports(many), directory / f"{strategy.replace(' ', '-')}-{seed}"
+            place.mkdir()
+            peers = [word for port in ports for word in ("--peer", f"127.0.0.1:{port}")]
+            served, workers = [], []
+            for i, port in enumerate(ports):
+                own = {**environ, "EGG_ISLAND_SEED": str(100 * seed + i)}
+                coordinator = ["coordinator", "--port", str(port), "--save-dir", str(place / f"i{i}"), "--steps", str(steps)]
+                if many > 1:
+                    own.update(EGG_POPULATION_SIZE="128", EGG_GOSSIP_RATE="0")
+                    coordinator += ["--island", f"i{i}", *peers]
+                if strategy.split()[0] in ("clone", "recombine"):
+                    own.update(zip(("EGG_MERGE", "EGG_OPTIMIZER_MERGE"), strategy.split()), EGG_GOSSIP_RATE="0.01")
+                served.append(start(place / f"i{i}.log", own, *coordinator))
+                workers += [start(place / f"w{i}-{k}.log", own, "worker", "127.0.0.1", "--port", str(port), "--threads", "1")
+                            for k in range(1 if many > 1 else 2)]
+            for process in served:
+                assert process.wait() == 0, (place / "i0.log").read_text()[-2000:]
+            for process in workers:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+            last = [[e["value"] for e in events_of(place / f"i{i}") if e["event"] == "validation"][-1] for i in range(many)]
+            yield strategy, seed, last
