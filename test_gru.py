@@ -2,6 +2,7 @@
 and a cluster that trains it."""
 
 import concurrent.futures
+import functools
 import math
 import multiprocessing
 import re
@@ -20,6 +21,7 @@ import egg_net
 import egg_train
 import test_cluster
 import test_gpu
+import test_net
 from egg_debug import hashes, truncated, wrap
 
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64, STATE_TOKENS=5, GROUP_SIZE=4,
@@ -301,19 +303,9 @@ CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "N
                            "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
 
 
-def undisturbed(steps, cfg):
-    """test_net.expected with the real model."""
-    engine, packed = Engine(cfg), []
-    for _ in range(steps):
-        chunks = [egg_model.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
-        packed.append(egg_model.pack_ternary(np.concatenate(chunks)))
-        engine.update(np.concatenate(chunks))
-    return packed, engine.state().digests()
-
-
 def test_chaos_changes_no_bit(tmp_path, monkeypatch):
     """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is the undisturbed one's."""
-    for name, what in dict(CHAOS=CHAOS, FakeEngine=Engine, Liar=Liar, Drifting=Drifting, expected=undisturbed).items():
+    for name, what in dict(CHAOS=CHAOS, FakeEngine=Engine, Liar=Liar, Drifting=Drifting, expected=functools.partial(test_net.expected, kind=Engine)).items():
         monkeypatch.setattr(test_cluster, name, what)
     steps, kills = test_cluster.chaos(tmp_path, 1, steps=12, kills=3)
     assert steps >= 12 and kills >= 3

@@ -76,9 +76,9 @@ class FakeEngine:
         yield from [65 + self.step] * count
 
 
-def expected(steps, cfg=CFG):
-    """([packed fitness of each step], digests) as one engine without a network does it."""
-    engine, packed = FakeEngine(cfg), []
+def expected(steps, cfg=CFG, kind=None):
+    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
+    engine, packed = (kind or FakeEngine)(cfg), []
     for _ in range(steps):
         chunks = [egg_model.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
         packed.append(egg_model.pack_ternary(np.concatenate(chunks)))
