@@ -677,25 +677,27 @@ class Island:
         return bool(self.elites.files)
 
     def own_state(self, upload):
-        """A worker has sent the state of the present step, for which the handover waits."""
+        """A worker has sent the state of the present step, for which the handover waits, if it still does."""
+        if not self.handover or upload.step != self.run.step:
+            return
         votes = self.coordinator.states.get(upload.step, {})
         most = sorted((len(authors) for authors in votes.values()), reverse=True)
         if len(most) > 1 and (most[0] == most[1] or len(votes.get(upload.digest, ())) < most[0]):
             self._give_up("workers hold different states")
             return
         try:
-            self._hand_over(self.coordinator.shelf.state(upload.step))
+            self._hand_over(upload.state(), upload.digest)
         except (OSError, ValueError) as error:
             self._give_up(str(error))
 
-    def _hand_over(self, ours):
-        """Makes the next epoch. ours: the own State where it is needed."""
+    def _hand_over(self, ours, digest=None):
+        """Makes the next epoch. ours: the own State where it is needed, with its digest."""
         handover, cfg, fitness = self.handover, self.cfg, self.fitness
         kind, transfer = handover.kind, handover.transfer
         stated = self.coordinator.states.get(self.run.step - 1, {})
         origin = {"epoch": self.run.start.epoch + 1, "kind": kind, "island": self.terms.name, "from": self.terms.name, "founder": self.founder,
                   "peer_step": None, "fitness_kind": fitness.kind, "ours": _rounded(fitness.value), "theirs": None, "parent_theirs": None,
-                  "parent_ours": egg_digest.of_state(ours).hex() if ours else max(stated, key=lambda d: len(stated[d]), default=b"").hex(),
+                  "parent_ours": digest.hex() if ours else max(stated, key=lambda d: len(stated[d]), default=b"").hex(),
                   "parent_ours_step": self.run.step - (not ours)}
         body = None
         try:

@@ -1037,7 +1037,9 @@ class Coordinator:
 
     def _want_snapshot(self, connection):
         try:
-            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory)
+            awaited = bool(self.island and self.island.handover)       # then it is about to be another one, and needs no file
+            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory,
+                                                          remember=awaited)
             self.say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
         except OSError as error:
             self._no_snapshots(error)
@@ -1049,24 +1051,22 @@ class Coordinator:
         upload = self.upload[1]
         try:
             upload.add(total, offset, payload[BLOCK_HEAD.size:])
-            if upload.finished:
+            if upload.finished and upload.remembered:
+                self.upload = None
+                self.island.own_state(upload)
+            elif upload.finished:
                 self.shelf.put(upload)
                 self.upload = None
                 self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
                 if self.island:
-                    self._give_to_island(upload)
+                    self.island.snapshot_taken(step)
+                self.wake = True                     # a handover may wait for another one
         except ValueError as error:
             connection.snapshots = False
             self._end_upload()
             self.events.warn(f"worker {connection.title}: its snapshot of step {step} is not used: {error}")
         except OSError as error:
             self._no_snapshots(error)
-
-    def _give_to_island(self, upload):
-        self.island.snapshot_taken(upload.step)
-        if self.island.handover and upload.step == self.run.step:
-            self.island.own_state(upload)
-        self.wake = True                             # a handover may wait for another one
 
     def _end_upload(self):
         self.upload[1].drop()

@@ -97,8 +97,12 @@ def unpack(cfg, data):
 
 def from_body(cfg, body, step, seed):
     """The State in the body of a snapshot. Raises ValueError."""
-    n, m, k = sizes(cfg)
-    raw = np.frombuffer(egg_history.unzip(body, n + m + k), np.int8)
+    return _from_raw(cfg, egg_history.unzip(body, sum(sizes(cfg))), step, seed)
+
+
+def _from_raw(cfg, raw, step, seed):
+    n, m, _ = sizes(cfg)
+    raw = np.frombuffer(raw, np.int8)
     return egg_model.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
 
 
@@ -142,15 +146,22 @@ def save(cfg, state, directory, body=None):
 class Upload:
     """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
     flat and no piece costs much; `finished` when all is here and its digest is `digest`, or its SHA-256 `sha256`, whichever is given.
-    Raises ValueError where it cannot be right, OSError of the disk."""
+    remember: no file is made, and what is unpacked is not forgotten, for `state`. Raises ValueError where it cannot be right, OSError of the disk."""
 
-    def __init__(self, cfg, step, seed, digest, directory, sha256=None):
+    def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256, self.total, self.finished = step, seed, digest, sha256, None, False
+        self._raw = bytearray() if remember else None
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), egg_digest.Digest(step, seed)
         self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=egg_history.WINDOW), b""
-        self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
-        self._file.write(bytes(HEAD.size + 4))
+        self._file = None
+        if not remember:
+            self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
+            self._file.write(bytes(HEAD.size + 4))
+
+    @property
+    def remembered(self):
+        return self._raw is not None
 
     def add(self, total, offset, data):
         if self.total is None:
@@ -158,7 +169,8 @@ class Upload:
         most = most_bytes(self._cfg)
         if total != self.total or offset != self._got or not data or offset + len(data) > total or total > most:
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self._got} of {self.total}")
-        self._file.write(data)
+        if self._file:
+            self._file.write(data)
         self._got += len(data)
         try:
             # what is unpacked is asked for in bounded pieces: a few bytes of zstd can stand for a great many
@@ -171,6 +183,8 @@ class Upload:
                 self._sha256.update(raw)
                 self._digest.update(raw)
                 self._keep_overlay(raw)
+                if self.remembered:
+                    self._raw += raw
         except pyzstd.ZstdError as error:
             raise ValueError(str(error)) from None
         if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
@@ -204,11 +218,15 @@ class Upload:
         os.replace(self._file.name, path)
 
     def state(self):
-        """The State in a finished upload that was neither kept nor dropped. Raises OSError."""
+        """The State in a finished upload that was remembered, or neither kept nor dropped. Raises OSError."""
+        if self.remembered:
+            return _from_raw(self._cfg, self._raw, self.step, self.seed)
         self._file.seek(HEAD.size + 4)
         return from_body(self._cfg, self._file.read(), self.step, self.seed)
 
     def drop(self):
+        if self.remembered:
+            return
         with contextlib.suppress(OSError):           # what is still buffered may find the disk full
             self._file.close()
         with contextlib.suppress(OSError):
