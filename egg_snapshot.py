@@ -25,7 +25,8 @@ MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 KEPT = 2                   # newest snapshots that stay, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
-PIECE = 1 << 20            # bytes that are unpacked at a time
+PIECE = 1 << 20            # bytes that are unpacked at a time,
+SLICE = 1 << 23            # and that are packed
 
 
 def state_sha256(state):
@@ -74,8 +75,16 @@ def most_bytes(cfg):
 
 def pack(state):
     """bytes of the body of a snapshot."""
+    return b"".join(_packed(state))
+
+
+def _packed(state):
+    """The same in pieces."""
     compressor = pyzstd.ZstdCompressor(LEVEL)
-    return b"".join([compressor.compress(part) for part in _parts(state)]) + compressor.flush()
+    for part in _parts(state):
+        for at in range(0, len(part), SLICE):
+            yield compressor.compress(part[at:at + SLICE])
+    yield compressor.flush()
 
 
 def unpack(cfg, data):
@@ -126,11 +135,18 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
 def save(cfg, state, directory, body=None):
     """Puts a State into `directory` as the snapshot with which a run or an epoch begins, on the disk when this returns; its SHA-256
     (bytes). body: what `pack` gives, where that is done already. Raises OSError."""
-    body, sha256 = body or pack(state), state_sha256(state)
+    sha256, size = state_sha256(state), 0
     with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
         try:
-            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", len(body)))
-            file.write(body)
+            file.write(bytes(HEAD.size + 4))
+            for piece in [body] if body else _packed(state):
+                file.write(piece)
+                file.flush()
+                size += len(piece)
+                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is packed
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
