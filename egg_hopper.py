@@ -919,7 +919,7 @@ def _down_kernel(cfg, nz):
 
 
 def _attention_kernel(cfg, nz):
-    """a of q, k, v from _wide_kernel, and the sums sb of a. Launch [pairs], 256 threads; a warp has 16 positions of one member, all
+    """a of q, k, v from _square_kernel, and the sums sb of a. Launch [pairs], 256 threads; a warp has 16 positions of one member, all
     heads.
 
     As in egg_kernels, with a whole row of scores in registers, and the byte limbs summed by Horner's rule: 64 positions fit int32.

@@ -685,10 +685,7 @@ class Island:
         if len(most) > 1 and (most[0] == most[1] or len(votes.get(upload.digest, ())) < most[0]):
             self._give_up("workers hold different states")
             return
-        try:
-            self._hand_over(upload.state(), upload.digest)
-        except (OSError, ValueError) as error:
-            self._give_up(str(error))
+        self._hand_over(upload.state(), upload.digest)
 
     def _hand_over(self, ours, digest=None):
         """Makes the next epoch. ours: the own State where it is needed, with its digest."""

@@ -1052,15 +1052,14 @@ class Coordinator:
         try:
             upload.add(total, offset, payload[BLOCK_HEAD.size:])
             if upload.finished and upload.remembered:
-                self.upload = None
+                self._end_upload()
                 self.island.own_state(upload)
             elif upload.finished:
                 self.shelf.put(upload)
-                self.upload = None
+                self.upload, self.wake = None, True  # a handover may wait for another one
                 self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
                 if self.island:
                     self.island.snapshot_taken(step)
-                self.wake = True                     # a handover may wait for another one
         except ValueError as error:
             connection.snapshots = False
             self._end_upload()
