@@ -858,7 +858,7 @@ def _down_kernel(cfg, nz):
         if t == 0:
             for i in range(STAGES):
                 egg_ptx.barrier_init(bar + 8 * i, 1)
-                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 16)
+                egg_ptx.barrier_init(bar + EMPTY + 8 * i, 512)
             egg_ptx.barrier_fence()
         whole = int32(whole_factor(overlay[plan[p + 9] + t]) & whole_factor(overlay[plan[p + 9] + t + 512]))
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
@@ -883,12 +883,10 @@ def _down_kernel(cfg, nz):
             start(acc, descriptor(egg_ptx.here(base + at_a)), descriptor(base + at_b), int32(chunk))
             done(acc)
             total = add_sums(total if chunk > 0 else int32(0), sm, at_a // 4, chunk, coefficient, factors, t & 255, member, whole)
-            cuda.syncwarp()
-            if lane == 0:
-                egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
-                if cuda.atomic.add(left, stage, 1) & 15 == 15 and step + STAGES < steps:
-                    egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
-                    fill(base, bar, step + STAGES, first, every, x, packed, at)
+            egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)      # by every thread: all of them have read of it
+            if lane == 0 and cuda.atomic.add(left, stage, 1) & 15 == 15 and step + STAGES < steps:
+                egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
+                fill(base, bar, step + STAGES, first, every, x, packed, at)
             if chunk == CHUNKS - 1:
                 unit = first + (step // CHUNKS) * every
                 to = int64(unit) * ROW_WORDS + (row >> 3) * (2 * H) + side * 256 + lane
