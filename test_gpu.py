@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -158,13 +160,68 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         engine = egg_cuda.CudaEngine(cfg, given, silent=given is None)
         if given is not None:
             assert engine.evaluate(8, 8).shape == (8,)
-        assert engine.update(np.ones(cfg.N_PAIRS, np.int8)) == 0 and engine.step == 1
-        assert engine.validate(egg_model.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
-        assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
-        assert len(engine.digest()) == 16
-        state = engine.state()
-        engine.load(state)
-        assert engine.state().digests() == state.digests()
+        every_verb(cfg, engine, tokens)
+        assert engine.step == 1
+
+
+def every_verb(cfg, engine, tokens):
+    """Each of them once, but evaluation."""
+    engine.update(np.random.default_rng(SEED).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    assert engine.validate(egg_model.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
+    assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
+    assert len(engine.digest()) == 16
+    state = engine.state()
+    engine.load(state)
+    assert engine.state().digests() == state.digests()
+
+
+# every path, small enough for tools that slow it down a hundred times; 270 pairs give each multiprocessor of the fast path a second one
+SANITIZED = {
+    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2),
+    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
+    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
+    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4, ADAPTIVE_NOISE_MODE=0),
+}
+
+
+def sanitized(name):
+    """Every verb on a configuration of SANITIZED, launch by launch; the digest of the losses and the state, in hexadecimal."""
+    egg_cuda.Replay = lambda stream, enqueue: enqueue
+    cfg = egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
+    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    engine = egg_cuda.CudaEngine(cfg, tokens)
+    before = engine.evaluate(0, cfg.CHUNK_SIZE)
+    every_verb(cfg, engine, tokens)
+    return digest(before)[:16] + digest(engine.evaluate(0, cfg.CHUNK_SIZE))[:16] + engine.digest().hex()
+
+
+def sanitize():
+    """By hand, with the compute-sanitizer of the CUDA toolkit: its memcheck and racecheck on all of SANITIZED, and whether the results are
+    those without it. A minute on 16 cores. python -c 'import test_gpu; test_gpu.sanitize()'"""
+    def run(name, *tool):
+        code = f"import test_gpu; print(test_gpu.sanitized({name!r}))"
+        done = subprocess.run([*tool, sys.executable, "-c", code], capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).splitlines()
+        return next((l for l in lines if re.fullmatch("[0-9a-f]{64}", l)), None), lines
+
+    def look(name):
+        plain = run(name)[0]                                 # compiles, too
+        for tool in "memcheck", "racecheck":
+            result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
+            same = "as without it" if plain and result == plain else "NOT as without it"
+            findings = [l for l in lines if "Error" in l or "hazard detected" in l]
+            print(f"{name}: {tool}: {next((l.strip('= ') for l in lines if 'SUMMARY' in l), lines[-1:])}; results {same}",
+                  *findings[:5], sep="\n    ", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(look, SANITIZED))
+
+
+@pytest.mark.parametrize("name", SANITIZED)
+def test_what_the_sanitizers_are_given(name, no_gpu):
+    assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------
