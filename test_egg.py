@@ -197,16 +197,31 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
+OTHERS = [kind for kind in egg_simd.KINDS if kind in egg_simd.available() and kind != egg_simd.KIND]
+
+
+@pytest.fixture(scope="module")
+def others():
+    """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
+    code = "import egg_simd, test_egg; assert egg_simd.KIND == {!r}; test_egg.hold_against_recording('A')"
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind},
+                                      stderr=subprocess.PIPE, text=True) for kind in OTHERS}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 @pytest.mark.parametrize("name", "ABD")
-def test_recorded_runs(name):
+def test_recorded_runs(name, others):
     hold_against_recording(name)
 
 
-@pytest.mark.parametrize("kind", [k for k in egg_simd.KINDS if k in egg_simd.available() and k != egg_simd.KIND])
-def test_recorded_run_with_other_instructions(kind):
-    code = f"import egg_simd, test_egg; assert egg_simd.KIND == {kind!r}; test_egg.hold_against_recording('A')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={**os.environ, "EGG_SIMD": kind}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("kind", OTHERS)
+def test_recorded_run_with_other_instructions(kind, others):
+    said = others[kind].stderr.read()
+    assert others[kind].wait() == 0, said
 
 
 def test_recorded_default_configuration():
