@@ -199,7 +199,7 @@ def sanitized(name):
 
 def sanitize():
     """By hand, with the compute-sanitizer of the CUDA toolkit: its memcheck and racecheck on all of SANITIZED, and whether the results are
-    those without it. A minute on 16 cores. python -c 'import test_gpu; test_gpu.sanitize()'"""
+    those without it. python -c 'import test_gpu; test_gpu.sanitize()'"""
     def run(name, *tool):
         code = f"import test_gpu; print(test_gpu.sanitized({name!r}))"
         done = subprocess.run([*tool, sys.executable, "-c", code], capture_output=True, text=True)
