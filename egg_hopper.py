@@ -883,7 +883,8 @@ def _down_kernel(cfg, nz):
             start(acc, descriptor(egg_ptx.here(base + at_a)), descriptor(base + at_b), int32(chunk))
             done(acc)
             total = add_sums(total if chunk > 0 else int32(0), sm, at_a // 4, chunk, coefficient, factors, t & 255, member, whole)
-            egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)      # by every thread: all of them have read of it
+            # by every thread, since all have read of it: racecheck does not follow a syncwarp and an arrival of lane 0, and this is as fast
+            egg_ptx.barrier_arrive(bar + EMPTY + 8 * stage)
             if lane == 0 and cuda.atomic.add(left, stage, 1) & 15 == 15 and step + STAGES < steps:
                 egg_ptx.barrier_wait(bar + EMPTY + 8 * stage, (step // STAGES) & 1)
                 fill(base, bar, step + STAGES, first, every, x, packed, at)

@@ -186,10 +186,14 @@ SANITIZED = {
 }
 
 
+def sanitized_config(name):
+    return egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
+
+
 def sanitized(name):
     """Every verb on a configuration of SANITIZED, launch by launch; the digest of the losses and the state, in hexadecimal."""
     egg_cuda.Replay = lambda stream, enqueue: enqueue
-    cfg = egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
+    cfg = sanitized_config(name)
     tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     engine = egg_cuda.CudaEngine(cfg, tokens)
     before = engine.evaluate(0, cfg.CHUNK_SIZE)
@@ -221,6 +225,8 @@ def sanitize():
 
 @pytest.mark.parametrize("name", SANITIZED)
 def test_what_the_sanitizers_are_given(name, no_gpu):
+    forward = egg_cuda.kernels(sanitized_config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    assert (type(forward._noisy).__name__ == "Hopper") == ("fast" in name)
     assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
 
 
