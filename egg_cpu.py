@@ -833,22 +833,23 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
 
 
 @njit
-def move(o, vote, direction, weight, moments):
-    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
+def move(o, rate, vote, direction, weight, moments):
+    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it; direction:
+    Muon's."""
     if o.rule == ZTEST:
-        if vote == 0 or abs(vote) < i32(o.lr):
+        if vote == 0 or abs(vote) < i32(rate):
             return weight
         return clip(i32(weight + (i32(1) if vote > 0 else i32(-1))))
     if o.rule == SGD:
-        acc = fma(f32(vote), o.lr, moments[2])
+        acc = fma(f32(vote), rate, moments[2])
     elif o.rule == MUON:
-        acc = fma(f32(-o.lr), fma(f32(weight), o.decay, f32(direction * o.size)), moments[2])
+        acc = fma(f32(-rate), fma(f32(weight), o.decay, f32(direction * o.size)), moments[2])
     else:
         g = f32(-f32(vote))
         moments[0] = fma(moments[0], o.beta1, f32(g * o.one_less_beta1))
         moments[1] = fma(f32(g * g), o.one_less_beta2, f32(moments[1] * o.beta2))
         u = fma(f32(weight), o.decay, f32(moments[0] / f32(f32(np.sqrt(moments[1])) + o.eps)))
-        acc = fma(f32(-o.lr), u, moments[2])
+        acc = fma(f32(-rate), u, moments[2])
     if acc >= f32(1):
         if weight < 127:
             weight, acc = i32(weight + 1), f32(acc - f32(1))
@@ -864,20 +865,21 @@ def move(o, vote, direction, weight, moments):
 
 
 @njit
-def apply_votes(o, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
     """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols], or by Muon's x
-    float32 [shorter side, longer side], and marks the rows and columns of those that changed; their number. group: 4 rows of a matrix are
-    stored together, a vector is one row."""
+    float32 [shorter side, longer side], and marks the rows and columns of those that changed; their number. rates: float32 [cols] factors on
+    the learning rate, or [0]. group: 4 rows of a matrix are stored together, a vector is one row."""
     cols, changed, direction = t[N_COLS], 0, f32(0)
     for block in range(first, end):
         for col in range(cols):
+            rate = f32(o.lr * rates[col]) if rates.size else o.lr
             for k in range(group):
                 at = t[AT_W] + (block * cols + col) * group + k
                 before = i32(w.weights[at])
                 if o.rule == MUON:
                     r = block * group + k
                     direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
-                after = move(o, votes[block * group + k, col], direction, before, moments[at])
+                after = move(o, rate, votes[block * group + k, col], direction, before, moments[at])
                 if after != before:
                     w.weights[at] = after
                     changed_rows[block * group + k] = 1
@@ -1057,8 +1059,9 @@ class CpuEngine:
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]), t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
             group, o = 4 if t.matrix else 1, egg_model.optimizer(cfg, lr, t)
+            rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
             x = self._muon_direction(o, t, row, votes) if o.rule == MUON else np.empty((0, 0), np.float32)
-            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, w, row, group, votes, x, self._moments,
+            changed += sum(self._spread(t.rows // group, functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments,
                                                                            changed_rows, changed_cols), 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
@@ -1068,6 +1071,10 @@ class CpuEngine:
         self.seed = egg_model.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return int(changed)
+
+    @functools.cached_property
+    def _token_rates(self):
+        return egg_model.token_rates(self.cfg, self.tokens)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over blocks of pairs."""

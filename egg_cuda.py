@@ -445,6 +445,8 @@ class CudaEngine:
         fit = votes.fit[egg_votes.FIT_PAD:egg_votes.FIT_PAD + cfg.N_PAIRS]
         fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
+        if cfg.RARE_TOKENS and self._rate is None:
+            votes.token_rates.copy_to_device(egg_model.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
             rates = [egg_model.optimizer(cfg, lr, t).lr for t in egg_model.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)

@@ -369,6 +369,8 @@ def _recur_kernel(cfg, nz):
         if t == 0:
             egg_ptx.barrier_init(bar, 1)
             egg_ptx.barrier_fence()
+        cuda.syncthreads()                           # racecheck takes the initialisation, a uniform instruction, for that of lane 31
+        if t == 0:
             egg_ptx.barrier_expect(bar, 2 * H * H)
             egg_ptx.copy_bulk(base, packed, at, 2 * H * H, bar)
         for k in range(16):

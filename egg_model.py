@@ -91,6 +91,7 @@ class Tensor(NamedTuple):
     per_layer: bool
     product: bool           # activations are multiplied by it: every matrix that is not only looked up in
     hidden: bool            # a matrix from hidden units to hidden units: those that Muon moves
+    by_token: bool          # a table with a column for every token
 
     @property
     def size(self):
@@ -127,7 +128,7 @@ def tensors(cfg):
             b = p.a + cfg.HIDDEN_DIM if lookup else p.b
             out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer, b + LAYER_SEED * layer,
                               side_a, side_b, p.lr_scale, p.per_layer, matrix and not p.looked_up,
-                              matrix and not p.looked_up and V not in p.shape))
+                              matrix and not p.looked_up and V not in p.shape, V in p.shape))
             weights += rows * cols
         overlay += layers * (first + second if matrix else cols)
     return out
@@ -177,10 +178,10 @@ def initial_state(cfg):
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
     drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (params[t.param].per_layer, t.layer, t.param))
     draws = np.asarray(_xorshift(42, sum(t.size for t in drawn)))
-    values = uniform_noise(draws, cfg.HOST_MASK, cfg.HOST_GAUSSIAN)
     at = 0
     for t in drawn:
-        matrix = values[at:at + t.size].reshape(t.rows, t.cols)
+        mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
+        matrix = uniform_noise(draws[at:at + t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
         at += t.size
     return State(cfg, weights, np.zeros((weights.size, 3), np.float32), np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8),
@@ -409,6 +410,17 @@ def optimizer(cfg, lr, t):
     one = np.float32(1)
     return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY),
                      np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+
+
+def token_rates(cfg, tokens):
+    """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in the training data /
+    RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded correctly: the same bits everywhere.
+    Raises ValueError where there are no data."""
+    if tokens is None:
+        raise ValueError("RARE_TOKENS needs the training data: name them with -D INPUT_FILE=...")
+    piece = 1 << 24
+    counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
+    return np.sqrt(np.minimum(1.0, counts / (len(tokens) * cfg.RARE_TOKENS))).astype(np.float32)
 
 
 def muon_coefficients(cfg):

@@ -43,13 +43,15 @@ class Saved(NamedTuple):
 
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     """The Saved in a directory: from the newest snapshot, replaying what came after it, or (best) the snapshot that was best in validation.
-    console: takes progress. Raises HistoryError, UseError, EngineError."""
+    console: takes progress. Raises HistoryError, UseError, EngineError, DataError."""
     run = egg_history.read_run(cfg, directory)
     try:
         state = _state(cfg, run, best, console.line)
-        engine = egg_train.start_engine(cfg, egg_train.Data(None, None, None), device, threads, console.progress)
+        until = state.step if best else run.step
+        tokens = _tokens_of(cfg, run) if cfg.RARE_TOKENS and state.step < until else None
+        engine = egg_train.start_engine(cfg, egg_train.Data(tokens, None, None), device, threads, console.progress)
         engine.load(state)
-        for step in range(engine.step, engine.step if best else run.step):
+        for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {run.step} ...")
             egg_history.replay(run, engine, step + 1)
         console.clear()
@@ -73,6 +75,15 @@ def _state(cfg, run, best, say):
     if best or run.start.step:
         raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
     return egg_model.initial_state(cfg)
+
+
+def _tokens_of(cfg, run):
+    """The training data of a run, whose updates depend on them."""
+    tokens = egg_data.open_tokens(cfg, cfg.INPUT_FILE)
+    if any(run.data) and egg_snapshot.data_digest(tokens) != run.data:
+        raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its last steps cannot be repeated "
+                       "without that: name it with -D INPUT_FILE=...")
+    return tokens
 
 
 # --- generate ----------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
 
 
 class Plan(NamedTuple):
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
     whether the signed side is its rows, and which of them is the first.
     vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 7], in the order of egg_model.tensors (DIRECTION: egg_muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
+    tensors [tensors, 8], in the order of egg_model.tensors (DIRECTION: egg_muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
     of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
@@ -77,7 +77,7 @@ def plan(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
              for t, direction in zip(tensors, egg_muon.plan(cfg).directions)]
     blocks = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
@@ -128,6 +128,7 @@ def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
     pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
     masks, gaussian, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
+    rare = cfg.RARE_TOKENS > 0
     sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
     noise = build_noise(cfg).noise
     o, muon_size = egg_model.optimizer(cfg, 1.0, egg_model.tensors(cfg)[0]), float32(np.float32(egg_model.MUON_SIZE))
@@ -333,20 +334,22 @@ def build(cfg, wgmma):
             if lane & 3 == 0 and total != 0:
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
-    def optimize(blocks, tensors, rates, votes, directions, weights, moments, touched, changed):
-        """Moves every weight by its vote, or its direction (egg_muon), and clears the vote. rates float32 [tensors]; moments float32
-        [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did.
-        Grid: blocks."""
+    def optimize(blocks, tensors, rates, token_rates, votes, directions, weights, moments, touched, changed):
+        """Moves every weight by its vote, or its direction (egg_muon), and clears the vote. rates float32 [tensors]; token_rates
+        float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
+        changed; changed int32 [1]: how many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate, direction = rates[tensor], tensors[tensor, DIRECTION] if muon else int32(-1)
+        rate, by_token, direction = rates[tensor], tensors[tensor, BY_TOKEN], tensors[tensor, DIRECTION] if muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
             if i < size:
                 at = int64(base) + i
                 vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
+                if rare and by_token != 0:
+                    rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
                 move = int32(0)
                 if ztest:
@@ -404,7 +407,7 @@ def build(cfg, wgmma):
         "operands": (operands, (A2, U1, A1, int32, int32, A1)),
         "products": (products, (A2, A1, int32, int32, A1)),
         "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize, (A2, A2, F1, A1, F1, S1, F2, B1, A1)),
+        "optimize": (optimize, (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
         "rescale": (rescale, (B1, S1)),
     } | egg_muon.build(cfg)
 
@@ -413,7 +416,7 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least).
-    Set `rates`, `fit` (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    Set `rates`, `token_rates` (with RARE_TOKENS), `fit` (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
@@ -428,6 +431,7 @@ class Update:
         self.touched = cuda.to_device(np.zeros(egg_model.n_overlay(cfg), np.uint8))
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
         self.rates = cuda.device_array(len(p.tensors), np.float32)
+        self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.adapt, self.muon = cfg.ADAPTIVE_NOISE_MODE != 0, egg_muon.Direction(cfg, kernels)
 
@@ -455,7 +459,7 @@ class Update:
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
                 start, pieces, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.votes, self.muon.x, weights, moments, self.touched,
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes, self.muon.x, weights, moments, self.touched,
             self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)

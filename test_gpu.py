@@ -178,7 +178,7 @@ def every_verb(cfg, engine, tokens):
 # every path, small enough for tools that slow it down a hundred times; 270 pairs give each multiprocessor of the fast path a second one
 SANITIZED = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2, RARE_TOKENS=0.01),
     "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
     "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
@@ -215,7 +215,7 @@ def sanitize():
         for tool in "memcheck", "racecheck":
             result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
             same = "as without it" if plain and result == plain else "NOT as without it"
-            findings = [l for l in lines if "Error" in l or "hazard detected" in l]
+            findings = [l for l in lines if re.search("Error|Warning|hazard detected", l)]
             print(f"{name}: {tool}: {next((l.strip('= ') for l in lines if 'SUMMARY' in l), lines[-1:])}; results {same}",
                   *findings[:5], sep="\n    ", flush=True)
 
@@ -345,7 +345,7 @@ EXTREMES = (
 SWITCHES = (
     dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1), dict(NTT_MODE=2, NTT_CAUSAL=0),
     dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2), dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
-    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
+    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))), dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
 )
 # each alone: in the shape of the default configuration, where the fast path is, and in a general one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES

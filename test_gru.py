@@ -432,13 +432,14 @@ def random_configurations(count):
     for i in range(count):
         chunk = 2 * int(rng.integers(1, 30))
         c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])), SEQ_LEN=int(rng.integers(8, 90)))
-        out.append({**c, **(EXTREMES[i] if i < len(EXTREMES) else {})})
+        c.update(EXTREMES[i] if i < len(EXTREMES) else {})
+        out.append({**c, "RARE_TOKENS": 0.02 * (c["OPTIMIZER"] != "ztest" and i % 2)})
     return out
 
 
 def test_drawn_configurations_are_good():
     drawn = random_configurations(22)
-    assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
+    assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"} and any(c["RARE_TOKENS"] for c in drawn)
     for c in drawn:
         egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
 

@@ -36,6 +36,8 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
     (dict(MUON_MOMENTUM=1.0), "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
     (dict(MUON_NS="quartic"), "MUON_NS = quartic: must be one of quintic, cubic"), (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
     (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
+    (dict(RARE_TOKENS=0.1, OPTIMIZER="ztest"), "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
+    (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
     (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
 def test_combinations_that_cannot_work_are_refused(values, says):
     with pytest.raises(egg_config.ConfigError, match=re.escape(says)):
@@ -45,7 +47,7 @@ def test_combinations_that_cannot_work_are_refused(values, says):
 @pytest.mark.parametrize("values", [
     dict(USE_MUON=1), dict(MUON_MOMENTUM=0.9), dict(MUON_LR_SCALE=2.0), dict(MUON_NS="cubic"), dict(NTT_MODE=1), dict(NTT_CAUSAL=0),
     dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7), dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
-    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),))], ids=lambda values: next(iter(values)))
+    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01)], ids=lambda values: next(iter(values)))
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
     assert cfg.fingerprint() != base.fingerprint()
@@ -334,7 +336,7 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
 @pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
 def test_their_kernels_compile(cc):
     """Muon's for every card, the look-ups of the general path for the oldest one, those of the fast path and of generation for cc 9.0."""
-    cfg = egg_config.make(NTT_MODE=1 if cc == (8, 0) else 3, NTT_CAUSAL=int(cc != (8, 0)), USE_MUON=1, ADAPTIVE_NOISE_MODE=2)
+    cfg = egg_config.make(NTT_MODE=1 if cc == (8, 0) else 3, NTT_CAUSAL=int(cc != (8, 0)), USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
     wanted = ("muon", "optimize", *{(8, 0): ("rows",), (9, 0): ("embed", "token")}.get(cc, ()))
     seen = set()
     for name, dispatcher, signature, shared in egg_cuda.kernels(cfg, cc, CARDS[cc] * 1024, uint32)[2]:
@@ -352,9 +354,9 @@ def test_their_kernels_compile(cc):
 # --- distributed, resumed -----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("values", [
-    dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"), dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02))),
-    dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, ADAPTIVE_NOISE_MODE=2)],
-    ids=["muon-ntt3", "ntt1-sgd", "muon-cubic-ntt2-gaussian-tails"])
+    dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"), dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)), RARE_TOKENS=0.01),
+    dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, ADAPTIVE_NOISE_MODE=2,
+         RARE_TOKENS=0.02, TOKEN_MASK=1)], ids=["muon-ntt3", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run of one engine."""
     cfg = egg_config.make(**SMALL, **values)
@@ -380,3 +382,63 @@ def test_the_schedule_is_that_of_the_specification_and_data():
     assert [egg_config.make().learning_rate(step) for step in (0, 99, 100, 199, 200, 10**6)] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     cfg = egg_config.load(defines=["LR_SCHEDULE=0:1,7:0.5,9:0"], environ={})
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+# --- rates and initial values by token -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)], ids=["adamw", "sgd", "muon", "gru"])
+def test_rare_tokens_learn_more_slowly(rest):
+    """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens differ, by their factor."""
+    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(np.uint8)
+    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, np.uint8)])
+    learning = 1e-4 if rest.get("OPTIMIZER") == "sgd" else 0.25
+    plain = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),))
+    cfg = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
+    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    engines = [egg_cpu.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
+    for engine in engines:
+        engine.update(fitness)
+    without, got = (engine.state() for engine in engines)
+    share = np.bincount(tokens, minlength=256) / tokens.size
+    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(np.float32)
+    assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
+    tables = [t for t in egg_model.tensors(cfg) if t.by_token]
+    assert [t.name for t in tables] == (["embedding", "head"] if cfg.MODEL == "gru" else ["embedding"])
+    for t in egg_model.tensors(cfg):
+        part = slice(t.weights, t.weights + t.size)
+        if t not in tables:
+            assert np.array_equal(got.moments[part], without.moments[part]) and np.array_equal(got.weights[part], without.weights[part])
+            continue
+        assert np.array_equal(got.moments[part, :2], without.moments[part, :2])
+        scale = np.tile(np.repeat(factor, 4), t.rows // 4)
+        where = (scale < 1) & (np.abs(without.moments[part, 2]) < 1) & (got.weights[part] == without.weights[part])
+        expected = without.moments[part, 2].astype(np.float64) * scale
+        assert where.sum() > t.size // 4 and np.abs(got.moments[part, 2] - expected)[where].max() < 1e-6
+        assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
+
+
+def test_rare_tokens_need_the_data():
+    engine = egg_cpu.CpuEngine(egg_config.make(**SMALL, RARE_TOKENS=0.01), None, threads=1)
+    with pytest.raises(ValueError, match="RARE_TOKENS needs the training data"):
+        engine.update(np.ones(16, np.int8))
+
+
+def test_shares_are_of_all_the_data():
+    cfg = egg_config.make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
+    tokens = np.zeros((1 << 24) + 100, np.uint32)
+    tokens[-25:] = 299
+    rates = egg_model.token_rates(cfg, tokens)
+    assert rates.dtype == np.float32 and rates.shape == (300,) and rates[0] == 1 and rates[299] == np.float32(np.sqrt(50 / tokens.size)) and not rates[1:299].any()
+
+
+@pytest.mark.parametrize("model", ["transformer", "gru"])
+def test_initial_values_of_tables_by_token(model):
+    rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
+    states = {mask: egg_model.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask)) for mask in (-1, 7, 1, 0)}
+    assert np.array_equal(states[-1].weights, states[7].weights)
+    for t in egg_model.tensors(egg_config.make(**rest)):
+        parts = {mask: state.weights[t.weights:t.weights + t.size] for mask, state in states.items()}
+        if t.by_token:
+            assert set(parts[1]) == {-1, 0, 1} and np.array_equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1)) and not parts[0].any()
+        else:
+            assert np.array_equal(parts[1], parts[7])

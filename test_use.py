@@ -234,6 +234,22 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
     assert load()[0].engine.state().digests() == here[STEPS].digests()
 
 
+def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
+    cfg = egg_config.make(**{**CFG.constants(), "RARE_TOKENS": 0.02})
+    engine, run = egg_cpu.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1), egg_history.open_run(cfg, "ckpt-rare")
+    for _ in range(3):
+        step_once(cfg, engine, run)
+    run.keep_data(egg_snapshot.data_digest(engine.tokens))
+    run.close()
+    assert load(directory="ckpt-rare", cfg=cfg)[0].engine.digest() == engine.digest()
+    pathlib.Path("input.bin").write_bytes(TEXT[1:])
+    with pytest.raises(egg_use.UseError, match="input.bin is not what ckpt-rare was trained on"):
+        load(directory="ckpt-rare", cfg=cfg)
+    pathlib.Path("input.bin").unlink()
+    with pytest.raises(egg_data.DataError, match="input.bin"):
+        load(directory="ckpt-rare", cfg=cfg)
+
+
 def test_reading_a_run_leaves_it_to_its_coordinator(here):
     part = pathlib.Path("ckpt/snapshot-x.part")
     part.write_bytes(b"")
