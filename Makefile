@@ -1,4 +1,4 @@
-# make run: one minute of training on this machine. make test, make bench, make clean.
+# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make test, make bench, make clean.
 # Everything is installed into .venv here; ARGS adds to the command, PYTHON names another interpreter:
 #   make run ARGS="--minutes 10 -D N_LAYERS=2"        make test PYTHON=python3.12
 
@@ -14,9 +14,9 @@ CUDA = $$($(VENV)/bin/python -c 'import egg_engine; major, gpus = egg_engine.dri
 .PHONY: run test bench clean
 
 run: $(VENV)/ready
-	@if [ "$(CUDA)" = 0 ]; then preset="--preset laptop"; else preset=; fi; \
+	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
 	to=ckpt-$$(date +%Y%m%d-%H%M%S); set -x; \
-	exec $(EGG) train $$preset --minutes 1 --save-dir $$to $(ARGS)
+	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q $(ARGS)
