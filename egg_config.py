@@ -129,6 +129,7 @@ PRESETS = {
                    VALIDATE_EVERY=100, SAMPLE_EVERY=500),
     # The best found so far for minutes on one large GPU: a single layer, which learns as much from a token as four and sees twice as many a
     # second; many steps, with rates that fall; MLPs that are heard, noise as in "laptop", and rare tokens that begin small and stay so.
+    # A step is one chunk: with several GPUs set CHUNK_SIZE to what each is to have of it. So with "best-bytes".
     "best": dict(N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
                  ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
                  SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, ADAM_WEIGHT_DECAY=0.001, CHUNK_SIZE=32768, POPULATION_SIZE=32768,
@@ -144,7 +145,8 @@ PRESETS = {
                      ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0, VALIDATE_WINDOW=448, SAMPLE_EVERY=100),
 }
 # The best found so far for bytes: nano-egg's model with a single layer, which learns no less from a token than six and sees five times as many.
-PRESETS["best-bytes"] = {**PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100, "SNAPSHOT_EVERY": 1000,
+PRESETS["best-bytes"] = {**PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536,
+                         "VALIDATE_EVERY": 100, "SNAPSHOT_EVERY": 1000,
                          "LR_SCHEDULE": ((0, 1.0), (60, 0.7), (150, 0.5), (300, 0.35), (600, 0.25), (1200, 0.15), (2500, 0.1), (5000, 0.06),
                                          (8000, 0.04), (11000, 0.025), (13500, 0.0125))}
 

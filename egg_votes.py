@@ -459,8 +459,8 @@ class Update:
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
                 start, pieces, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes, self.muon.x, weights, moments, self.touched,
-            self.changed)
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes, self.muon.x, weights, moments,
+            self.touched, self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
         return out

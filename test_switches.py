@@ -384,6 +384,13 @@ def test_the_schedule_is_that_of_the_specification_and_data():
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("preset", egg_config.PRESETS)
+def test_presets_are_good_and_those_for_large_gpus_take_the_fast_path(preset):
+    cfg = egg_config.load(preset, environ={})
+    forward = egg_cuda.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    assert (type(forward._noisy).__name__ == "Hopper") == (preset != "laptop")
+
+
 # --- rates and initial values by token -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)], ids=["adamw", "sgd", "muon", "gru"])
