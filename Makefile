@@ -9,7 +9,7 @@ EGG := $(VENV)/bin/python egg.py
 ARGS ?=
 
 # CUDA major version of the driver, 0 where there is no NVIDIA GPU; asked only by the rules that need it
-CUDA = $$($(VENV)/bin/python -c 'import egg_engine; major, gpus = egg_engine.driver(); print((12 if major < 13 else 13) if gpus else 0)')
+CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); print((12 if major < 13 else 13) if gpus else 0)')
 
 .PHONY: run test bench clean
 
@@ -25,17 +25,17 @@ bench: $(VENV)/ready
 	$(EGG) bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis __pycache__
+	rm -rf $(VENV) .pytest_cache .hypothesis __pycache__ */__pycache__
 
-$(VENV)/ready: requirements.txt requirements-cuda12.txt requirements-cuda13.txt $(VENV)/pip
-	@cuda=$(CUDA); if [ "$$cuda" = 0 ]; then list=requirements.txt; else list=requirements-cuda$$cuda.txt; fi; \
+$(VENV)/ready: requirements/core.txt requirements/cuda12.txt requirements/cuda13.txt $(VENV)/pip
+	@cuda=$(CUDA); if [ "$$cuda" = 0 ]; then list=requirements/core.txt; else list=requirements/cuda$$cuda.txt; fi; \
 	echo "installing $$list into $(VENV) ..."; $$(cat $(VENV)/pip) install -q -r $$list
 	@touch $@
 
-$(VENV)/ready-test: requirements-test.txt $(VENV)/ready
+$(VENV)/ready-test: requirements/test.txt $(VENV)/ready
 	@cuda=$(CUDA); if [ "$$cuda" = 0 ]; then cuda=13; fi; \
-	echo "installing requirements-test.txt into $(VENV) ..."; \
-	$$(cat $(VENV)/pip) install -q -r requirements-test.txt -r requirements-cuda$$cuda.txt
+	echo "installing requirements/test.txt into $(VENV) ..."; \
+	$$(cat $(VENV)/pip) install -q -r requirements/test.txt -r requirements/cuda$$cuda.txt
 	@touch $@
 
 # The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip in a

@@ -8,7 +8,8 @@ import shutil
 import sys
 
 import egg_config
-import egg_engine
+from egg_config import EggError
+from engine import hardware
 
 EXAMPLES = """\
 examples:
@@ -30,92 +31,92 @@ coordinator and workers must be given the same. `python egg.py COMMAND --help` e
 
 
 def coordinator(cfg, args):
-    import egg_auth
+    from cluster import auth
     import egg_net
-    access = egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
+    access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                              args.insecure)
     egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes, access=access,
                             http=page(args, access), log_json=args.log_json, tensorboard=args.tensorboard, island=island(cfg, args))
 
 
 def island(cfg, args):
-    """The egg_island.Terms of the arguments, None without --island. Peers are called with the certificate that is shown to workers, and
+    """The islands.gossip.Terms of the arguments, None without --island. Peers are called with the certificate that is shown to workers, and
     must show one that --tls-ca signed, or the same one."""
-    import egg_auth
-    import egg_island
-    tls = egg_auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
-    return egg_island.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth, not args.no_accept, tls)
+    from cluster import auth
+    from islands import gossip
+    tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
+    return gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth, not args.no_accept, tls)
 
 
 def worker(cfg, args):
     if args.list_devices:
-        print("\n".join(egg_engine.devices(cfg)))
+        print("\n".join(hardware.devices(cfg)))
         return
-    access, device = access_to(args), egg_engine.one_device(cfg, args.gpu)
-    import egg_train
-    egg_train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol, name=args.name)
+    access, device = access_to(args), hardware.one_device(cfg, args.gpu)
+    from tools import train
+    train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol, name=args.name)
 
 
 def status(cfg, args):
     import json
-    import egg_worker
-    told = egg_worker.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
-    print(json.dumps(told, indent=1) if args.json else egg_worker.describe_status(told))
+    import egg_net
+    told = egg_net.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
+    print(json.dumps(told, indent=1) if args.json else egg_net.describe_status(told))
 
 
 def access_to(args):
     """How to meet the coordinator, from the arguments."""
-    import egg_auth
-    return egg_auth.Access(egg_auth.read_secret(args.secret_file), egg_auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
+    from cluster import auth
+    return auth.Access(auth.read_secret(args.secret_file), auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
 
 
 def train(cfg, args):
-    import egg_train
+    from tools import train
     http = None
     if args.http:
-        import egg_auth
-        http = page(args, egg_auth.Access(egg_auth.read_secret(args.secret_file), None, args.insecure))
-    done = egg_train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http, log_json=args.log_json,
+        from cluster import auth
+        http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure))
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http, log_json=args.log_json,
                            tensorboard=args.tensorboard)
     if done.final is not None and done.coordinator.directory:
         print(f"try it: {command_line()} generate --load-dir {shlex.quote(done.coordinator.directory)} --prompt 'The king said'")
 
 
 def generate(cfg, args):
-    import egg_use
+    from tools import use
     text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    egg_use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
+    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
 
 
 def eval_(cfg, args):
-    import egg_use
-    egg_use.evaluate(cfg, load(cfg, args), args.file, args.tokens, console(sys.stdout))
+    from tools import use
+    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, console(sys.stdout))
 
 
 def export(cfg, args):
-    import egg_use
-    print(egg_use.export(cfg, load(cfg, args), args.file, args.full))
+    from tools import use
+    print(use.export(cfg, load(cfg, args), args.file, args.full))
 
 
 def import_(cfg, args):
-    import egg_use
-    print(egg_use.import_(cfg, args.file, args.save_dir))
+    from tools import use
+    print(use.import_(cfg, args.file, args.save_dir))
     constants = " ".join(shlex.quote(f"-D{name}={egg_config.text(value)}") for name, value in egg_config.changed(cfg).items())
     print(f"next: {command_line()} train --save-dir {shlex.quote(args.save_dir)} {constants}".rstrip())
 
 
 def debug(cfg, args):
-    import egg_debug
-    import egg_data
-    tokens, saved = egg_data.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
-    egg_debug.report(cfg, saved.engine, tokens, console(sys.stdout), args.json)
+    from tools import debug
+    from model import data_files
+    tokens, saved = data_files.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
+    debug.report(cfg, saved.engine, tokens, console(sys.stdout), args.json)
 
 
 def load(cfg, args):
     """The saved run that the arguments name, ready for use."""
-    import egg_use
-    return egg_use.load(cfg, args.load_dir, args.best, egg_engine.one_device(cfg, args.gpu), args.threads, console(sys.stderr))
+    from tools import use
+    return use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console(sys.stderr))
 
 
 def console(stream):
@@ -125,14 +126,14 @@ def console(stream):
 
 def of_run(args):
     """The constants of the saved run that a command is about; it need not be told them."""
-    import egg_history
-    args.load_dir = args.load_dir or egg_history.newest()
-    return egg_history.configuration(args.load_dir)
+    from cluster import history
+    args.load_dir = args.load_dir or history.newest()
+    return history.configuration(args.load_dir)
 
 
 def of_file(args):
-    import egg_use
-    return egg_use.read_config(args.file)
+    from tools import use
+    return use.read_config(args.file)
 
 
 def command_line():
@@ -144,25 +145,25 @@ def command_line():
 
 def page(args, access):
     """Where the live page is served, None without --http."""
-    import egg_http
-    return egg_http.where(args.http, access) if args.http else None
+    from tools import live_page
+    return live_page.where(args.http, access) if args.http else None
 
 
 def plot(cfg, args):
-    import egg_plot
-    egg_plot.plot(args.runs, args.x, args.out)
+    from tools import plot
+    plot.plot(args.runs, args.x, args.out)
 
 
 def arch(cfg, args):
-    import egg_model
-    print(egg_model.describe(cfg))
+    from model import parameters
+    print(parameters.describe(cfg))
 
 
 def prepare(cfg, args):
-    import egg_data
+    from model import data_files
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    got = egg_data.prepare(args.texts, wanted, args.val, args.out)
+    got = data_files.prepare(args.texts, wanted, args.val, args.out)
     vocab = "" if got == egg_config.VOCAB_SIZE else f" -D VOCAB_SIZE={max(got, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
     where = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
     print(f"next: {where}python {shlex.quote(os.path.relpath(__file__, args.out))} train{vocab}")
@@ -171,8 +172,8 @@ def prepare(cfg, args):
 def bench(cfg, args):
     if args.threads:
         os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the yardstick, gets as many; read when it is loaded
-    import egg_bench
-    egg_bench.main(cfg, args)
+    from tools import bench
+    bench.main(cfg, args)
 
 
 def port(cfg, args):
@@ -202,19 +203,19 @@ def number(kind, low, high, what):
 
 def http_address(text):
     """An argument type for argparse: (host, port)."""
-    import egg_http
+    from tools import live_page
     try:
-        return egg_http.parse_address(text)
+        return live_page.parse_address(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not PORT or HOST:PORT") from None
 
 
 def read_by(name, what):
-    """An argument type for argparse: what egg_island.`name` makes of the text."""
+    """An argument type for argparse: what islands.gossip.`name` makes of the text."""
     def parse(text):
-        import egg_island
+        from islands import gossip
         try:
-            return getattr(egg_island, name)(text)
+            return getattr(gossip, name)(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
     return parse
@@ -354,7 +355,7 @@ OPTIONS = {
                                                                "machine alone); it asks for the secret where there is one"),
     "log-json": dict(metavar="FILE", help="append every event to FILE, a JSON object a line (EVENTS.md)"),
     "tensorboard": dict(metavar="DIR", help="write figures and samples for TensorBoard (needs tensorboardX)"),
-    "threads": dict(type=number(int, 1, egg_engine.cores(), f"a number of cores of this machine, 1 to {egg_engine.cores()}"), metavar="N",
+    "threads": dict(type=number(int, 1, hardware.cores(), f"a number of cores of this machine, 1 to {hardware.cores()}"), metavar="N",
                     help="cores that the CPU engine uses (default: all)"),
     "secret-file": dict(metavar="FILE", help="what coordinator and workers know and strangers do not (default: variable EGG_SECRET)"),
     "tls-cert": dict(metavar="FILE", help="own certificate, PEM"),
@@ -386,7 +387,7 @@ def main(argv=None):
         return fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
     except Exception as error:
         # exceptions that our own modules define are messages to the user; any other one is a fault of the program
-        if not type(error).__module__.startswith("egg_"):
+        if not isinstance(error, EggError):
             raise
         return fail(error, 1)
 

@@ -21,7 +21,7 @@ SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, for the 
 STATE_TOKENS = 0              # gru: tokens before a window from which the unperturbed model makes the state it begins with; 0: from zero
 MLP_RELU = 0                  # gru: 1: no negative values inside the MLP
 VOCAB_SIZE = 8192             # 256 means raw bytes: input.bin holds uint8 and no decoding.bin is needed; else uint32 tokens
-NTT_MODE = 0                  # embeddings of a transform of the window (egg_ntt): 0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
+NTT_MODE = 0                  # embeddings of a transform of the window (model.transforms): 0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
 NTT_CAUSAL = 1                # 1: a position's coefficient sees no token after it; 0: the whole window, targets included, as in d-eggs
 
 # --- population ----------------------------------------------------------------------------------------------------------
@@ -81,12 +81,12 @@ MUON_MOMENTUM = 0.85          # share of the momentum that is left after a step
 MUON_LR_SCALE = 1.0           # factor on their learning rate; at 1 a step is about as long as AdamW's
 MUON_NS = "quintic"           # Newton-Schulz iteration: "quintic" (singular values to 0.7..1.2, quickly) or "cubic" (to 1, slowly, as d-eggs)
 
-# --- islands: populations that gossip (egg_island) -----------------------------------------------------------------------
+# --- islands: populations that gossip (islands.gossip) -----------------------------------------------------------------------
 ISLAND_SEED = 0               # another number, another noise from the first step on: every island needs its own, all its workers the same;
 #                               the rest of these is the coordinator's alone, and a run goes on when it changes
 GOSSIP_RATE = 0.01            # probability that an island compares itself with a peer after a step
 MERGE = "clone"               # what it makes of a better peer's state: "clone" takes it, "recombine" mixes it with its own by fitness
-RECOMBINE_ALPHA = 0.5         # "recombine": share of the better one where both are equally good; who is far behind has less (egg_merge)
+RECOMBINE_ALPHA = 0.5         # "recombine": share of the better one where both are equally good; who is far behind has less (islands.merging)
 OPTIMIZER_MERGE = "copy"      # moments of the result: "reset", "copy" the peer's, "interpolate" as the weights; accumulators go with the weights
 ELITES = 1                    # best states that are kept whatever is merged
 REJUVENATE_AFTER = 0          # steps without improvement after which moments begin anew and the noise is raised; 0: never
@@ -188,7 +188,11 @@ _RULES = {
 }
 
 
-class ConfigError(Exception):
+class EggError(Exception):
+    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program."""
+
+
+class ConfigError(EggError):
     """One line: which constant, what was wrong, what is allowed."""
 
 

@@ -1,5 +1,5 @@
 """The transformer's forward pass on CUDA: noise, and every kernel of evaluation, validation and single-token generation (SPEC 2 to 7);
-`egg_gru_kernels` has that of the recurrent model, with the same interface.
+`kernels.gru` has that of the recurrent model, with the same interface.
 
 What the CUDA engine uses:
 
@@ -7,14 +7,14 @@ What the CUDA engine uses:
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (egg_ptx.allow_shared) before the first launch
+        .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (kernels.ptx.allow_shared) before the first launch
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
-                        after every change of the weights. weights: int8, the flat canonical array of egg_model.State
+                        after every change of the weights. weights: int8, the flat canonical array of model.parameters.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd member.
-                        overlay: int8, flat as in State; windows: int32, egg_model.windows of these pairs;
+                        overlay: int8, flat as in State; windows: int32, model.parameters.windows of these pairs;
                         job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32 [count, T + 1]
@@ -22,7 +22,7 @@ What the CUDA engine uses:
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
                         logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without noise; the keys
                         and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are added. rope: device copy of
-                        egg_model.rope_table(cfg, positions), int32, flat
+                        model.parameters.rope_table(cfg, positions), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous device arrays.
 """
@@ -33,9 +33,9 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
 
-import egg_model
-import egg_ntt
-import egg_ptx
+from model import parameters
+from model import transforms
+from kernels import ptx
 
 device = cuda.jit(device=True, inline=True)
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
@@ -94,7 +94,7 @@ def build_noise(cfg, silent=False):
         if MODE == 1:
             size = int32(int32(abs(int32(p)) * min(max(int32(overlay), int32(0)), int32(64))) >> int32(6))
             return size if p >= 0 else int32(-size)
-        return egg_ptx.trunc_f32(float32(float32(int32(p)) * factor(overlay, seed, i)))
+        return ptx.trunc_f32(float32(float32(int32(p)) * factor(overlay, seed, i)))
 
     @device
     def input_coefficient(overlay, seed, i):
@@ -111,8 +111,8 @@ def build_noise(cfg, silent=False):
         if MODE == 0:
             return p
         if MODE == 1:
-            return egg_ptx.trunc_64th(p)
-        return egg_ptx.trunc_f32(float32(float32(p) * f))
+            return ptx.trunc_64th(p)
+        return ptx.trunc_f32(float32(float32(p) * f))
 
     @device
     def input_fold(pb, x, c, f):
@@ -121,8 +121,8 @@ def build_noise(cfg, silent=False):
         if MODE == 0:
             return int32(pb + p)
         if MODE == 1:
-            return egg_ptx.trunc_64th(int32(p + int32(pb << int32(6))))
-        return egg_ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
+            return ptx.trunc_64th(int32(p + int32(pb << int32(6))))
+        return ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
 
     @device
     def whole(overlay):
@@ -142,12 +142,12 @@ def clip(x):
 @device
 def byte(word, k):
     """Byte k of an int32, sign-extended."""
-    return egg_ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
+    return ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
 
 
 @device
 def pack4(a, b, c, d):
-    return egg_ptx.byte_permute(egg_ptx.byte_permute(a, b, 0x0040), egg_ptx.byte_permute(c, d, 0x0040), 0x5410)
+    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0040), ptx.byte_permute(c, d, 0x0040), 0x5410)
 
 
 @device
@@ -175,7 +175,7 @@ def quad_max(x):
 def quantise(v, scale):
     """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is nothing to clip."""
     f = float32(float32(v) * scale)
-    return egg_ptx.trunc_f32(egg_ptx.add_rz(f, egg_ptx.half_like(f)))
+    return ptx.trunc_f32(ptx.add_rz(f, ptx.half_like(f)))
 
 
 @device
@@ -186,7 +186,7 @@ def amax_scale(top):
 # --- the general path: one kernel a phase, activations in device memory ------------------------------------------------------------
 #
 # Row = (pair, member, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row an output column) are
-# core matrices (egg_ptx) and every fragment or piece of a row is 16 aligned bytes. Without noise a pair is two windows.
+# core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes. Without noise a pair is two windows.
 # A call's run-time constants (where its parameters lie, their seed offsets) are a row of the plan.
 
 PLAN = 32                   # int32 entries of a row of the plan
@@ -210,16 +210,16 @@ def vector_function(cfg, nz, noisy):
 
 
 def ntt_functions(cfg, nz, noisy, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (egg_ntt), (None, None) without it:
+    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
     look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for coefficient c
     """
     if not cfg.NTT_MODE:
         return None, None
-    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, egg_ntt.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
-    ROOT = egg_ntt.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in egg_model.tensors(cfg) if t.name.startswith("ntt_emb")]        # three alike, evenly spaced
+    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
+    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
+    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]        # three alike, evenly spaced
     AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
     SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
     noise, factor = nz.noise, nz.factor
@@ -256,7 +256,7 @@ def ntt_functions(cfg, nz, noisy, causal):
                 other = uint32(stream + uint32(H))
                 p = float32(int32(noise(stream, value) * noise(other, i)))
                 p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
-                d = egg_ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
+                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
             even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
             odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
         return even, odd
@@ -294,7 +294,7 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
                     v = int32(v + (odd if member else even))
                 if noisy:
                     p = float32(float32(int32(nk * sm[6 * H + col + k])) * row_factor)
-                    d = egg_ptx.trunc_f32(float32(p * smf[7 * H + col + k]))
+                    d = ptx.trunc_f32(float32(p * smf[7 * H + col + k]))
                     v = int32(v + int32(int32(d * sign) >> int32(NOISE_SHIFT)))
                 out[k] = clip(int32(v + sm[AT_BIAS + member * H + col + k]))
             return out[0], out[1], out[2], out[3]
@@ -462,8 +462,8 @@ def _tile_functions(K, KC):
         for i in range(t, PIECES, 256):
             block, rest = i // (KC // 2), i % (KC // 2)
             source = int64(block * (2 * K) + k0 * 2 + rest * 4)
-            egg_ptx.copy_async16(int32(at + i * 16), a, at_a + source)
-            egg_ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
+            ptx.copy_async16(int32(at + i * 16), a, at_a + source)
+            ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
 
     @device
     def multiply(acc, at, warp, lane):
@@ -472,17 +472,17 @@ def _tile_functions(K, KC):
         a_at = int32(at + row + ((warp >> 1) * 4 + (matrix & 1)) * (KC * 8) + (matrix >> 1) * 128)
         b_at = int32(at + TILE * KC + row + ((warp & 1) * 8 + (matrix >> 1)) * (KC * 8) + (matrix & 1) * 128)
         for s in range(KC // 32):
-            a = egg_ptx.load_matrix4(int32(a_at + s * 256))
-            a2 = egg_ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
+            a = ptx.load_matrix4(int32(a_at + s * 256))
+            a2 = ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
             for j in range(4):
-                b = egg_ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
+                b = ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
                 for half in range(2):
                     m = (2 * j + half) * 4
                     b0, b1 = (b[0], b[1]) if half == 0 else (b[2], b[3])
-                    r = egg_ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
                     acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
                     m += 32
-                    r = egg_ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    r = ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
                     acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
 
     @device
@@ -493,8 +493,8 @@ def _tile_functions(K, KC):
         for k in range(K // KC):
             if k + 1 < K // KC:
                 fetch(int32(at + ((k + 1) & 1) * (2 * TILE * KC)), a, at_a, b, at_b, (k + 1) * KC, t)
-            egg_ptx.copy_commit()
-            egg_ptx.copy_wait_but_one()
+            ptx.copy_commit()
+            ptx.copy_wait_but_one()
             cuda.syncthreads()
             multiply(acc, int32(at + (k & 1) * (2 * TILE * KC)), warp, lane)
             cuda.syncthreads()
@@ -530,10 +530,10 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
         lane, warp = t & 31, t >> 5
         row0, col0 = cuda.blockIdx.x * TILE, cuda.blockIdx.y * TILE
         p = call * PLAN + z * 8
-        at = egg_ptx.shared_address(sm, 0)
+        at = ptx.shared_address(sm, 0)
         at_a, at_b = int64(row0) * (K // 4), plan[p] + int64(col0) * (K // 4)
         fetch(at, x, at_a, packed, at_b, 0, t)
-        egg_ptx.copy_commit()
+        ptx.copy_commit()
         unit0 = row0 // (2 * T)
         base = uint32(uint32(job[0] + job[1]) + uint32(offset + unit0))
         for i in range(t, UNITS * TILE, 256):
@@ -645,7 +645,7 @@ def _attention_kernel(cfg):
             c = (int32(0), int32(0), int32(0), int32(0))
             for i in range(D // 32):
                 where = at + j * (2 * H) + i * 64
-                c = egg_ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where], k[where + 32],
+                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where], k[where + 32],
                                    c[0], c[1], c[2], c[3])
             s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
 
@@ -704,12 +704,12 @@ def _attention_kernel(cfg):
                     pick = n * 0x11 + 0x40
                     for i in range(4):                       # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
                         m = (i >> 1) * 8 + (i & 1) * 2
-                        limb[i] = egg_ptx.byte_permute(egg_ptx.byte_permute(s[m], s[m + 1], pick),
-                                                       egg_ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
+                        limb[i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
+                                                       ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
                     for d in range(TILES):
                         at = ((int64(member) * H + head * D + part * PART + d * 8) * TP + group * 256) // 4 + lane
                         m = (n * TILES + d) * 4
-                        r = egg_ptx.mma_u8s8(limb[0], limb[1], limb[2], limb[3], v[at], v[at + 32],
+                        r = ptx.mma_u8s8(limb[0], limb[1], limb[2], limb[3], v[at], v[at + 32],
                                              sums[m], sums[m + 1], sums[m + 2], sums[m + 3])
                         sums[m], sums[m + 1], sums[m + 2], sums[m + 3] = r[0], r[1], r[2], r[3]
             den0, den1 = float(quad_sum(total0)), float(quad_sum(total1))
@@ -730,7 +730,7 @@ def _attention_kernel(cfg):
 def loss_function(cfg):
     """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's."""
     EXACT, BIT = cfg.LOSS == "exact", cfg.SOFTMAX_SCALE_BIT
-    UNIT = egg_model.log_unit(cfg)
+    UNIT = parameters.log_unit(cfg)
 
     @device
     def loss(total, top, target):
@@ -816,10 +816,10 @@ def _head_kernel(cfg, nz, noisy):
         g, q = lane >> 2, lane & 3
         row0 = cuda.blockIdx.x * TILE
         p = call * PLAN
-        at = egg_ptx.shared_address(sm, 0)
+        at = ptx.shared_address(sm, 0)
         at_a = int64(row0) * (H // 4)
         fetch(at, x, at_a, packed, int64(plan[p]), 0, t)
-        egg_ptx.copy_commit()
+        ptx.copy_commit()
         if noisy:
             exp[t] = exps[t]
         unit0 = row0 // (2 * T)
@@ -847,7 +847,7 @@ def _head_kernel(cfg, nz, noisy):
                 ahead = ((step + 1) // CHUNKS) % TILES
                 fetch(int32(at + ((step + 1) & 1) * STAGE), x, at_a, packed, plan[p] + int64(ahead) * (TILE * H // 4),
                       ((step + 1) % CHUNKS) * KC, t)
-            egg_ptx.copy_commit()
+            ptx.copy_commit()
             col0 = tile * TILE
             if noisy and chunk == 0:
                 for i in range(t, UNITS * TILE, 256):
@@ -855,7 +855,7 @@ def _head_kernel(cfg, nz, noisy):
                     if c < V:
                         stream = uint32(base + uint32(i // TILE))
                         column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-            egg_ptx.copy_wait_but_one()
+            ptx.copy_wait_but_one()
             cuda.syncthreads()
             multiply(acc, int32(at + (step & 1) * STAGE), warp, lane)
             if chunk == CHUNKS - 1:
@@ -932,7 +932,7 @@ def matrix_vector(K):
             s = int32(0)
             base = at + block * (2 * K) + lane
             for piece in range(K // 16):
-                s = egg_ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
+                s = ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
             s = quad_sum(s)
             if (lane & 3) == 0:
                 y[at_y + block * 8 + (lane >> 2)] = s
@@ -942,12 +942,12 @@ def matrix_vector(K):
 @device
 def block_sum(x, part, t):
     """Sum over a block of 1024 threads; part: 32 words of shared memory."""
-    x = egg_ptx.warp_sum(x)
+    x = ptx.warp_sum(x)
     cuda.syncthreads()
     if (t & 31) == 0:
         part[t >> 5] = x
     cuda.syncthreads()
-    return egg_ptx.warp_sum(part[t & 31])
+    return ptx.warp_sum(part[t & 31])
 
 
 def _token_kernel(cfg):
@@ -964,12 +964,12 @@ def _token_kernel(cfg):
 
     @device
     def block_max(x, part, t):
-        x = egg_ptx.warp_max(x)
+        x = ptx.warp_max(x)
         cuda.syncthreads()
         if (t & 31) == 0:
             part[t >> 5] = x
         cuda.syncthreads()
-        return egg_ptx.warp_max(part[t & 31])
+        return ptx.warp_max(part[t & 31])
 
     @device
     def normed(h, weights, plan, p, part, t):
@@ -1035,7 +1035,7 @@ def _token_kernel(cfg):
                     head, past = task // (here + 1), task % (here + 1)
                     s = int32(0)
                     for i in range(D // 4):
-                        s = egg_ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i], s)
+                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i], s)
                     scores[head * positions + past] = s
                     cuda.atomic.max(top, head, s)
                 cuda.syncthreads()
@@ -1093,7 +1093,7 @@ def _logits_kernel(cfg):
         if block * 8 < V:
             s = int32(0)
             for piece in range(H // 16):
-                s = egg_ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
+                s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
             s = quad_sum(s)
             if (lane & 3) == 0 and col < V:
                 z[col] = int32(s >> int32(SHIFT))
@@ -1128,7 +1128,7 @@ class _Packing:
 
     def __init__(self, cfg):
         self.at, self.copies, end = {}, [], 0
-        for t in egg_model.tensors(cfg):
+        for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
                 self.at[t.name, t.layer] = end
                 padded = blocks(t.cols, TILE) * TILE
@@ -1146,7 +1146,7 @@ class _Plan:
     """The calls of a forward pass in order; each is a row of run-time constants."""
 
     def __init__(self, cfg, packing):
-        self._tensors = {(t.name, t.layer): t for t in egg_model.tensors(cfg)}
+        self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self._packing, self._rows = packing, []
         self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",)) + self._embedding())
         self.emb_mlp = self._mlp(0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up", "mlp_emb_bias_down")
@@ -1301,10 +1301,10 @@ class Forward:
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        import egg_hopper                                    # it builds on this module
-        fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (egg_hopper.SEQ_LEN, egg_hopper.HIDDEN_DIM)
-                and shared_limit >= egg_hopper.SHARED)
-        self._noisy = egg_hopper.Hopper(cfg, self._packing, silent) if fast else _General(cfg, True, silent)
+        from kernels import hopper                                    # it builds on this module
+        fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (hopper.SEQ_LEN, hopper.HIDDEN_DIM)
+                and shared_limit >= hopper.SHARED)
+        self._noisy = hopper.Hopper(cfg, self._packing, silent) if fast else _General(cfg, True, silent)
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
@@ -1313,14 +1313,14 @@ class Forward:
 
     def tables(self):
         cfg = self.cfg
-        exps = egg_model.exp_table(cfg)
+        exps = parameters.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
             exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
-            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(egg_model.gelu_table()),
-            rope=cuda.to_device(egg_model.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
+            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(parameters.gelu_table()),
+            rope=cuda.to_device(parameters.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]
@@ -1358,6 +1358,6 @@ class Forward:
 def build_forward(cfg, cc, shared_limit, silent=False):
     """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
     if cfg.MODEL == "gru":
-        import egg_gru_kernels                                # it builds on this module
-        return egg_gru_kernels.Forward(cfg, cc, shared_limit, silent)
+        from kernels import gru                                # it builds on this module
+        return gru.Forward(cfg, cc, shared_limit, silent)
     return Forward(cfg, cc, shared_limit, silent)

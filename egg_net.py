@@ -1,8 +1,8 @@
 """Coordinator and worker: SPEC section 10 and PROTOCOL.md.
 
-One process, one selector, no threads: the coordinator hands out chunks of the population (egg_step), gathers their fitness and keeps
-it (egg_history); a worker evaluates chunks on an engine and applies the fitness of every step to its own replica of the model. Fitness
-and losses are all that training sends over the network; snapshots (egg_snapshot) help who joins late. A frame leaves in one send and
+One process, one selector, no threads: the coordinator hands out chunks of the population (cluster.leases), gathers their fitness and keeps
+it (cluster.history); a worker evaluates chunks on an engine and applies the fitness of every step to its own replica of the model. Fitness
+and losses are all that training sends over the network; snapshots (cluster.snapshots) help who joins late. A frame leaves in one send and
 without Nagle's delay, because every exchange is a small question and a small answer.
 """
 
@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import resource
 import selectors
@@ -27,21 +28,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-import egg_auth
-import egg_history
-import egg_http
-import egg_island
-import egg_model
-import egg_snapshot
-import egg_step
-import egg_watch
-import egg_wire
-from egg_history import EggError
-from egg_wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED, FULL,
-                      FrameError, HELLO, ISLAND, ITSELF, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS,
-                      OTHER_CONFIG, OTHER_DATA, PROOF, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
-                      SNAPSHOT_WANTED, STATED, STATUS, STEP, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame,
-                      next_frame)
+from cluster import auth
+from cluster import history
+from tools import live_page
+from islands import gossip
+from model import data_files
+from model import parameters
+from cluster import snapshots
+from cluster import leases
+from cluster import event_log
+from cluster import wire
+from egg_config import EggError
+from cluster.wire import (BAD_FRAME, BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, CHALLENGE, CHALLENGED, ERROR, FAILED,
+                          FULL, FrameError, HEARTBEAT, HELLO, ISLAND, ITSELF, JOB_REQUEST, JOB_RESPONSE, JOIN,
+                          LOG_MESSAGE, NONCE, NOTHING, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, PROOF, REBUILD, REQUEST,
+                          RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATED,
+                          STATUS, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION, WELCOME, WELCOMED, frame,
+                          next_frame)
 
 
 class NetError(EggError):
@@ -73,7 +76,7 @@ class Console:
         self._loss, self._validation = math.inf, None        # of the last step; one that its step's line has still to say
 
     def tell(self, event, line):
-        """A sink of events (egg_watch)."""
+        """A sink of events (cluster.event_log)."""
         if event["event"] == "validation":
             self._validation = event
         elif event["event"] == "step":
@@ -120,7 +123,7 @@ class Console:
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with the prompt and what the model made of it in different colours, where it is a sample (egg_worker.sample)."""
+        """`text` with the prompt and what the model made of it in different colours, where it is a sample (egg_net.sample)."""
         parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
         return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
 
@@ -236,7 +239,7 @@ class Connection:
         self.words = WORDS             # log messages that it may send just now
         self.born = self.heard = self.spoke = time.monotonic()
         self.half = None               # since when the beginning of a frame is here
-        self.target = self.peer = None  # the egg_island.Target that was called here; the egg_island.Peer that it is
+        self.target = self.peer = None  # the islands.gossip.Target that was called here; the islands.gossip.Peer that it is
         self.welcomed = False          # by the island that was called
         self.owed = None               # what a peer asked for and has to wait for: nothing more is taken from it meanwhile
         self.open = True
@@ -260,35 +263,35 @@ class Connection:
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. `run` is an egg_history.Run, `steps` the number of completed steps at
+    """Serves workers until `finished`; drive it with `poll`. `run` is an cluster.history.Run, `steps` the number of completed steps at
     which the run ends (None: never), `minutes` the same in time after the first chunk was handed out; peers=False: no lines about workers
-    that come and go; access: an egg_auth.Access; events: an egg_watch.Events, by default one for `console` and a coordinator.log in
-    `log_dir`; http: an egg_http.Where, for a live page; island: the egg_island.Terms of an island.
+    that come and go; access: an cluster.auth.Access; events: an cluster.event_log.Events, by default one for `console` and a coordinator.log in
+    `log_dir`; http: an tools.live_page.Where, for a live page; island: the islands.gossip.Terms of an island.
 
     Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks, NetError where host and
     port cannot be served, AuthError where that would let anybody in, EggError where the log cannot be written."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
-                 access=egg_auth.Access(), events=None, http=None, island=None):
+                 access=auth.Access(), events=None, http=None, island=None):
         self.cfg, self.run, self.steps, self.minutes, self.access = cfg, run, steps, minutes, access
         self.console, self.peers = console or Console(), peers
-        self.events, self._own_events = events or egg_watch.Events(cfg, run, log_dir, self.console), events is None
-        self.limits = egg_wire.limits(cfg)
-        self.limits_at_first = egg_wire.limits_before_join(self.limits)
-        self.most_weights = egg_model.n_weights(cfg)
+        self.events, self._own_events = events or event_log.Events(cfg, run, log_dir, self.console), events is None
+        self.limits = wire.limits(cfg)
+        self.limits_at_first = wire.limits_before_join(self.limits)
+        self.most_weights = parameters.n_weights(cfg)
         self.selector = selectors.DefaultSelector()
         self.connections = set()
         self.idle, self.unseen = deque(), 0          # who waits for an answer; how many of them have not been looked at since `wake`
-        files, others = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + (egg_http.MOST_CLIENTS if http else 0)
-        self.door = egg_auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - others, cfg.CONNECTIONS_PER_ADDRESS)
-        self.bans = egg_auth.Bans(run.directory)
+        files, others = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + (live_page.MOST_CLIENTS if http else 0)
+        self.door = auth.Door((files if files != resource.RLIM_INFINITY else 1 << 16) - others, cfg.CONNECTIONS_PER_ADDRESS)
+        self.bans = auth.Bans(run.directory)
         self.alone, self.usual = False, None         # one author is at work, and for a while; seconds that a chunk takes most workers
         # when there was last more than one; a run that goes on may have had some, who are about to come back
         self.several_at = time.monotonic() if run.step else -math.inf
         self.patience = AUDIT_PATIENCE if peers else 0.0
         self.last_frame = None, b""
         self.states = {}                             # step -> {digest: authors}, of the last STATES_KEPT steps
-        self.shelf, self.upload = egg_snapshot.Shelf(cfg, run), None           # upload: (connection, egg_snapshot.Upload)
+        self.shelf, self.upload = snapshots.Shelf(cfg, run), None           # upload: (connection, cluster.snapshots.Upload)
         self.shelf.check_start()
         self.disputes = set()
         self.first_step, self.started, self.completed = run.step, None, None
@@ -297,13 +300,13 @@ class Coordinator:
         self.closing, self.wake, self.look_at = False, False, 0.0
         self.tx = self.rx = 0
         self.page = None
-        self.island = egg_island.Island(self, island) if island else None
-        self.listener = self._listen(egg_auth.listen_host(host, access), port)
+        self.island = gossip.Island(self, island) if island else None
+        self.listener = self._listen(auth.listen_host(host, access), port)
         self.address = self.listener.getsockname()[:2]
         self.selector.register(self.listener, selectors.EVENT_READ)
         self._new_step()
         if http:
-            self.page = egg_http.Page(http, self)
+            self.page = live_page.Page(http, self)
 
     @property
     def finished(self):
@@ -436,7 +439,7 @@ class Coordinator:
             target.failed()
             return
         sock.setblocking(False)
-        connection = target.connection = Connection(sock, address, egg_wire.limits_of_call(self.limits))
+        connection = target.connection = Connection(sock, address, wire.limits_of_call(self.limits))
         connection.target, connection.title, connection.version = target, target.title, V2
         self.connections.add(connection)
         self.selector.register(sock, selectors.EVENT_WRITE, lambda mask: self._called(connection))
@@ -509,7 +512,7 @@ class Coordinator:
         if connection.version == V2:
             with contextlib.suppress(OSError):
                 if not connection.outbox:
-                    connection.sock.send(frame(ERROR, FAILED.pack(code), why.encode()[:egg_wire.OTHER_LIMIT - FAILED.size], version=V2))
+                    connection.sock.send(frame(ERROR, FAILED.pack(code), why.encode()[:wire.OTHER_LIMIT - FAILED.size], version=V2))
         self.drop(connection)
 
     def _read(self, connection):
@@ -577,10 +580,10 @@ class Coordinator:
             if late:
                 self.events.warn(f"worker {connection.title} silent for {lease:.2g} s, its {_chunks(late)} handed out again")
                 self._give_back(connection, late)
-            if connection.target and not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
+            if connection.target and not connection.joined and now - connection.born > auth.HANDSHAKE_SECONDS:
                 self.drop(connection)                # it is called again
-            elif not connection.joined and now - connection.born > egg_auth.HANDSHAKE_SECONDS:
-                self._refuse(connection, f"said nothing useful for {egg_auth.HANDSHAKE_SECONDS:g} s")
+            elif not connection.joined and now - connection.born > auth.HANDSHAKE_SECONDS:
+                self._refuse(connection, f"said nothing useful for {auth.HANDSHAKE_SECONDS:g} s")
             elif connection.half and now - connection.half > HALF_FRAME_TIMEOUT and not connection.owed:
                 self._refuse(connection, "stopped in the middle of a frame")
             elif silent > cfg.IDLE_TIMEOUT and not (connection.peer or connection.version == V1 and connection.waiting):
@@ -634,12 +637,12 @@ class Coordinator:
             self.say(connection, CHALLENGE, CHALLENGED.pack(connection.challenge, bool(self.access.secret)))
         elif opcode == JOIN and connection.hello is not None:
             given, text = payload[:PROOF.size], payload[PROOF.size:]
-            if not egg_auth.proves(self.access.secret, given, b"worker", connection.hello, connection.challenge, text):
+            if not auth.proves(self.access.secret, given, b"worker", connection.hello, connection.challenge, text):
                 self._refuse(connection, "wrong secret", NO_ACCESS)
                 return
             self._join(connection, text, _card(text))
         else:
-            raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+            raise FrameError(f"{wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
 
     def _greet(self, connection):
         """The first words to an island that was called."""
@@ -654,11 +657,11 @@ class Coordinator:
                 self.island.refused(connection, "it wants a secret: give all islands the same with --secret-file FILE, or in EGG_SECRET")
                 return
             connection.card = json.dumps(self.island.card()).encode()
-            mine = egg_auth.proof(self.access.secret, b"worker", connection.hello, connection.challenge, connection.card)
+            mine = auth.proof(self.access.secret, b"worker", connection.hello, connection.challenge, connection.card)
             self.say(connection, JOIN, mine, connection.card)
         elif opcode == WELCOME and connection.challenge is not None and not connection.welcomed:
             its = WELCOMED.unpack(payload)[0]
-            connection.welcomed = egg_auth.proves(self.access.secret, its, b"coordinator", connection.hello, connection.challenge, connection.card)
+            connection.welcomed = auth.proves(self.access.secret, its, b"coordinator", connection.hello, connection.challenge, connection.card)
             if not connection.welcomed:
                 self.island.refused(connection, "it does not know the secret")
         elif opcode == ISLAND and connection.welcomed:
@@ -670,7 +673,7 @@ class Coordinator:
         elif opcode == ERROR:
             self._told_error(connection, payload)
         else:
-            raise FrameError(f"{egg_wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+            raise FrameError(f"{wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
 
     def _told_error(self, connection, payload):
         """Another island ends the connection, and says why."""
@@ -682,7 +685,7 @@ class Coordinator:
 
     def _let_in_island(self, connection, card, author):
         self._let_in(connection, V2, None)
-        connection.limits = egg_wire.limits_of_island(self.limits)
+        connection.limits = wire.limits_of_island(self.limits)
         self.island.joined(connection, card, author.identity)
 
     def _author(self, connection, card):
@@ -695,14 +698,14 @@ class Coordinator:
             self._refuse(connection, why, BANNED)
             return
         if card["role"] == "worker":
-            differ = egg_history.difference(egg_history.kept(self.cfg), card["config"], ("at the coordinator", "at the worker"))
+            differ = history.difference(history.kept(self.cfg), card["config"], ("at the coordinator", "at the worker"))
             if differ:
                 self._refuse(connection, f"another configuration: {differ}", OTHER_CONFIG)
                 return
             if any(card["data"]):
                 if any(self.run.data) and card["data"] != self.run.data:
                     self._refuse(connection, "other training data than the first worker of this run had: give every worker the same "
-                                 f"INPUT_FILE; to go on with other data, remove {egg_history.DATA_FILE} from the save directory", OTHER_DATA)
+                                 f"INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save directory", OTHER_DATA)
                     return
                 self.run.keep_data(card["data"])
             connection.device = card["device"]
@@ -717,8 +720,8 @@ class Coordinator:
                 self._refuse(connection, f"island {card['name']}: {why}", OTHER_CONFIG)
                 return
         self._let_in(connection, V2, author if card["role"] == "worker" else None)
-        mine = egg_auth.proof(self.access.secret, b"coordinator", connection.hello, connection.challenge, text)
-        self.say(connection, WELCOME, WELCOMED.pack(mine, egg_snapshot.config_digest(self.cfg), self.run.data, self.run.step,
+        mine = auth.proof(self.access.secret, b"coordinator", connection.hello, connection.challenge, text)
+        self.say(connection, WELCOME, WELCOMED.pack(mine, snapshots.config_digest(self.cfg), self.run.data, self.run.step,
                                                      self.shelf.newest))
         if card["role"] == "status":
             connection.status = True
@@ -729,7 +732,7 @@ class Coordinator:
 
     def _let_in(self, connection, version, author):
         connection.version, connection.author, connection.joined = version, author, True
-        connection.limits = egg_wire.limits_of(self.limits, version)
+        connection.limits = wire.limits_of(self.limits, version)
 
     def _banned(self, author):
         """Why this author may not take part, or None."""
@@ -741,7 +744,7 @@ class Coordinator:
 
     def _new_step(self):
         draws = np.frombuffer(os.urandom(4 * self.cfg.N_CHUNKS), np.uint32)          # nobody can know what will be audited
-        self.work = egg_step.Step(self.cfg, np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
+        self.work = leases.Step(self.cfg, np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
         self.updates, self.late = [], []             # late: chunks that an idle worker may take a copy of
         self.disputes.clear()
         self.step_started, self.step_tx, self.step_rx = time.monotonic(), self.tx, self.rx
@@ -837,19 +840,19 @@ class Coordinator:
         self.say(connection, REBUILD, STEP.pack(self.shelf.newest))
 
     def begin_epoch(self, state, origin, body=None):
-        """Goes on from another state, of this step and seed, between two steps. origin: see egg_history.Start; body: of its snapshot, where
+        """Goes on from another state, of this step and seed, between two steps. origin: see cluster.history.Start; body: of its snapshot, where
         that is made already. Raises OSError, and then nothing has changed."""
         self.shelf.forget(state.step)                # the snapshot of this step is another now
         try:
-            sha256 = egg_snapshot.save(self.cfg, state, self.run.directory, body)
-            self.run.begin_epoch(egg_history.Start(state.step, state.seed, sha256.hex(), origin))
+            sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
+            self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
             self.shelf.remove(f"snapshot-{state.step:08d}.egg")
             raise
         if self.upload:
             self._end_upload()
         self.shelf.close()
-        self.shelf = egg_snapshot.Shelf(self.cfg, self.run)
+        self.shelf = snapshots.Shelf(self.cfg, self.run)
         self.shelf.arrange()
         self.states.clear()
         self.last_frame = None, b""
@@ -909,7 +912,7 @@ class Coordinator:
             raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} below "
                              f"{cfg.POPULATION_SIZE}")
         try:
-            fitness = egg_model.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
+            fitness = parameters.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
         except ValueError as error:
             raise FrameError(f"wrong fitness: {error}") from None
         if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > self.most_weights:
@@ -945,7 +948,7 @@ class Coordinator:
 
     def _complete_step(self):
         step, updates, sum_loss = self.run.step, max(self.updates, default=0), self.work.sum_loss
-        self.run.append(egg_model.pack_ternary(self.work.fitness), sum_loss, updates)
+        self.run.append(parameters.pack_ternary(self.work.fitness), sum_loss, updates)
         report = self._report(step, updates, sum_loss)
         for connection in self.connections:
             connection.held.clear()
@@ -1038,7 +1041,7 @@ class Coordinator:
     def _want_snapshot(self, connection):
         try:
             awaited = bool(self.island and self.island.handover)       # then it is about to be another one, and needs no file
-            self.upload = connection, egg_snapshot.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory,
+            self.upload = connection, snapshots.Upload(self.cfg, self.run.step, self.run.seed, connection.stated, self.run.directory,
                                                           remember=awaited)
             self.say(connection, SNAPSHOT_WANTED, STEP.pack(self.run.step))
         except OSError as error:
@@ -1105,25 +1108,25 @@ class Coordinator:
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=egg_auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
+                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or SIGTERM.
 
-    host: default see egg_auth.listen_host; port: default cfg.PORT; http: an egg_http.Where, for a live page; log_json,
-    tensorboard: see egg_watch.Events; island: the egg_island.Terms of an island. Returns a Summary. Raises HistoryError, NetError,
+    host: default see cluster.auth.listen_host; port: default cfg.PORT; http: an tools.live_page.Where, for a live page; log_json,
+    tensorboard: see cluster.event_log.Events; island: the islands.gossip.Terms of an island. Returns a Summary. Raises HistoryError, NetError,
     AuthError, IslandError, WatchError; the completed steps are
     kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
-    run = egg_history.open_run(cfg, save_dir, load_dir)
-    with contextlib.closing(run), egg_watch.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
+    run = history.open_run(cfg, save_dir, load_dir)
+    with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
         for line in run.said:
             events.warn(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console, access=access,
                                   events=events, http=http, island=island)
         with contextlib.closing(coordinator):
             where = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
-            doors = "with a secret" if access.secret else "open to this machine" if egg_auth.is_loopback(coordinator.address[0]) else \
+            doors = "with a secret" if access.secret else "open to this machine" if auth.is_loopback(coordinator.address[0]) else \
                 "OPEN TO ANYBODY"
             console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, where, doors,
                                                                         " and TLS" if access.tls else ""))
@@ -1176,3 +1179,436 @@ def _bytes(n):
     return f"{n} B" if n < 1 << 10 else f"{n / (1 << 10):.2f} KB" if n < 1 << 20 else f"{n / (1 << 20):.2f} MB"
 
 
+# --- worker ------------------------------------------------------------------------------------------------------------------
+
+SLICE_SECONDS = 0.2        # how long a worker computes at most without looking at its socket, roughly
+FIRST_SLICE = 64           # members, before its speed is known
+CONNECT_TIMEOUT = 10.0     # seconds
+SEND_TIMEOUT = 60.0        # seconds
+BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
+LINEAGE = 5                # epochs that `status` tells of at most
+POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
+
+
+class OldCoordinator(Exception):
+    """The coordinator closed on our HELLO: it may speak version 1 alone."""
+
+
+class Link:
+    """A worker's connection, introduced. Every method raises OSError when the coordinator is gone, NetError when it is no coordinator of
+    ours or does not let us in; making one raises OldCoordinator where version 1 may help. version: V1 or V2; card: what JOIN says."""
+
+    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
+        self.name, self.limits, self.inbox = f"{host}:{port}", wire.limits(cfg), bytearray()
+        self.version, self.limits = version, {version: self.limits[version]}
+        self.beaten, self.snapshot = time.monotonic(), 0
+        self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+        try:
+            tune(self.sock)
+            if access.tls:
+                self.sock = self._tls(access.tls, host)
+            if version == V2:
+                self._introduce(cfg, access, card)
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def _tls(self, context, host):
+        try:
+            return context.wrap_socket(self.sock, server_hostname=host)
+        except ssl.SSLCertVerificationError as error:
+            raise NetError(f"{self.name}: its certificate is not good: {error.verify_message}: give --tls-ca the certificate of this "
+                           "coordinator, made for the name used here") from None
+        except ssl.SSLError as error:
+            raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
+
+    def _introduce(self, cfg, access, card):
+        hello, text = os.urandom(NONCE.size), json.dumps(card).encode()
+        self.send(self.frame(HELLO, hello))
+        try:
+            challenge, wanted = CHALLENGED.unpack(self.next(CHALLENGE, CONNECT_TIMEOUT))
+        except ConnectionError:
+            raise OldCoordinator from None
+        if wanted and not access.secret:
+            raise NetError(f"{self.name} wants a secret: give the coordinator's with --secret-file FILE, or in EGG_SECRET")
+        self.send(self.frame(JOIN, auth.proof(access.secret, b"worker", hello, challenge, text), text))
+        proof, config, _, _, self.snapshot = WELCOMED.unpack(self.next(WELCOME, CONNECT_TIMEOUT))
+        if not auth.proves(access.secret, proof, b"coordinator", hello, challenge, text):
+            raise NetError(f"{self.name} does not know the secret: is it the right coordinator?")
+        if card["role"] == "worker" and config != snapshots.config_digest(cfg):
+            raise NetError(f"{self.name}: it let us in with another configuration: is it of the same version of egg?")
+
+    def frame(self, opcode, *parts):
+        return frame(opcode, *parts, version=self.version)
+
+    def send(self, data):
+        self.sock.settimeout(SEND_TIMEOUT)
+        self.sock.sendall(data)
+        self.beaten = time.monotonic()
+
+    def beat(self):
+        """A sign of life where one is due."""
+        if self.version == V2 and time.monotonic() - self.beaten >= HEARTBEAT_EVERY:
+            self.send(self.frame(HEARTBEAT))
+
+    def next(self, *wanted):
+        """Payload of the next frame; see `any_of`."""
+        return self.any_of((wanted[0],), *wanted[1:])[1]
+
+    def any_of(self, opcodes, timeout=None):
+        """(opcode, payload) of the next frame with one of these opcodes, others are passed over; heartbeats go out meanwhile. Raises
+        TimeoutError after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                while got := next_frame(self.inbox, self.limits):
+                    if got[1] in opcodes:
+                        return got[1:]
+                    if got[1] == ERROR and self.version == V2:
+                        code, why = FAILED.unpack_from(got[2])[0], one_line(got[2][FAILED.size:].decode("utf-8", "replace"))
+                        if code == FULL:
+                            raise TimeoutError(why)
+                        raise NetError(f"{self.name} refuses this worker: {why}")
+            except FrameError as error:
+                raise NetError(f"{self.name}: {error}") from None
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"{self.name} does not answer")
+            self._receive(HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001)))
+            self.beat()
+
+    def response(self, timeout=None):
+        """(seed, step, first member, fitness as it came) of the next JOB_RESPONSE."""
+        return self.unpack_response(self.next(JOB_RESPONSE, timeout))
+
+    def unpack_response(self, payload):
+        seed, step, position, size = RESPONSE.unpack_from(payload)
+        if size != len(payload) - RESPONSE.size:
+            raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
+                           f"{len(payload) - RESPONSE.size}")
+        return seed, step, position, payload[RESPONSE.size:]
+
+    def check(self, seconds=0.0):
+        """Looks whether the coordinator is still there, for so long."""
+        self._receive(seconds)
+        self.beat()
+
+    def _receive(self, seconds):
+        """Takes in what comes within so many seconds."""
+        self.sock.settimeout(seconds)
+        try:
+            data = self.sock.recv(1 << 16)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            return
+        if not data:
+            raise ConnectionResetError("the connection was closed")
+        self.inbox += data
+
+    def close(self):
+        self.sock.close()
+
+
+class Worker:
+    """A replica of the model and what it needs to serve; see `run_worker`."""
+
+    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console):
+        self.cfg, self.engine, self.console = cfg, engine, console
+        self.tokens, self.validation, self.decoding = tokens, validation, decoding
+        self.changed = 0                   # weights changed by the last update, until reported
+        self.rebuilt = False               # since the last chunk
+        self.validate_next = validate_first
+        self.told_step = -1                # the last step that was validated and sampled
+        self.speed = None                  # members a second
+        self.slice = FIRST_SLICE
+        self.chunks = 0
+        self.stated = None                 # (step, digest of the state then)
+
+    def serve(self, link, heard):
+        """Asks for work and does it until the coordinator is gone (OSError). `heard` is called with every answer."""
+        engine = self.engine
+        if link.snapshot > engine.step:
+            self._load(link, link.snapshot)
+        while True:
+            link.send(link.frame(JOB_REQUEST, REQUEST.pack(engine.seed, engine.step, 0), self._state(link)))
+            opcode, payload = link.any_of((JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED) if link.version == V2 else (JOB_RESPONSE,))
+            while opcode == SNAPSHOT_WANTED:
+                self._send_snapshot(link, *STEP.unpack(payload))
+                opcode, payload = link.any_of((JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED))
+            heard()
+            if opcode == REBUILD:
+                start = STEP.unpack(payload)[0]
+                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
+                if not start or not self._load(link, start):
+                    self._begin_again()
+                continue
+            seed, step, position, packed = link.unpack_response(payload)
+            if packed:
+                self._catch_up(link, step, packed)
+            elif position == NOTHING:
+                # a seed of 0 says nothing: a C++ coordinator may leave these fields empty here
+                if step < engine.step and seed not in (0, engine.seed):
+                    self._rebuild(link, seed, step)
+                else:
+                    link.check(POLL_SECONDS)
+            elif (seed, step) != (engine.seed, engine.step):
+                self._rebuild(link, seed, step)
+            elif position % self.cfg.CHUNK_SIZE or position >= self.cfg.POPULATION_SIZE:
+                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of {self.cfg.CHUNK_SIZE} "
+                               f"below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and POPULATION_SIZE as there")
+            else:
+                self._work(link, position)
+
+    def _catch_up(self, link, step, packed):
+        if step != self.engine.step + 1:
+            self._rebuild(link, None, step)
+            return
+        try:
+            if link.version == V2:
+                packed = history.unzip(packed, parameters.packed_size(self.cfg.N_PAIRS))
+            fitness = parameters.unpack_ternary(packed, self.cfg.N_PAIRS)
+        except ValueError as error:
+            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
+                           "set POPULATION_SIZE as there") from None
+        self.changed = self.engine.update(fitness)
+
+    def _rebuild(self, link, seed, step):
+        """This replica and the coordinator's run have parted: begin again and replay the run, once."""
+        if self.rebuilt:
+            raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
+                           + (f" with seed {seed}" if seed is not None else "")
+                           + f", here is step {self.engine.step} with seed {self.engine.seed}; "
+                           "is the configuration the same on both sides, and does it still hold the history of the run?")
+        self.rebuilt = True
+        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the beginning")
+        self._begin_again()
+
+    def _begin_again(self, state=None):
+        self.engine.load(state or parameters.initial_state(self.cfg))
+        self.changed, self.told_step, self.stated = 0, -1, None
+
+    def _state(self, link):
+        """The digest of this step's state, which goes with every request; b"" with version 1."""
+        if link.version == V1:
+            return b""
+        if self.stated is None or self.stated[0] != self.engine.step:
+            self.stated = self.engine.step, self.engine.digest()
+        return STATED.pack(self.stated[1])
+
+    def _load(self, link, step):
+        """Takes over the coordinator's snapshot of this step; whether it was good. Without it the run is replayed as far."""
+        data, total = bytearray(), 1
+        while len(data) < total:
+            link.send(link.frame(SNAPSHOT_REQUEST, BLOCK_REQUEST.pack(step, len(data))))
+            payload = link.next(SNAPSHOT_DATA)
+            its_step, total, offset = BLOCK_HEAD.unpack_from(payload)
+            if (its_step, offset) != (step, len(data)) or total > snapshots.most_bytes(self.cfg) or len(payload) == BLOCK_HEAD.size and total:
+                raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
+            data += payload[BLOCK_HEAD.size:]
+        try:
+            state = snapshots.unpack(self.cfg, data)
+        except ValueError as error:
+            self.console.line(f"worker: {error}; replaying the run instead")
+            return False
+        self._begin_again(state)
+        self.console.line(f"worker: at step {step} by a snapshot")
+        return True
+
+    def _send_snapshot(self, link, step):
+        """The state of this step, in pieces."""
+        if step != self.engine.step:
+            raise NetError(f"{link.name}: it wants a snapshot of step {step}, here is step {self.engine.step}")
+        body = snapshots.pack(self.engine.state())
+        for offset in range(0, len(body), BLOCK):
+            link.send(link.frame(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, len(body), offset), body[offset:offset + BLOCK]))
+
+    def _work(self, link, first):
+        if first == 0 and self.engine.step != self.told_step:
+            self._tell(link)
+            self.told_step = self.engine.step
+        losses = np.empty(self.cfg.CHUNK_SIZE, np.int64)
+        done = 0
+        while done < losses.size:
+            count = self._slice_size(losses.size - done)
+            started = time.perf_counter()
+            losses[done:done + count] = self.engine.evaluate(first + done, count)
+            self._measure(count, time.perf_counter() - started)
+            done += count
+            link.check()
+        packed = parameters.pack_ternary(parameters.chunk_fitness(losses, self.cfg))
+        head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
+        link.send(link.frame(RESULT, head, packed))
+        self.changed, self.rebuilt = 0, False
+        self.chunks += 1
+        self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, {self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
+
+    def _slice_size(self, left):
+        """Even number of members: equal slices of what is left, none expected to take longer than SLICE_SECONDS."""
+        slices = -(-left // self.slice)
+        return min(left, -(-left // slices) + 1 & ~1)
+
+    def _measure(self, count, seconds):
+        self.speed = count / max(seconds, 1e-9)
+        # grows by steps: the first slices of a device say little about the speed of large ones
+        self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
+
+    def _tell(self, link):
+        """What the worker of chunk 0 adds to the result: validation and a sample, every so many steps."""
+        cfg, step = self.cfg, self.engine.step
+        if cfg.DEBUG and self.tokens is not None:
+            from tools import debug
+            if step % debug.EVERY == 0:
+                debug.report(cfg, self.engine, self.tokens, Console(), cfg.DEBUG_FILE)       # here, not at the coordinator
+        if self.validation is not None and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
+            self.validate_next = False
+            nats, tokens = self.engine.validate(self.validation.windows)
+            n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
+            link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
+        if self.tokens is not None and cfg.SAMPLE_EVERY and step % cfg.SAMPLE_EVERY == 0:
+            text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")         # one line of the log
+            link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
+
+
+def sample(cfg, engine, tokens, decoding):
+    """str: a piece of the data and how the model goes on from there (SPEC 10)."""
+    at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
+    prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
+    more = list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed))
+    return f"{data_files.text(decoding, prompt)} >>> {data_files.text(decoding, more)}"
+
+
+WHICH_HOST = "give the name or address of the coordinator's machine"
+
+
+def check_address(host, port):
+    """Raises NetError where `host` is no name or address."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = reason(error) if isinstance(error, OSError) else "this is no name"
+        raise NetError(f"{host} cannot be reached: {why}: {WHICH_HOST}") from None
+
+
+def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, validate_first=False,
+               console=None, access=auth.Access(), protocol=0, name=None):
+    """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the coordinator
+    closes, and returns the number of chunks done. The engine keeps the state it has come to.
+
+    tokens: the training data, for samples; validation: an model.data_files.Validation or None; decoding: an model.data_files.Decoding or None;
+    validate_first: with the first chunk 0, whatever the step; access: an cluster.auth.Access; protocol: 1, 2, or 0 for 2 and then 1 where
+    the coordinator closes on that (never where there is a secret or TLS); name: in the coordinator's lines, default host and device.
+    Raises NetError where no coordinator can be, or one that does not fit or does not let us in."""
+    console = console or Console()
+    check_address(host, port)
+    if protocol == V1 and (access.secret or access.tls):
+        raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
+    worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console)
+    card = {"role": "worker", "id": os.urandom(8).hex(), "name": name or f"{socket.gethostname()}/{engine.name}", "device": engine.name,
+            "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
+    version = protocol or V2
+    pause, known = BACK_OFF[0], False
+    say_there = say_gone = True              # attempts that bring no answer are told once
+
+    def heard():
+        nonlocal pause, say_there, say_gone
+        pause, say_there, say_gone = BACK_OFF[0], True, True
+
+    while True:
+        link = None
+        try:
+            link = Link(cfg, host, port, version, access, card)
+            if say_there:
+                say_there, say_gone = False, True
+                console.line(f"worker: {engine.name}, connected to {host}:{port}" + (" (protocol 1)" if link.version == V1 else ""))
+            known = True
+            worker.serve(link, heard)
+        except OldCoordinator:
+            if not (protocol or access.secret or access.tls or version == V1):
+                version = V1                 # at once, and for one connection: who closed may also have been stopped just then
+                continue
+            if not retry:
+                raise NetError(f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here, of protocol 2?") from None
+            if say_gone:
+                console.line("worker: the coordinator closed on our greeting, trying again")
+            say_gone = False
+        except OSError as error:
+            if not known and not isinstance(error, (ConnectionError, TimeoutError)):
+                raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
+            if not retry and known:
+                return worker.chunks
+            if not retry:
+                raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
+            if say_gone:
+                what = "the coordinator is gone" if known else f"no coordinator at {host}:{port} yet"
+                console.line(f"worker: {what}, trying again")
+            say_gone = False
+        finally:
+            if link is not None:
+                link.close()
+        version = protocol or V2
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, BACK_OFF[1])
+
+
+def fetch_status(cfg, host, port, access=auth.Access()):
+    """What the coordinator at host:port tells about its run, as a dict (Coordinator.status). Raises NetError."""
+    check_address(host, port)
+    card = {"role": "status", "id": os.urandom(8).hex(), "name": socket.gethostname()}
+    try:
+        link = Link(cfg, host, port, V2, access, card)
+        try:
+            return json.loads(link.next(STATUS, CONNECT_TIMEOUT))
+        finally:
+            link.close()
+    except OldCoordinator:
+        raise NetError(f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here, of protocol 2?") from None
+    except OSError as error:
+        raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
+    except ValueError:
+        raise NetError(f"{host}:{port}: a status that cannot be read") from None
+
+
+def describe_status(told):
+    """str: a table of what fetch_status gives."""
+    of = f" of {told['steps']}" if told["steps"] else ""
+    facts = [f"step {told['step']}{of}, {told['chunks_done']} of {told['chunks']} chunks done, {told['tokens_per_second']:,.0f} tokens/s"]
+    if told["loss"] is not None:
+        facts[0] += f", loss {told['loss']:.4f}"
+    if told["validation"]:
+        facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**told["validation"])
+    facts.append(f"kept in {told['save_dir']}" + (f", newest snapshot of step {told['snapshot']}" if told["snapshot"] else "")
+                 if told["save_dir"] else "not kept")
+    if told["banned"]:
+        facts += [f"banned: {who}: {why}" for who, why in told["banned"].items()]
+        facts.append(f"to lift a ban remove its line from {told['ban_file']}" if told["ban_file"] else "bans last until the coordinator ends")
+    lines = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"),
+                   [(w["name"], w["device"], w["address"], w["state"], str(w["step"]), str(w["chunks"]),
+                     f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s") for w in told["workers"]], 4)
+    lines = facts + ([""] + lines if told["workers"] else ["no workers"]) + _describe_island(told.get("island"))      # none before islands
+    return "\n".join(printable(line).removeprefix("  ") for line in lines)
+
+
+def _describe_island(island):
+    """[line] of a coordinator's place among its peers; [] where it is no island."""
+    if not island:
+        return []
+    peers = [{k: one_line(v, 64) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
+    up = sum(p["state"] == "up" for p in peers)
+    name, founder = one_line(island["name"], 64), one_line(island["founder"], 64)
+    first = f"island {name}, epoch {island['epoch']}, descends from {founder}, {up} of {len(peers)} peers up"
+    if island["fitness"] is not None:
+        first += f", fitness {island['fitness']:.4f} ({island['kind']})"
+    lines = ["", first]
+    for told in [told for told in island["lineage"] if told["epoch"]][-LINEAGE:]:
+        source = "rejuvenated" if told["peer_step"] is None else f"the state of {one_line(told['from'], 64)} at its step {told['peer_step']}"
+        lines.append(f"  epoch {told['epoch']} from step {told['step']}: {source}")
+    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"), ("descends from", "founder", "{}"),
+               ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"), ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
+               ("last seen", "last_seen", "{:.1f} s"))
+    rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
+    return lines + ([""] + _table([title for title, _, _ in columns], rows, 5) if rows else [])
+
+
+def _table(head, rows, words):
+    """[line]: rows under their head, the first columns, of words, to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return ["  ".join(cell.ljust(n) if i < words else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths))).rstrip()
+            for row in (head, *rows)]

@@ -1,6 +1,6 @@
 """Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
 
-`egg_debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
+`tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import pytest
 import pyzstd
 
 import egg_config
-import egg_cpu
-import egg_model
-import egg_simd
-from egg_debug import Reading
+from engine import cpu_engine
+from model import parameters
+from engine import simd
+from tools.debug import Reading
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 6
@@ -26,23 +26,23 @@ STEPS = 6
 
 def golden(name):
     """(configuration, tokens, recording) of golden/<name>.npz."""
-    z = np.load(HERE / "golden" / f"{name}.npz")
+    z = np.load(HERE / "tests" / "golden" / f"{name}.npz")
     cfg = egg_config.make(**json.loads(str(z["config"])))
     if name == "E":
-        raw = pyzstd.decompress((HERE / "golden" / "input_8k.bin.zst").read_bytes())
+        raw = pyzstd.decompress((HERE / "tests" / "golden" / "input_8k.bin.zst").read_bytes())
         return cfg, np.frombuffer(raw, np.uint32), z
     return cfg, z["input_bin"] if cfg.VOCAB_SIZE == 256 else z["input_bin"].view(np.uint32), z
 
 
 def population_fitness(cfg, losses):
-    return np.concatenate([egg_model.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
+    return np.concatenate([parameters.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
 
 
 # --- the plain reading of the SPEC, and what to hold against it ---------------------------------------------------------------
 
 def loss_of(reading, window, seed, sign):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp, z = reading.cfg, [int(e) for e in egg_model.exp_table(reading.cfg)], reading.logits(window[:-1], seed, sign)
+    cfg, exp, z = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)], reading.logits(window[:-1], seed, sign)
     total = 0
     for row, target in zip(z, window[1:]):
         q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
@@ -115,8 +115,8 @@ def test_fingerprint_covers_what_must_agree():
 
 def test_tensors_cover_the_flat_arrays_once():
     for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
-        weights, overlay = np.zeros(egg_model.n_weights(cfg), int), np.zeros(egg_model.n_overlay(cfg), int)
-        for t in egg_model.tensors(cfg):
+        weights, overlay = np.zeros(parameters.n_weights(cfg), int), np.zeros(parameters.n_overlay(cfg), int)
+        for t in parameters.tensors(cfg):
             weights[t.weights:t.weights + t.size] += 1
             overlay[t.overlay_a:t.overlay_a + t.cols] += 1
             if t.matrix:
@@ -131,26 +131,26 @@ def test_draws_are_xorshift32():
         x ^= x >> 17
         x ^= x << 5 & 0xFFFFFFFF
         plain.append(x)
-    assert np.array_equal(egg_model._xorshift(42, 5000), plain)
+    assert np.array_equal(parameters._xorshift(42, 5000), plain)
 
 
 def test_canonical_order_is_four_rows_side_by_side():
     m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
-    flat = egg_model.to_canonical(m)
+    flat = parameters.to_canonical(m)
     assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
-    assert np.array_equal(egg_model.from_canonical(flat, 8, 3), m)
+    assert np.array_equal(parameters.from_canonical(flat, 8, 3), m)
 
 
 def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = egg_model.pack_ternary(f)
-        assert len(data) == -(-n // 5) and np.array_equal(egg_model.unpack_ternary(data, n), f)
-    assert egg_model.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+        data = parameters.pack_ternary(f)
+        assert len(data) == -(-n // 5) and np.array_equal(parameters.unpack_ternary(data, n), f)
+    assert parameters.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"), (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
-            egg_model.unpack_ternary(data, count)
+            parameters.unpack_ternary(data, count)
 
 
 @pytest.mark.parametrize("name", "ABD")
@@ -167,21 +167,21 @@ def test_exact_fitness_filters_in_logit_units():
     d = (losses[1::2] - losses[::2]).mean()
     moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
     expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
-    assert np.array_equal(egg_model.chunk_fitness(losses * 256, fine), expected)
-    assert (egg_model.chunk_fitness(losses, coarse) != expected).sum() < 8          # the same but for the truncated mean
+    assert np.array_equal(parameters.chunk_fitness(losses * 256, fine), expected)
+    assert (parameters.chunk_fitness(losses, coarse) != expected).sum() < 8          # the same but for the truncated mean
 
 
 def test_initial_model_of_the_default_configuration():
     cfg, _, z = golden("E")
-    assert egg_model.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
-    assert egg_model.products_per_token(cfg) == 5767168
+    assert parameters.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
+    assert parameters.products_per_token(cfg) == 5767168
 
 
 # --- CPU engine ------------------------------------------------------------------------------------------------------------
 
 def hold_against_recording(name):
     cfg, tokens, z = golden(name)
-    engine = egg_cpu.CpuEngine(cfg, tokens)
+    engine = cpu_engine.CpuEngine(cfg, tokens)
     assert hashlib.sha256(engine.state().weights).digest() == hashlib.sha256(z["model_0"]).digest()
     for k in range(STEPS):
         losses = np.concatenate([engine.evaluate(i, cfg.CHUNK_SIZE) for i in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)])
@@ -197,13 +197,13 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
-OTHERS = [kind for kind in egg_simd.KINDS if kind in egg_simd.available() and kind != egg_simd.KIND]
+OTHERS = [kind for kind in simd.KINDS if kind in simd.available() and kind != simd.KIND]
 
 
 @pytest.fixture(scope="module")
 def others():
     """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
-    code = "import egg_simd, test_egg; assert egg_simd.KIND == {!r}; test_egg.hold_against_recording('A')"
+    code = "import test_egg; from engine import simd; assert simd.KIND == {!r}; test_egg.hold_against_recording('A')"
     started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
@@ -226,7 +226,7 @@ def test_recorded_run_with_other_instructions(kind, others):
 
 def test_recorded_default_configuration():
     cfg, tokens, z = golden("E")
-    engine = egg_cpu.CpuEngine(cfg, tokens)
+    engine = cpu_engine.CpuEngine(cfg, tokens)
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
     engine.update(z["fitness_0"])
@@ -238,13 +238,13 @@ def test_losses_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(seed)
     cfg = random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3)
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
-    engine = egg_cpu.CpuEngine(cfg, tokens)
+    engine = cpu_engine.CpuEngine(cfg, tokens)
     state = engine.state()
     state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     state.step = 3
     engine.load(state)
-    windows = egg_model.windows(cfg, tokens, 3, 0, 2)
+    windows = parameters.windows(cfg, tokens, 3, 0, 2)
     reading = Reading(cfg, state)
     expected = [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
     got = engine.evaluate(0, 4)
@@ -257,19 +257,19 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_exact_loss_in_fixed_point():
     """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
     cfg = egg_config.make(LOSS="exact")
-    c = egg_cpu.CpuEngine(cfg)._constants
+    c = cpu_engine.CpuEngine(cfg)._constants
     rng = np.random.default_rng(5)
     for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
         exact = 256 * 6 * np.log(q / 2 ** 18)
-        assert -1.01 <= egg_cpu.position_loss(c, q, 0, 0) - exact <= 0.01, q
-    assert egg_cpu.position_loss(c, 1 << 36, 1 << 23, -(1 << 23)) > 1 << 32
+        assert -1.01 <= cpu_engine.position_loss(c, q, 0, 0) - exact <= 0.01, q
+    assert cpu_engine.position_loss(c, 1 << 36, 1 << 23, -(1 << 23)) > 1 << 32
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_validation_and_logits_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(100 + seed)
     cfg = random_config(rng)
-    engine, state = egg_cpu.CpuEngine(cfg), egg_model.initial_state(cfg)
+    engine, state = cpu_engine.CpuEngine(cfg), parameters.initial_state(cfg)
     windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
     expected = 0.0
     for window in windows:
@@ -282,7 +282,7 @@ def test_validation_and_logits_are_those_of_the_plain_reading(seed):
 def test_generation_does_not_depend_on_the_cache():
     """Greedy tokens one by one, from cached keys and values, are those of whole passes over the sequence, also beyond SEQ_LEN."""
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2)
-    engine, prompt = egg_cpu.CpuEngine(cfg), [5, 17, 250]
+    engine, prompt = cpu_engine.CpuEngine(cfg), [5, 17, 250]
     got = list(engine.generate(prompt, 30, seed=1, temp=0, penalty=0))
     sequence, reading = list(prompt), Reading(cfg, engine.state())
     for token in got:
@@ -298,9 +298,9 @@ def recorded_generation(engine_type, step):
     E.npz has the fitness of step 0 and digests of the others; E_fitness.npz has these, as our losses gave them but for single digits (in
     E a few losses are not the recorded ones), which were turned until the digest was the recorded one: so it is checked here."""
     cfg, tokens, z = golden("E")
-    engine, later = engine_type(cfg, tokens), np.load(HERE / "golden" / "E_fitness.npz")
+    engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
     for k in range(step):
-        fitness = egg_model.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
         assert engine.state().digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
@@ -313,14 +313,14 @@ def recorded_generation(engine_type, step):
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    engine, recorded, prompt = recorded_generation(egg_cpu.CpuEngine, step)
-    cfg, c, s = engine.cfg, engine._constants, egg_model.sampling(engine.cfg)
+    engine, recorded, prompt = recorded_generation(cpu_engine.CpuEngine, step)
+    cfg, c, s = engine.cfg, engine._constants, parameters.sampling(engine.cfg)
     for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])
         np.subtract.at(logits, recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty
-        token = egg_cpu.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
-                                     egg_model.sampling_random(engine.seed, t))
+        token = cpu_engine.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
+                                     parameters.sampling_random(engine.seed, t))
         assert token == recorded[t + 1], t
 
 
@@ -332,12 +332,12 @@ def last_logits(engine, tokens):
 def test_sampling():
     """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2)
-    engine = egg_cpu.CpuEngine(cfg)
+    engine = cpu_engine.CpuEngine(cfg)
     c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
 
     def choose(z, seen=unseen, random=0, **settings):
-        s = egg_model.sampling(cfg, **settings)
-        return egg_cpu.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+        s = parameters.sampling(cfg, **settings)
+        return cpu_engine.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
     z[[7, 99, 200]] = 10, 8, 4
@@ -357,16 +357,16 @@ def test_sampling():
 def test_sgd_accumulates_votes():
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
-    engine = egg_cpu.CpuEngine(cfg)
+    engine = cpu_engine.CpuEngine(cfg)
     before, fitness = engine.state(), np.array([1, -1, 0, 1], np.int8)
     changed, after = engine.update(fitness), engine.state()
     votes, rate, reading = *np.zeros((2, before.weights.size), np.float32), Reading(cfg, before)
-    for t in egg_model.tensors(cfg):
+    for t in parameters.tensors(cfg):
         total = 0
         for q, sign in enumerate(fitness):
             a, b = reading.noise(42 + q + t.seed_a, np.arange(t.cols)), reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
             total = total + int(sign) * (np.outer(b, a) if t.matrix else a * b)
-        votes[t.weights:t.weights + t.size] = egg_model.to_canonical(total) if t.matrix else total
+        votes[t.weights:t.weights + t.size] = parameters.to_canonical(total) if t.matrix else total
         rate[t.weights:t.weights + t.size] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)
     acc = rate * votes
     step = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
@@ -377,7 +377,7 @@ def test_sgd_accumulates_votes():
 
 def test_threads_give_the_same_bits():
     cfg, tokens, z = golden("B")
-    one, two = egg_cpu.CpuEngine(cfg, tokens, threads=1), egg_cpu.CpuEngine(cfg, tokens)
+    one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
     assert np.array_equal(one.evaluate(0, 64), two.evaluate(0, 64))
     one.update(z["fitness"][0])
     two.update(z["fitness"][0])

@@ -1,0 +1,498 @@
+"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit.
+
+FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of all that;
+then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported, seed), u32 CRC-32 of these
+fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on
+the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
+
+A run that began from an imported model names its start in the header ("start": step, seed and digest of the state; version 2); it has no
+record before that step, and the snapshot of that step is what it is rebuilt from. An island (islands.gossip) that takes another state over
+begins a new epoch in the same way: its start also says where the state came from ("origin"; version 3), and the file of the epoch before
+stays beside it as OLD, with the number of that epoch.
+"""
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+import zlib
+from typing import NamedTuple
+
+import pyzstd
+
+import egg_config
+from egg_config import EggError
+from model import parameters
+
+FILE = "history.egg"
+OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
+EVENTS = "events.jsonl"                  # what the run told, and so its curve; cluster.event_log has the format
+DATA_FILE = "data.sha256"                # digest of the training data, once a worker has told it
+MAGIC = b"EGGHIST1"
+RECORD = struct.Struct("<IQqQI")
+HEAD = RECORD.size + 4                   # a record up to its body
+RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
+WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # what others have packed may take so much memory to unpack (level 1 needs 2 ** 19)
+SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure; cluster.snapshots has the format
+NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
+
+CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
+CPP_MAGIC = 0x45474743
+CPP_NAME = re.compile(r"checkpoint_(\d{8,})\.bin")
+
+
+class HistoryError(EggError):
+    """About a save directory or the files in it."""
+
+
+class Start(NamedTuple):
+    """Where a run, or an epoch of it, begins: at step 0 with the model that is drawn, or with another state (`state`: its SHA-256, hex).
+    origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state (model.state_digest, hex) and what islands.gossip tells about it."""
+    step: int
+    seed: int
+    state: str = ""
+    origin: dict = None
+
+    @property
+    def epoch(self):
+        return self.origin["epoch"] if self.origin else 0
+
+
+def beginning(cfg):
+    """The Start of a run whose model is drawn."""
+    return Start(0, parameters.first_seed(cfg))
+
+
+class Run:
+    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `start`: a Start;
+    `directory`: where it lies, None for a temporary file; `owned`: nobody else may write there; `data`: digest of the training data,
+    zeros while unknown; `said`: lines about what was mended. Get one from `open_run` or `read_run`."""
+
+    def __init__(self, cfg, file, directory=None, writable=True, lock=None):
+        self.cfg, self.directory, self.said, self.start = cfg, directory, [], beginning(cfg)
+        self.step, self.seed = self.start[:2]
+        self._file, self._lock = file, lock
+        self._offsets, self._recent = [], {}
+        self.data = _read_data(directory)
+        self._durable = directory is not None
+        self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
+        if directory is None:
+            self._end = 0
+            self._write(_header(cfg, self.start))
+        else:
+            self._read_all(os.fstat(file.fileno()).st_size, writable)
+
+    def fitness(self, step):
+        """bytes: the packed fitness of all pairs in a completed step; b"" for the step before an imported start."""
+        return b"" if step == self.start.step - 1 else pyzstd.decompress(self.body(step))
+
+    def body(self, step):
+        """bytes: the same under zstd, as the record has it."""
+        if step in self._recent:
+            return self._recent[step]
+        at = self._offsets[step - self.start.step]
+        size = RECORD.unpack(self._pread(RECORD.size, at))[0]
+        body = self._pread(size + 4, at + HEAD)
+        if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it from a copy")
+        return self._remember(step, body[:size])
+
+    def record(self, step):
+        """(sum of losses, updates reported) of a completed step."""
+        return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
+
+    def append(self, packed, sum_loss, updates):
+        """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the
+        file and this object are as they were."""
+        body = pyzstd.compress(packed, 1)
+        fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
+        at = self._end
+        self._write(fields + _crc(fields) + body + _crc(body))
+        self._remember(self.step, body)
+        self._advance(at)
+
+    def copy(self, steps, read, start=None):
+        """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
+        already; these must be the same. start: of that run, None for the model that is drawn."""
+        start = start or beginning(self.cfg)
+        if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
+            raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
+        self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
+        for k in range(self.step, steps):
+            self.append(*read(k))
+        self._durable = True
+        os.fsync(self._file.fileno())
+
+    def begin_epoch(self, start):
+        """Goes on from the present step with another state, whose snapshot must be on the disk. Whatever ends the coordinator, one of
+        the two epochs lies there whole. Raises OSError, and then nothing has changed."""
+        path, old = os.path.join(self.directory, FILE), os.path.join(self.directory, OLD.format(self.start.epoch))
+        assert start[:2] == (self.step, self.seed) and self.step > self.start.step
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(old)                   # of a hand-over that was interrupted
+        os.link(path, old)
+        file = _create(self.cfg, self.directory, path, start)
+        self._file.close()
+        self._file, self._end, self.start = file, os.fstat(file.fileno()).st_size, start
+        self._offsets, self._recent = [], {}
+
+    def keep_data(self, digest):
+        """Notes the digest of the training data; without a disk for it, until the end of this session."""
+        if digest != self.data:
+            self.data = digest
+            if self.directory is not None:
+                with contextlib.suppress(OSError), open(os.path.join(self.directory, DATA_FILE), "w") as file:
+                    file.write(digest.hex() + "\n")
+
+    @property
+    def owned(self):
+        return self._lock is not None
+
+    def close(self):
+        self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _advance(self, at):
+        self._offsets.append(at)
+        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.step += 1
+
+    def _remember(self, step, body):
+        self._recent[step] = body
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return body
+
+    def _pread(self, size, at):
+        return os.pread(self._file.fileno(), size, at)
+
+    def _write(self, data):
+        handle, done = self._file.fileno(), 0
+        try:
+            while done < len(data):
+                done += os.pwrite(handle, data[done:], self._end + done)
+            if self._durable:
+                os.fsync(handle)
+        except OSError as error:
+            os.ftruncate(handle, self._end)
+            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend this and "
+                               "start the same command again") from None
+        self._end += len(data)
+
+    def _read_all(self, size, writable):
+        """Checks every record and notes where it begins; a last one that is not whole is left out, and cut off where we may write."""
+        self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
+        self.step, self.seed = self.start[:2]
+        longest = HEAD + 4 + most_body(self.cfg)
+        while self._end < size:
+            head = self._pread(HEAD, self._end)
+            length = self._whole_head(head, self.step, self.seed)
+            body = self._pread(length + 4, self._end + HEAD) if length else b""
+            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != int.from_bytes(body[length:], "little"):
+                self._torn(size, longest, writable)
+                return
+            self._advance(self._end)
+            self._end += HEAD + length + 4
+
+    def _whole_head(self, head, step, seed):
+        """Length of the body of this step's record, 0 where `head` is not the beginning of one."""
+        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
+            return 0
+        length, found, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
+        return length if (found, its_seed) == (step, seed) else 0
+
+    def _torn(self, size, longest, writable):
+        """A write that was interrupted can only be the last record; anything else is damage, and cutting it would lose steps."""
+        at, rest = self._end, self._pread(longest + 1, self._end)
+        later = any(zlib.crc32(rest[k:k + RECORD.size]) == int.from_bytes(rest[k + RECORD.size:k + HEAD], "little")
+                    and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
+        if later or size - at > longest:
+            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: restore the file "
+                               f"from a copy; to go on from step {self.step} instead, cut it with `truncate -s {at}`")
+        if writable:
+            os.ftruncate(self._file.fileno(), at)
+            os.fsync(self._file.fileno())
+            self.said.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut off")
+
+
+def open_run(cfg, save_dir=None, load_dir=None):
+    """The Run that a coordinator continues or begins; exclusively ours until it is closed.
+
+    save_dir: continue the run that lies there, or begin one. load_dir (a save directory, or C++ checkpoints): begin as a copy of
+    that run and go on in save_dir, without save_dir in load_dir itself. Neither: a temporary file, gone at the end.
+    Raises HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable."""
+    if load_dir is None:
+        return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
+    if not os.path.isdir(load_dir):
+        raise HistoryError(f"--load-dir {load_dir}: no such directory")
+    own = os.path.isfile(os.path.join(load_dir, FILE))
+    if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
+        return _open(cfg, load_dir)
+    source = read_run(cfg, load_dir)
+    run = _open(cfg, save_dir if save_dir is not None else load_dir, source.start)
+    try:
+        run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
+    except HistoryError:
+        run.close()
+        raise
+    finally:
+        source.close()
+    if own and run.directory is not None:
+        _copy_rest(load_dir, run.directory)
+    return run
+
+
+def read_run(cfg, directory):
+    """The Run in a save directory, to read and not to write, also while a coordinator goes on with it; C++ checkpoints as a temporary
+    Run. Raises HistoryError."""
+    if os.path.isfile(os.path.join(directory, FILE)):
+        return _open_to_read(cfg, directory)
+    fitness = read_cpp_checkpoints(cfg, directory)
+    run = Run(cfg, tempfile.TemporaryFile())
+    run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
+    return run
+
+
+def begin_run(cfg, directory, start):
+    """The Run of a directory that holds none yet, begun from an imported model; its snapshot must be there. Raises HistoryError."""
+    if os.path.exists(os.path.join(directory, FILE)):
+        raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
+    return _open(cfg, directory, start)
+
+
+def configuration(directory):
+    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do not tell.
+    Raises HistoryError."""
+    if not os.path.isdir(directory):
+        raise HistoryError(f"{directory}: no such directory: give --load-dir that of a saved run")
+    name = os.path.join(directory, FILE)
+    if not os.path.isfile(name):
+        if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
+            return {}
+        raise _no_run(directory)
+    try:
+        with open(name, "rb") as file:
+            return _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, name)[0]["config"]
+    except OSError as error:
+        raise HistoryError(f"{name}: {error.strerror}") from None
+
+
+def epochs(directory):
+    """[Start]: of the epochs of the run in a directory that lie there, the oldest first. Raises HistoryError."""
+    starts = []
+    for name in sorted(n for n in os.listdir(directory) if n == FILE or OLD_NAME.fullmatch(n)):
+        path = os.path.join(directory, name)
+        with open(path, "rb") as file:
+            header = _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, path)[0]
+        starts.append(Start(**header["start"]) if "start" in header else Start(0, 0))
+    return sorted(starts, key=lambda start: start.epoch)
+
+
+def newest(pattern="ckpt*"):
+    """Of the directories here whose names match, the one whose run was written last. Raises HistoryError where there is none."""
+    found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
+    if not found:
+        raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, or name its "
+                           "directory with --load-dir")
+    return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
+
+
+def replay(run, engine, until=None):
+    """Brings an engine that stands at or before the run's step to it, or to step `until`."""
+    for step in range(engine.step, run.step if until is None else until):
+        engine.update(parameters.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+
+
+def read_cpp_checkpoints(cfg, directory):
+    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises HistoryError."""
+    found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
+    if not found:
+        raise _no_run(directory)
+    missing = sorted(set(range(1, max(found) + 1)) - set(found))
+    if missing or min(found) < 1:
+        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
+                           "cannot be rebuilt")
+    out, seed, size = [], parameters.first_seed(cfg), parameters.packed_size(cfg.N_PAIRS)
+    for step in range(1, len(found) + 1):
+        path = os.path.join(directory, found[step])
+        seed = parameters.next_seed(seed, step - 1, cfg.NOISE_REUSE)
+        with open(path, "rb") as file:
+            data = file.read(CPP_CHECKPOINT.size + size + 1)
+        if len(data) < CPP_CHECKPOINT.size:
+            raise HistoryError(f"{path} is cut short: {len(data)} bytes")
+        magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
+        packed = data[CPP_CHECKPOINT.size:]
+        if (magic, version) != (CPP_MAGIC, 1):
+            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+        if its_step != step:
+            raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
+        if its_size != size or len(packed) != size:
+            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes where "
+                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those "
+                               "of the run")
+        if its_seed != seed:
+            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: it is of another kind of run")
+        try:
+            parameters.unpack_ternary(packed, cfg.N_PAIRS)
+        except ValueError as error:
+            raise HistoryError(f"{path}: {error}") from None
+        out.append(packed)
+    return out
+
+
+def _no_run(directory):
+    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
+
+
+def _open(cfg, directory, start=None):
+    """The Run in `directory`, created where there is none; locked against a second coordinator."""
+    path, lock = os.path.join(directory, FILE), None
+    try:
+        os.makedirs(directory, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = os.path.exists(path)
+        file = open(path, "r+b", buffering=0) if there else _create(cfg, directory, path, start or beginning(cfg))
+        return Run(cfg, file, directory, True, lock)
+    except BlockingIOError:
+        os.close(lock)
+        raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another --save-dir") from None
+    except OSError as error:
+        if lock is not None:
+            os.close(lock)
+        raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
+    except HistoryError:
+        os.close(lock)
+        raise
+
+
+def _copy_rest(source, target):
+    """Snapshots, curve and the epochs before, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does
+    without what cannot be copied."""
+    for name in os.listdir(source):
+        kept = SNAPSHOT.fullmatch(name) or name == EVENTS or name.startswith(("elite-", "history-"))
+        if kept and not os.path.exists(os.path.join(target, name)):
+            with contextlib.suppress(OSError):
+                shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+
+
+def _create(cfg, directory, path, start):
+    """A history without a record, on the disk, as a file to write; takes the place of one that is there. Raises OSError."""
+    # under its name only when whole, so that a file without a header is never ours
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
+        file.write(_header(cfg, start))
+        file.flush()
+        os.fsync(file.fileno())
+    created = open(file.name, "r+b", buffering=0)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    sync(directory)
+    return created
+
+
+def sync(directory):
+    """What was renamed in it is on the disk when this returns."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open_to_read(cfg, directory):
+    path = os.path.join(directory, FILE)
+    try:
+        return Run(cfg, open(path, "rb", buffering=0), directory, writable=False)
+    except OSError as error:
+        raise HistoryError(f"{path}: {error.strerror}") from None
+
+
+def _read_data(directory):
+    """bytes [32] from DATA_FILE, zeros where there is none (or half of one)."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(directory, DATA_FILE) if directory is not None else os.devnull) as file:
+            digest = bytes.fromhex(file.read())
+            return digest if len(digest) == 32 else bytes(32)
+    return bytes(32)
+
+
+def _crc(data):
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
+def most_body(cfg):
+    """Bytes that the body of a record has at most: zstd's documented bound."""
+    size = parameters.packed_size(cfg.N_PAIRS)
+    return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+
+
+def unzip(data, size):
+    """bytes [size] from one whole zstd frame of somebody else. Raises ValueError where it is not that, before it takes more memory."""
+    decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
+    try:
+        raw = decompressor.decompress(data, size + 1)
+    except pyzstd.ZstdError as error:
+        raise ValueError(str(error)) from None
+    if len(raw) != size or not decompressor.eof or decompressor.unused_data:
+        raise ValueError(f"it does not unpack to {size} bytes")
+    return raw
+
+
+def kept(cfg):
+    """The constants that make the model what it is, as JSON gives them back."""
+    constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
+    return json.loads(json.dumps(constants))
+
+
+def essential(cfg):
+    """The constants of `kept` that are not as in egg_config.py: later constants leave it as it is."""
+    default = kept(egg_config.make())
+    return {k: v for k, v in kept(cfg).items() if v != default[k]}
+
+
+def difference(there, here, where=("there", "here")):
+    """The constants in which two configurations differ, as one text; "" where they agree."""
+    return "; ".join(f"{k} = {there.get(k, 'unknown')} {where[0]}, {here.get(k, 'unknown')} {where[1]}"
+                     for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
+
+
+def _header(cfg, start):
+    fields = {k: v for k, v in start._asdict().items() if k != "origin" or v}
+    told = {"version": 3 if start.origin else 2, "start": fields} if start.step else {"version": 1}       # 1: what every version of egg reads
+    text = json.dumps({**told, "config": kept(cfg)}, sort_keys=True).encode()
+    data = MAGIC + len(text).to_bytes(4, "little") + text
+    return data + _crc(data)
+
+
+def _read_header(pread, size, name):
+    """(what the header says, its bytes). Raises HistoryError where it is not one of ours."""
+    start = pread(12, 0)
+    if start[:8] != MAGIC[:len(start[:8])]:
+        raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
+    length = int.from_bytes(start[8:], "little")
+    if len(start) < 12 or 12 + length + 4 > size:
+        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove it to begin "
+                           "anew")
+    data = pread(12 + length + 4, 0)
+    if _crc(data[:-4]) != data[-4:]:
+        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
+    header = json.loads(data[12:-4])
+    if header["version"] not in (1, 2, 3):
+        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 to 3: use the version of egg that wrote it")
+    return header, len(data)
+
+
+def _check_header(cfg, pread, size, name):
+    """(bytes of the header, Start). Raises HistoryError where it is not one of ours, or of another configuration."""
+    header, length = _read_header(pread, size, name)
+    # a constant that is newer than the run had no say in it, as its default has none
+    if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
+        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
+    return length, Start(**header["start"]) if "start" in header else beginning(cfg)

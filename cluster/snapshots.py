@@ -1,0 +1,420 @@
+"""The state of the model as a file, by which a worker that joins late gets there quickly; and what tells configurations and data apart.
+
+A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of the body), u32
+CRC-32 of these, then weights, moments and overlay, one after the other, under zstd. All little-endian. It is checked by the digest that
+workers state when it is taken and by SHA-256 when it is used, so nothing waits for the disk: a file that was only half written is found
+out and thrown away.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+
+import numpy as np
+import pyzstd
+
+from model import state_digest
+from cluster import history
+from model import parameters
+
+MAGIC = b"EGGSNAP2"
+HEAD = struct.Struct("<8sQQ32s32s32sQ")
+KEPT = 2                   # newest snapshots that stay, beside the best
+LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
+PIECE = 1 << 20            # bytes that are unpacked at a time,
+SLICE = 1 << 23            # and that are packed
+
+
+def state_sha256(state):
+    """bytes [32]: SHA-256 over the same bytes as model.state_digest (without the zeros at its end)."""
+    sha256 = _begin(state.step, state.seed)
+    for part in _parts(state):
+        sha256.update(part)
+    return sha256.digest()
+
+
+def _begin(step, seed):
+    return hashlib.sha256(struct.pack("<QQ", step, seed))
+
+
+def _parts(state):
+    """Weights, moments and overlay as bytes."""
+    return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
+
+
+def data_digest(tokens):
+    """bytes [32] that tell one training set from another: its size, and all of it or, of what is large, 256 pieces spread evenly."""
+    if tokens is None:
+        return bytes(32)
+    digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
+    starts = range(0, len(tokens), piece) if len(tokens) <= 256 * piece else np.linspace(0, len(tokens) - piece, 256).astype(np.int64)
+    for start in starts:
+        digest.update(np.ascontiguousarray(tokens[start:start + piece]))
+    return digest.digest()
+
+
+def config_digest(cfg):
+    """bytes [32] over the constants that make the model what it is."""
+    return hashlib.sha256(json.dumps(history.essential(cfg), sort_keys=True).encode()).digest()
+
+
+def sizes(cfg):
+    """(bytes of weights, of moments, of overlay)."""
+    n = parameters.n_weights(cfg)
+    return n, 12 * n, parameters.n_overlay(cfg)
+
+
+def most_bytes(cfg):
+    """Bytes that a snapshot file has at most: what zstd cannot shrink grows by less than that."""
+    return sum(sizes(cfg)) * 101 // 100 + 8192
+
+
+def pack(state):
+    """bytes of the body of a snapshot."""
+    return b"".join(_packed(state))
+
+
+def _packed(state):
+    """The same in pieces."""
+    compressor = pyzstd.ZstdCompressor(LEVEL)
+    for part in _parts(state):
+        for at in range(0, len(part), SLICE):
+            yield compressor.compress(part[at:at + SLICE])
+    yield compressor.flush()
+
+
+def unpack(cfg, data):
+    """The State in the bytes-like content of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
+    data = memoryview(data)
+    step, seed, sha256, config, _, body = read_head(data)
+    if config != config_digest(cfg):
+        raise ValueError(f"snapshot of step {step} is of another configuration")
+    if len(data) != HEAD.size + 4 + body:
+        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD.size + 4 + body}")
+    try:
+        state = from_body(cfg, data[HEAD.size + 4:], step, seed)
+    except ValueError as error:
+        raise ValueError(f"snapshot of step {step}: {error}") from None
+    if state_sha256(state) != sha256:
+        raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
+    return state
+
+
+def from_body(cfg, body, step, seed):
+    """The State in the body of a snapshot. Raises ValueError."""
+    return _from_raw(cfg, history.unzip(body, sum(sizes(cfg))), step, seed)
+
+
+def _from_raw(cfg, raw, step, seed):
+    n, m, _ = sizes(cfg)
+    raw = np.frombuffer(raw, np.int8)
+    return parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+
+
+def read_head(data):
+    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first bytes of a
+    snapshot file. Raises ValueError."""
+    if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD.size + 4]:
+        raise ValueError("not a snapshot, or damaged in its first bytes")
+    magic, *fields = HEAD.unpack(data[:HEAD.size])
+    if magic != MAGIC:
+        raise ValueError("not a snapshot")
+    return fields
+
+
+def _make_head(cfg, step, seed, sha256, fitness, size):
+    """The first bytes of a snapshot file. fitness: packed, of the step before; size: of the body, in bytes."""
+    head = HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(), size)
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def save(cfg, state, directory, body=None):
+    """Puts a State into `directory` as the snapshot with which a run or an epoch begins, on the disk when this returns; its SHA-256
+    (bytes). body: what `pack` gives, where that is done already. Raises OSError."""
+    sha256, size = state_sha256(state), 0
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
+        try:
+            file.write(bytes(HEAD.size + 4))
+            for piece in [body] if body else _packed(state):
+                file.write(piece)
+                file.flush()
+                size += len(piece)
+                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is packed
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, os.path.join(directory, f"snapshot-{state.step:08d}.egg"))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+    history.sync(directory)
+    return sha256
+
+
+class Upload:
+    """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
+    flat and no piece costs much; `finished` when all is here and its digest is `digest`, or its SHA-256 `sha256`, whichever is given.
+    remember: no file is made, and what is unpacked is not forgotten, for `state`. Raises ValueError where it cannot be right, OSError of the disk."""
+
+    def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
+        self.step, self.seed, self.digest, self.sha256, self.total, self.finished = step, seed, digest, sha256, None, False
+        self._raw = bytearray() if remember else None
+        self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
+        self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
+        self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=history.WINDOW), b""
+        self._file = None
+        if not remember:
+            self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
+            self._file.write(bytes(HEAD.size + 4))
+
+    @property
+    def remembered(self):
+        return self._raw is not None
+
+    def add(self, total, offset, data):
+        if self.total is None:
+            self.total = total
+        most = most_bytes(self._cfg)
+        if total != self.total or offset != self._got or not data or offset + len(data) > total or total > most:
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self._got} of {self.total}")
+        if self._file:
+            self._file.write(data)
+        self._got += len(data)
+        try:
+            # what is unpacked is asked for in bounded pieces: a few bytes of zstd can stand for a great many
+            while not self._zstd.eof and (data or not self._zstd.needs_input):
+                raw = self._zstd.decompress(data, PIECE)
+                data = b""
+                self._left -= len(raw)
+                if self._left < 0:
+                    break
+                self._sha256.update(raw)
+                self._digest.update(raw)
+                self._keep_overlay(raw)
+                if self.remembered:
+                    self._raw += raw
+        except pyzstd.ZstdError as error:
+            raise ValueError(str(error)) from None
+        if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
+                or self._got == total and not self._zstd.eof:
+            raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
+        if self._got == total:
+            got = self._digest.digest(), self._sha256.digest()
+            if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
+                raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
+            self.digest, self.sha256 = got
+            self.finished = True
+
+    def _keep_overlay(self, raw):
+        weights, moments, _ = sizes(self._cfg)
+        at = sum(sizes(self._cfg)) - self._left - len(raw)     # where in the state `raw` begins
+        self._overlay += raw[max(weights + moments - at, 0):]
+
+    def overlay(self):
+        """{"mean", "min", "max"} of the noise-scale overlay in a finished upload, None where the configuration has none."""
+        if not self._cfg.ADAPTIVE_NOISE_MODE:
+            return None
+        values = np.frombuffer(self._overlay, np.int8)
+        return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
+
+    def keep(self, path, fitness):
+        """Gives the file its head and its name. fitness: packed, of the step before."""
+        self._file.seek(0)
+        self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
+        self._file.close()
+        os.chmod(self._file.name, 0o644)
+        os.replace(self._file.name, path)
+
+    def state(self):
+        """The State in a finished upload that was remembered, or neither kept nor dropped. Raises OSError."""
+        if self.remembered:
+            return _from_raw(self._cfg, self._raw, self.step, self.seed)
+        self._file.seek(HEAD.size + 4)
+        return from_body(self._cfg, self._file.read(), self.step, self.seed)
+
+    def drop(self):
+        if self.remembered:
+            return
+        with contextlib.suppress(OSError):           # what is still buffered may find the disk full
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._file.name)
+
+
+class Download:
+    """The snapshot file of another coordinator on its way in, by its bytes in order from `got` on; an Upload once its head is here.
+    sha256: that its state must have. Raises ValueError where it cannot be right, OSError of the disk."""
+
+    def __init__(self, cfg, sha256, directory):
+        self.sha256, self.got, self.upload = sha256, 0, None
+        self._cfg, self._directory, self._head = cfg, directory, b""
+
+    @property
+    def finished(self):
+        return self.upload is not None and self.upload.finished
+
+    def add(self, total, offset, data):
+        size = HEAD.size + 4
+        if offset != self.got or not data or offset + len(data) > total:
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self.got}")
+        self.got += len(data)
+        if self.upload is None:
+            self._head, data = (self._head + data)[:size], (self._head + data)[size:]
+            if len(self._head) < size:
+                return
+            step, seed, sha256, _, _, body = read_head(self._head)
+            if sha256 != self.sha256 or body + size != total:
+                raise ValueError("it is not the state that was stated")
+            self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
+        if data:
+            self.upload.add(total - size, self.got - len(data) - size, data)
+
+    def drop(self):
+        if self.upload is not None:
+            self.upload.drop()
+
+
+class Shelf:
+    """The snapshots in a save directory that belong to `run`, or to its present epoch: `latest` and `best` name two of them, the others
+    go."""
+
+    def __init__(self, cfg, run):
+        self.cfg, self.run, self.directory = cfg, run, run.directory
+        self.files, self.digests, self.figures = {}, {}, {}     # step -> name, -> digest of those taken in, -> validation figure
+        self.sha256 = {}                                         # step -> that of the state
+        self._open, self._stopped = (None, None), False
+        for name in os.listdir(self.directory) if self.directory else ():
+            if name.startswith("snapshot-") and name.endswith(".part"):
+                with contextlib.suppress(OSError):
+                    if run.owned:                            # else it may be on its way in
+                        os.unlink(os.path.join(self.directory, name))
+            elif match := history.SNAPSHOT.fullmatch(name):
+                self._take(name, match)
+        if run.owned and run.start.epoch and run.start.step in self.files:
+            self._clear()
+
+    def _clear(self):
+        """Removes the snapshots of epochs before."""
+        for name in os.listdir(self.directory):
+            match = history.SNAPSHOT.fullmatch(name)
+            if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
+                self.remove(name)
+
+    def _take(self, name, match):
+        """Lists a file if its head is that of this run; others are left alone."""
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
+            data = file.read(HEAD.size + 4)
+            step, _, sha256, config, before, body = read_head(data)
+            start, size = self.run.start, os.fstat(file.fileno()).st_size
+            if (step == int(match[1]) and config == config_digest(self.cfg) and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+                    and (step != start.step or sha256.hex() == start.state)
+                    and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
+                self.files[step], self.sha256[step] = name, sha256
+                if match[2]:
+                    self.figures[step] = float(match[2])
+
+    @property
+    def newest(self):
+        """Step of the newest snapshot, 0 without one."""
+        return max(self.files, default=0)
+
+    @property
+    def best(self):
+        """Step of the snapshot that was best in validation, None where none was validated."""
+        return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
+
+    def state(self, step):
+        """The State in a snapshot. Raises ValueError (one line) where it is damaged, OSError."""
+        with open(os.path.join(self.directory, self.files[step]), "rb") as file:
+            return unpack(self.cfg, file.read())
+
+    def check_start(self):
+        """Whether the state with which an epoch began is there, whole. Raises HistoryError where it is not."""
+        start = self.run.start
+        if start.origin:
+            try:
+                good = state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]
+            except (KeyError, OSError, ValueError):
+                good = False
+            if not good:
+                name, old = (os.path.join(self.directory, x) for x in (history.FILE, history.OLD.format(start.epoch - 1)))
+                raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch {start.epoch} began, is "
+                                               f"missing or damaged: restore it from a copy, or go on with the epoch before: mv {old} {name}")
+
+    def wanted(self, step):
+        every = self.cfg.SNAPSHOT_EVERY
+        return bool(self.directory and every and step and step % every == 0 and step not in self.files and not self._stopped)
+
+    def stop(self):
+        """No more are wanted: they cannot be written."""
+        self._stopped = True
+
+    def put(self, upload):
+        """Takes a finished upload in. Raises OSError."""
+        name = f"snapshot-{upload.step:08d}.egg"
+        upload.keep(os.path.join(self.directory, name), self.run.fitness(upload.step - 1))
+        self.files[upload.step], self.digests[upload.step], self.sha256[upload.step] = name, upload.digest, upload.sha256
+        self.arrange()
+
+    def validated(self, step, figure):
+        """Notes the validation figure of a step; the snapshot of this step, here already or still to come, carries it in its name."""
+        if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
+            self.figures[step] = figure
+            with contextlib.suppress(OSError):
+                self.arrange()
+
+    def forget(self, step):
+        """Removes a snapshot: an old one, or one that turned out wrong."""
+        if step in self.files:
+            self.remove(self.files.pop(step))
+        self.digests.pop(step, None)
+        self.sha256.pop(step, None)
+
+    def remove(self, name):
+        """Removes a file, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.directory, name))
+
+    def arrange(self):
+        """Names with figures, `latest` and `best`, and away with the rest."""
+        for step, name in list(self.files.items()):
+            if step in self.figures and not history.SNAPSHOT.fullmatch(name)[2]:
+                new = f"snapshot-{step:08d}-{self.figures[step]:.4f}.egg"
+                os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
+                self.files[step] = new
+        best = self.best
+        stay = set(sorted(self.files)[-KEPT:]) | {best, self.run.start.step}       # an imported start is nowhere else
+        for step in set(self.files) - stay:
+            self.forget(step)
+        for link, step in (("latest", self.newest), ("best", best)):
+            path = os.path.join(self.directory, f"{link}.egg")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + ".part" if step else path)
+            if step:
+                os.symlink(self.files[step], path + ".part")
+                os.replace(path + ".part", path)
+
+    def block(self, step, offset, size):
+        """(bytes of the whole file, up to `size` of them from `offset`), None where there is no such snapshot."""
+        try:
+            if self._open[0] != step:
+                self.close()
+                self._open = (step, open(os.path.join(self.directory, self.files[step]), "rb"))
+            handle = self._open[1].fileno()
+            total = os.fstat(handle).st_size
+            return total, os.pread(handle, size, min(offset, total))
+        except (KeyError, OSError):
+            return None
+
+    def close(self):
+        if self._open[1]:
+            self._open[1].close()
+        self._open = (None, None)

@@ -1,0 +1,129 @@
+"""Frames: what coordinator and workers say to each other, byte by byte (PROTOCOL.md; version 1 is SPEC section 10).
+
+Version 1 is spoken with C++ peers. Version 2 has the same header and the same work frames, and adds an introduction in which both
+sides prove that they know the secret, digests of the model's state, heartbeats, snapshots and errors in words; and what islands say
+to each other (islands.gossip).
+"""
+
+import struct
+
+from model import state_digest
+from cluster import history
+from model import parameters
+
+MAGIC, V1, V2 = b"JOBS", 1, 2
+HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
+
+# both versions
+JOB_REQUEST, RESULT, JOB_RESPONSE, LOG_MESSAGE = 0, 1, 2, 3
+VALIDATION = 16                          # ours: C++ peers ignore it
+# version 2
+HELLO, CHALLENGE, JOIN, WELCOME, ERROR, HEARTBEAT = 32, 33, 34, 35, 36, 37
+REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 41, 42
+ISLAND, STANDING, STATE_REQUEST, STATE = 43, 44, 45, 46      # between islands
+NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
+
+REQUEST = struct.Struct(">QQQ")          # seed, step, 0
+STATED = struct.Struct(f">{state_digest.SIZE}s")     # version 2 adds: digest of the state at this step
+RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow, in version 2 under zstd
+RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes
+#                                          of fitness that follow
+VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
+NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
+CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; 1 where a secret is wanted
+PROOF = struct.Struct(">32s")            # JOIN: the worker's proof; JSON follows
+WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, fingerprints of configuration and data (zeros: not known
+#                                            yet), completed steps, step of the newest snapshot (0: none)
+FAILED = struct.Struct(">H")             # ERROR: code; text follows
+STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
+BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
+BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
+STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, bytes that are wanted at most
+STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: not here), offset of those that follow
+
+NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
+TEXT_LIMIT = 1 << 14                     # bytes of a log message
+OTHER_LIMIT = 1 << 12                    # bytes of a frame we do not know: newer peers may send some; and of an ERROR
+JOIN_LIMIT = 1 << 13                     # bytes of the JSON in JOIN
+STATUS_LIMIT = 1 << 22                   # bytes of a status
+BLOCK = 1 << 16                          # bytes of a snapshot in one frame
+STANDING_LIMIT = 1 << 10                 # bytes of a standing
+
+# codes of ERROR
+BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 4, 5, 6, 7
+
+
+class FrameError(Exception):
+    """A frame that cannot be meant for us; the connection it came on is closed."""
+
+
+def frame(opcode, *parts, version=V1):
+    """bytes of a whole frame."""
+    payload = b"".join(parts)
+    return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
+
+
+def limits(cfg):
+    """{version: {opcode: (least, most) bytes of payload}} of every frame that is known; other opcodes may have OTHER_LIMIT bytes."""
+    def exactly(*structs):
+        return (sum(s.size for s in structs),) * 2
+
+    v1 = {JOB_REQUEST: exactly(REQUEST),
+          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + parameters.packed_size(cfg.CHUNK_SIZE // 2)),
+          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + parameters.packed_size(cfg.N_PAIRS)),
+          LOG_MESSAGE: (0, TEXT_LIMIT),
+          VALIDATION: exactly(VALIDATED)}
+    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED), JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + history.most_body(cfg)),
+          HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
+          JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
+          HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
+          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT),
+          ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT), STATE_REQUEST: exactly(STATE_WANTED),
+          STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK)}
+    return {V1: v1, V2: v2}
+
+
+FROM_COORDINATOR = (JOB_RESPONSE, CHALLENGE, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED, STATUS)
+OF_ISLANDS = (ISLAND, STANDING, STATE_REQUEST, STATE)
+
+
+def limits_before_join(every):
+    """The limits of a coordinator that does not know yet whom it speaks with: the first frame of version 1, or the introduction."""
+    return {V1: {k: v for k, v in every[V1].items() if k not in FROM_COORDINATOR}, V2: {k: every[V2][k] for k in (HELLO, JOIN)}}
+
+
+def limits_of(every, version):
+    """The limits of a coordinator for a worker that has been let in with this version."""
+    return {version: {k: v for k, v in every[version].items() if k not in FROM_COORDINATOR + OF_ISLANDS + (HELLO, JOIN)}}
+
+
+def limits_of_call(every):
+    """The limits of an island that has called another one and is not introduced yet."""
+    return {V2: {k: every[V2][k] for k in (CHALLENGE, WELCOME, ISLAND, ERROR)}}
+
+
+def limits_of_island(every):
+    """The limits of an island for another one, whoever called."""
+    return {V2: {k: every[V2][k] for k in (STANDING, STATE_REQUEST, STATE, ERROR)}}
+
+
+def next_frame(buffer, allowed):
+    """Takes the first whole frame out of a bytearray: (version, opcode, payload), or None while it is incomplete. Raises FrameError,
+    as soon as the header is there, for one that cannot be right."""
+    if len(buffer) < HEADER.size:
+        return None
+    magic, version, opcode, size = HEADER.unpack_from(buffer)
+    if magic != MAGIC:
+        raise FrameError("wrong magic: not an egg peer")
+    if version not in allowed:
+        raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
+    least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))
+    if not least <= size <= most:
+        told = f"{least}" if least == most else f"{least} to {most}"
+        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
+        raise FrameError(f"wrong length: {NAMES.get(opcode, f'opcode {opcode}')} of {size} bytes, allowed {told}{hint}")
+    if len(buffer) < HEADER.size + size:
+        return None
+    payload = bytes(buffer[HEADER.size:HEADER.size + size])
+    del buffer[:HEADER.size + size]
+    return version, opcode, payload

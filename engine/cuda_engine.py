@@ -1,0 +1,586 @@
+"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `engine.cpu_engine`.
+
+Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory, compiled kernels kept
+on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
+"""
+
+import fcntl
+import hashlib
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+from cuda.bindings import driver
+from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
+from numba.cuda import libdevice
+from numba.cuda.core import config as numba_config
+from numba.cuda.cudadrv.error import CudaSupportError
+from numba.cuda.serialize import dumps
+
+from engine import cpu_engine
+from model import state_digest
+import egg_kernels
+from model import parameters
+from kernels import ptx
+from kernels import update
+
+numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
+
+BLOCK = 256                 # threads of the small kernels
+CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
+DIGESTERS = 1024            # blocks that make a digest, at most
+AHEAD = 16                  # tokens enqueued at once while generating
+SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
+OPERANDS = 1 << 30          # ... and at most so many bytes
+COMPILERS = 8               # processes that compile kernels at once, at most
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+# --- compiled kernels on disk ----------------------------------------------------------------------------------------------
+
+class KernelCache:
+    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled
+    cells, which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
+
+    def __init__(self, path):
+        self.cache_path = path
+
+    def load_overload(self, signature, context):
+        context.refresh()
+        try:
+            return pickle.loads(self.cache_path.read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+
+    def save_overload(self, signature, kernel):
+        try:
+            part = self.cache_path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(dumps(kernel))
+            part.replace(self.cache_path)
+        except OSError as error:                             # a full disk costs time, nothing else
+            _tell(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}\n")
+
+
+def cache_directory(cfg, device):
+    """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted([*ROOT.glob("egg_*.py"), *(path for folder in ("model", "kernels", "engine") for path in (ROOT / folder).glob("*.py"))])))
+    import numba_cuda
+    versions = device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version
+    key.update(repr((cfg.fingerprint(), *versions)).encode())
+    return pathlib.Path(cpu_engine.CACHE).parent / f"cuda-{key.hexdigest()[:16]}"
+
+
+def limits(gpu):
+    """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
+    return gpu.compute_capability, ptx.shared_limit(gpu)
+
+
+def kernels(cfg, cc, shared_limit, token_type, silent=False):
+    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all).
+
+    silent: evaluation without noise (egg_kernels.build_noise)."""
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
+    own = update.build(cfg, cc[0] == 9) | build(cfg, token_type)
+    made = {name: cuda.jit(function) for name, (function, _) in own.items()}
+    every = [(name, made[name], signature, update.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
+    return forward, made, every + [(k.py_func.__name__, k, signature, shared) for k, signature, shared in forward.kernels]
+
+
+def compile_all(every, directory, what, job):
+    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where something is compiled.
+    job: (cfg, device, name of the token type, silent), for the processes that help. Returns the seconds it took."""
+    started = time.monotonic()
+    paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
+    missing, keep = sum(not path.exists() for path in paths), True
+    if missing:
+        _tell(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}\n")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with open(directory / "lock", "w") as lock:      # workers that start together compile once
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _share_out([(i, path) for i, path in enumerate(paths) if not path.exists()], job)
+        except OSError as error:
+            keep = False
+            _tell(f"egg: cannot keep them there: {error.strerror}\n")
+    for (_, dispatcher, signature, shared), path in zip(every, paths):
+        if keep:
+            dispatcher._cache = KernelCache(path)
+        ptx.allow_shared(dispatcher, signature, shared)
+        dispatcher.disable_compile()
+    seconds = time.monotonic() - started
+    if missing:
+        _tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
+    return seconds
+
+
+def _share_out(missing, job):
+    """Has kernels, [(index, file)], compiled into their files by several processes; with one core there is nothing to share."""
+    count = min(COMPILERS, len(os.sched_getaffinity(0)), len(missing))
+    if count < 2:
+        return
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
+    compilers = []
+    for share in range(count):
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process.stdin.write(pickle.dumps((job, missing[share::count])))
+        process.stdin.close()
+        compilers.append(process)
+    started, terminal = time.monotonic(), sys.stderr.isatty()
+    while any(process.poll() is None for process in compilers):
+        time.sleep(0.1)
+        if terminal:
+            done = sum(path.exists() for _, path in missing)
+            _tell(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
+    if terminal:
+        _tell("\r\x1b[K")
+
+
+def _tell(text):
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def compile_share():
+    """A compiling process: its share comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
+    (cfg, device, token_type, silent), share = pickle.load(sys.stdin.buffer)
+    cuda.select_device(device)
+    gpu = cuda.get_current_device()
+    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    for i, path in share:
+        _, dispatcher, signature, _ = every[i]
+        dispatcher._cache = KernelCache(path)
+        dispatcher.compile(signature)
+
+
+# --- kernels of this file --------------------------------------------------------------------------------------------------
+
+A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
+I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
+
+
+def build(cfg, token_type):
+    """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
+    T, V, H, before = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.STATE_TOKENS
+    last, same, groups, per_group = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    width = before + T + 1
+    hash32 = egg_kernels.build_noise(cfg).hash32
+    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+
+    @egg_kernels.device
+    def score(z, seen, penalty, v):
+        s = libdevice.int2float_rn(z[v])
+        return libdevice.fsub_rn(s, penalty) if seen[v] else s
+
+    @egg_kernels.device
+    def share(z, exps, seen, penalty, temp, floor, top, v):
+        d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
+        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
+
+    def cut_windows(tokens, place, windows):
+        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0] (model.parameters.windows)."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // width
+            stride = int64(0) if same else tokens.size // groups
+            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
+            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+
+    def choose(z, exps, settings, floor, draw, tokens, at, seen):
+        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
+        logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d
+        kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
+        top_of = cuda.shared.array(CHOOSERS, float32)
+        sums = cuda.shared.array(CHOOSERS, int64)
+        best = cuda.shared.array(1, int32)
+        t, position = cuda.threadIdx.x, at[0]
+        if t == 0:
+            seen[tokens[position]] = 1
+            best[0] = V
+        cuda.syncthreads()
+        if position + 1 >= draw[0]:
+            temp, penalty = settings[0], settings[1]
+            top = float32(-np.inf)
+            for v in range(t, V, CHOOSERS):
+                top = max(top, score(z, seen, penalty, v))
+            top_of[t] = top
+            half = CHOOSERS // 2
+            while half > 0:
+                cuda.syncthreads()
+                if t < half:
+                    top_of[t] = max(top_of[t], top_of[t + half])
+                half //= 2
+            cuda.syncthreads()
+            top = top_of[0]
+            for v in range(t, V, CHOOSERS):
+                if score(z, seen, penalty, v) == top:
+                    cuda.atomic.min(best, 0, v)
+                    break
+            total = int64(0)
+            if t < H and temp > 0:
+                for v in range(t, V, H):
+                    total += share(z, exps, seen, penalty, temp, floor[0], top, v)
+            sums[t] = total
+            step = 1
+            while step < CHOOSERS:                           # running sums over the residues
+                cuda.syncthreads()
+                before = sums[t - step] if t >= step else int64(0)
+                cuda.syncthreads()
+                sums[t] += before
+                step *= 2
+            cuda.syncthreads()
+            if temp > 0:
+                threshold = int64(hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)) % sums[CHOOSERS - 1]
+                running = sums[t] - total
+                if running <= threshold and threshold < sums[t]:
+                    for v in range(t, V, H):
+                        running += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                        if running > threshold:
+                            tokens[position + 1] = v
+                            break
+            elif t == 0:
+                tokens[position + 1] = best[0]
+        cuda.syncthreads()
+        if t == 0:
+            at[0] = position + 1
+
+    def digest(weights, moments, overlay, out):
+        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights, moments: as uint64 words;
+        overlay int8, zeros beyond. Any grid."""
+        sums = cuda.shared.array((2, BLOCK), uint64)
+        t = cuda.threadIdx.x
+        a, b = uint64(0), uint64(0)
+        for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
+            if i < weights.size:
+                word = weights[i]
+            elif i < weights.size + moments.size:
+                word = moments[i - weights.size]
+            else:
+                word, at = uint64(0), 8 * (i - weights.size - moments.size)
+                for k in range(min(8, overlay.size - at)):
+                    word |= uint64(uint8(overlay[at + k])) << uint64(8 * k)
+            x = mixed(word, uint64(i + state_digest.FIRST))
+            a += x
+            b += halves(x)
+        sums[0, t], sums[1, t] = a, b
+        half = BLOCK // 2
+        while half > 0:
+            cuda.syncthreads()
+            if t < half:
+                sums[0, t] += sums[0, t + half]
+                sums[1, t] += sums[1, t + half]
+            half //= 2
+        cuda.syncthreads()
+        if t < 2:
+            cuda.atomic.add(out, t, sums[t, 0])
+
+    return {
+        "digest": (digest, (W1, W1, S1, W1)),
+        "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
+        "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
+    }
+
+
+class Replay:
+    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time,
+    replayed from then on."""
+
+    def __init__(self, stream, enqueue):
+        self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
+
+    def __call__(self):
+        self._runs += 1
+        if self._runs == 1:
+            return self._enqueue()
+        handle = driver.CUstream(int(self._stream.handle))
+        if self._graph is None:
+            _driver(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            self._enqueue()
+            graph = _driver(driver.cuStreamEndCapture(handle))
+            self._graph = _driver(driver.cuGraphInstantiate(graph, 0))
+            _driver(driver.cuGraphDestroy(graph))
+        _driver(driver.cuGraphLaunch(self._graph, handle))
+
+    def __del__(self):
+        if self._graph is not None:
+            driver.cuGraphExecDestroy(self._graph)
+
+
+def _driver(result):
+    """The value of a driver call, (error code, value...). Raises RuntimeError with the name of the error."""
+    if int(result[0]):
+        raise RuntimeError(f"CUDA graph: {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------------
+
+class CudaEngine:
+    """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
+
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits
+    easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises ValueError (one line) where the
+    device is missing or too small."""
+
+    def __init__(self, cfg, tokens=None, device=0, silent=False):
+        try:
+            cuda.select_device(device)
+        except (CudaSupportError, IndexError) as error:
+            raise ValueError(f"GPU {device} cannot be used: {str(error).splitlines()[0]}") from None
+        gpu = cuda.get_current_device()
+        self.cfg, self.tokens = cfg, tokens
+        self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
+        self.stream = cuda.stream()
+        token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
+        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type, silent)
+        directory = cache_directory(cfg, gpu) / (token_type.name + ("-silent" if silent else ""))
+        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name, silent))
+        self._forward.tables()
+        self._reserve()
+        self.load(parameters.initial_state(cfg))
+
+    def _reserve(self):
+        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
+        cfg, n = self.cfg, parameters.n_weights(self.cfg)
+        free = cuda.current_context().get_memory_info().free
+        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        if need > free:
+            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        self._weights, self._overlay = cuda.device_array(n, np.int8), cuda.device_array(parameters.n_overlay(cfg), np.int8)
+        self._moments = cuda.device_array((n, 3), np.float32)
+        self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
+        self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
+        self._sums = cuda.device_array(2, np.uint64)
+        self._exps = cuda.to_device(parameters.exp_table(cfg))
+        self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
+        forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
+        steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
+        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        self._update_steps = steps
+        self._update = Replay(stream, lambda: [launch() for _, launch in steps])
+        self._rate = None                                    # the learning rate that is on the device
+        self._tokens = None
+        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
+            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+        self._evaluations = {}
+
+    def load(self, state):
+        """Takes over a State (copied)."""
+        self._weights.copy_to_device(np.ascontiguousarray(state.weights))
+        self._moments.copy_to_device(np.ascontiguousarray(state.moments))
+        self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
+        self.step, self.seed = state.step, state.seed
+        self._forward.pack(self.stream, self._weights, self._packed)
+        self.stream.synchronize()
+
+    def state(self):
+        """A copy of the State."""
+        return parameters.State(self.cfg, self._weights.copy_to_host(), self._moments.copy_to_host(), self._overlay.copy_to_host(),
+                               self.step, self.seed)
+
+    def digest(self):
+        """bytes [16]: model.state_digest of the State, without bringing it to the host."""
+        words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
+        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
+        self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
+        self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
+        sums = self._sums.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        digest = state_digest.Digest(self.step, self.seed)
+        digest.add(*map(int, sums))
+        return digest.digest()
+
+    def evaluate(self, first, count):
+        """int64 [count]: losses of members first.. (both even) of this step."""
+        if count not in self._evaluations:
+            self._evaluations[count] = self._evaluation(count // 2)
+        windows, losses, run = self._evaluations[count]
+        self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
+        if self._tokens is None:
+            cut = parameters.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+            windows.copy_to_device(cut.ravel(), self.stream)
+        else:
+            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
+            self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
+        run()
+        out = losses.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        return out
+
+    def _evaluation(self, pairs):
+        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free memory."""
+        forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        weights, packed, overlay = self._weights, self._packed, self._overlay
+        tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
+        windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
+        most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
+        if not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
+        scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
+
+        def enqueue():
+            if tokens is not None:
+                cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+            for at in range(0, pairs, most):
+                n = min(most, pairs - at)
+                forward.evaluate(stream, weights, packed, overlay, windows[at * width:(at + n) * width], job, at, n, scratch,
+                                 losses[2 * at:2 * (at + n)])
+        return windows, losses, Replay(stream, enqueue)
+
+    def update(self, fitness):
+        """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        self._set_update(fitness)
+        self._update()
+        changed = self._votes.changed.copy_to_host(stream=self.stream)
+        self.stream.synchronize()
+        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.step += 1
+        return int(changed[0])
+
+    def _set_update(self, fitness):
+        votes, cfg = self._votes, self.cfg
+        fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
+        fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        lr = cfg.learning_rate(self.step)
+        if cfg.RARE_TOKENS and self._rate is None:
+            votes.token_rates.copy_to_device(parameters.token_rates(cfg, self.tokens), self.stream)
+        if lr != self._rate:
+            rates = [parameters.optimizer(cfg, lr, t).lr for t in parameters.tensors(cfg)]
+            votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
+            self._rate = lr
+        votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
+        self._job.copy_to_device(np.array([self.seed, 0], np.uint32), self.stream)
+
+    def validate(self, windows):
+        """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
+        [n, SEQ_LEN + 1] windows (gru: of any length)."""
+        windows = np.ascontiguousarray(windows, np.int32)
+        forward, T = self._forward, windows.shape[1] - 1
+        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), cuda.current_context().get_memory_info().free // 2)
+        if len(windows) and not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
+        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
+        total = 0.0
+        for at in range(0, len(windows), max(1, most)):
+            part = windows[at:at + most]
+            nats = cuda.device_array(len(part) * T, np.float64)
+            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), T, scratch,
+                             nats)
+            total += float(nats.copy_to_host(stream=self.stream).sum())
+        self.stream.synchronize()
+        return total, len(windows) * T
+
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration.
+
+        The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
+        cfg, forward, stream = self.cfg, self._forward, self.stream
+        s, prompt = parameters.sampling(cfg, temp, min_p, penalty), parameters.checked_prompt(cfg, prompt)
+        total = len(prompt) + count
+        if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+            raise MemoryError(f"{self.name}: not enough free GPU memory for {total} positions")
+        sequence = np.zeros(total, np.int32)
+        sequence[:len(prompt)] = prompt
+        tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
+        rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+        cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
+        z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
+        settings, floor = cuda.to_device(np.array([s.temp, s.penalty], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+        draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
+
+        def enqueue():
+            forward.token(stream, self._weights, self._packed, tokens, at, total, rope, cache, scratch, z)
+            self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
+
+        advance = Replay(stream, enqueue)                    # lives as long as this generator
+        done, told = 0, len(prompt)
+        while told < total:
+            reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
+            for _ in range(done, reach):
+                advance()
+            done = reach
+            new = tokens.copy_to_host(stream=stream)
+            stream.synchronize()
+            for token in new[told:done + 1]:
+                yield int(token)
+            told = done + 1
+
+
+def largest(size, most, budget):
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too large."""
+    low, high = 0, most
+    while low < high:
+        n = (low + high + 1) // 2
+        low, high = (n, high) if size(n) <= budget else (low, n - 1)
+    return low
+
+
+# --- figures for `bench` -----------------------------------------------------------------------------------------------------
+
+OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}   # int8 operations a clock and multiprocessor, dense; other cards: 2048
+
+
+def update_times(engine, fitness, repeats=5):
+    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real updates)."""
+    best = {}
+    for _ in range(repeats):
+        engine._set_update(fitness)
+        events = [cuda.event()]
+        events[0].record(engine.stream)
+        for _, launch in engine._update_steps:
+            launch()
+            events.append(cuda.event())
+            events[-1].record(engine.stream)
+        engine.stream.synchronize()
+        spent = {}
+        for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
+            spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
+        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
+    return best
+
+
+def _seconds(run, rounds=5):
+    """Median time of run(), after two calls that compile, capture and fill caches."""
+    times = []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[2:]))
+
+
+def bench(cfg, tokens, device):
+    """Prints the figures of one GPU: compilation, evaluation, validation, update by kernels, generation, memory."""
+    engine = CudaEngine(cfg, tokens, device)
+    gpu = cuda.get_current_device()
+    peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
+    work = 2 * parameters.products_per_token(cfg)
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock {peak / 1e12:.0f} TOP/s")
+
+    def rate(what, count, seconds):
+        print(f"{what:26s} {count / seconds / 1e6:8.2f} M tokens/s, {count / seconds * work / 1e12:5.0f} TOP/s, "
+              f"{count / seconds * work / peak:.1%} of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+
+    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("evaluation of a chunk", chunk, noisy)
+    silent_engine = CudaEngine(cfg, tokens, device, silent=True)
+    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("the same without noise", chunk, silent)
+    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
+    windows = parameters.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
+    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
+    operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
+          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
+    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
+    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
+    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
+    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
+    memory = cuda.current_context().get_memory_info()
+    print(f"device memory in use {(memory.total - memory.free) / 2**30:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)

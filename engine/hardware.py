@@ -1,0 +1,87 @@
+"""Which engine serves a configuration on this machine, and the making of it. The standard library alone until one is made.
+
+A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process started by multiprocessing makes its own engine.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+
+from egg_config import EggError
+
+OLDEST = (8, 0)     # compute capability of the oldest GPU that is served
+
+
+class EngineError(EggError):
+    """One line: what cannot be used on this machine, what to do."""
+
+
+def cores():
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def driver():
+    """(CUDA major version of the NVIDIA driver, [compute capability of every visible GPU]); (0, []) where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, []
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return 0, []
+
+    def attribute(device, number):
+        value, handle = ctypes.c_int(), ctypes.c_int()
+        cuda.cuDeviceGet(ctypes.byref(handle), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
+        return value.value
+
+    return version.value // 1000, [(attribute(d, 75), attribute(d, 76)) for d in range(count.value)]
+
+
+def devices(cfg):
+    """The devices that cfg.DEVICE allows here, one worker each: ["cuda:0", ...] or ["cpu"].
+
+    "auto" takes the GPUs where there are any that can be used. Raises EngineError for "cuda" where there is none."""
+    if cfg.DEVICE == "cpu":
+        return ["cpu"]
+    major, capabilities = driver()
+    usable = [f"cuda:{i}" for i, capability in enumerate(capabilities) if capability >= OLDEST]
+    if not capabilities:
+        wrong = "no NVIDIA GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    elif not usable:
+        wrong = f"the GPU has compute capability {'.'.join(map(str, max(capabilities)))}, 8.0 is the least"
+    elif importlib.util.find_spec("numba_cuda") is None:
+        wrong = f"the GPU needs numba-cuda: pip install -r requirements/cuda{13 if major > 12 else 12}.txt"
+    else:
+        return usable
+    if cfg.DEVICE == "cuda":
+        raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
+    if capabilities:
+        print(f"egg: {wrong}; using the CPU", file=sys.stderr, flush=True)
+    return ["cpu"]
+
+
+def one_device(cfg, gpu=None):
+    """The device of one worker: that of GPU number `gpu`, else the first of `devices`. Raises EngineError where it cannot be used."""
+    there = devices(cfg)
+    if gpu is not None and f"cuda:{gpu}" not in there:
+        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(there)}")
+    return there[0] if gpu is None else f"cuda:{gpu}"
+
+
+def make(cfg, tokens, device="cpu", threads=None):
+    """The engine for `device`. tokens: 1-D array or None (engine.cpu_engine, engine.cuda_engine have the verbs). threads: CPU cores, default all.
+
+    Raises EngineError where the device cannot do it."""
+    try:
+        if device == "cpu":
+            os.environ["EGG_SIMD"] = cfg.SIMD       # numba compiles for it when the module is loaded
+            from engine import cpu_engine
+            return cpu_engine.CpuEngine(cfg, tokens, threads)
+        from engine import cuda_engine
+        return cuda_engine.CudaEngine(cfg, tokens, int(device.partition(":")[2]))
+    except ValueError as error:
+        raise EngineError(str(error)) from None

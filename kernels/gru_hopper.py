@@ -1,0 +1,720 @@
+"""The noisy forward pass of the recurrent model on cc 9.0 where H = 256, on bytes: wgmma kernels whose activations stay in registers.
+
+`kernels.gru` has the general path, which serves everything else, decides, and documents rows, calls and plan. A layer is three kernels:
+gates (ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down). A warpgroup takes 64 rows at a time. A thread of it holds rows
+g and g + 8 of its warp's 16 and of every 16 columns the four 4 q..., as accumulators (columns of the packed matrices are permuted for
+that, see kernels.hopper), as bytes, and as the left operand of the next product, so that between norm and product, and between up and down,
+nothing leaves the registers. What lies in device memory lies in the order in which threads hold it: column 64 w + 16 k + 4 q + e of a
+row is byte 64 w + 16 q + 4 k + e, so 16 bytes go at once.
+
+A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column noise, divisor 2^D
+and noise shift N: the upper half of a word, and two of them are clipped by one instruction.
+"""
+
+import numpy as np
+from numba import cuda, float32, int8, int32, int64, uint32, uint64
+
+from model import parameters
+from kernels import ptx
+from kernels.hopper import _descriptor
+from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_max, quad_sum, vector_function
+
+H = 256
+LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most
+SHARED = 227 * 1024
+HALF = H * H // 2                           # bytes of 128 columns of a square matrix, and of every other stage of weights
+ROWS, LINE = 64, 32                         # of a tile; words of a line of the cache: the rows of a tile are 128 lines
+PAIRS = 32                                  # of a block of the recurrence
+WIDE, MLP = 3, 2                            # warpgroups of a block
+SIGNS = 0x80808080 - (1 << 32)
+EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
+HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # two int16 of +-127
+
+
+def fits(cfg, cc, shared_limit):
+    """Whether this path serves a configuration on a device."""
+    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+    return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE) == (H, 256, 0)
+            and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFT <= 8
+            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFT)) < 2 ** 31)
+
+
+# --- small device functions ------------------------------------------------------------------------------------------------------
+
+@device
+def unsigned_byte(word, k):
+    return ptx.byte_permute(word, 0, int32(0x4440 + k))
+
+
+@device
+def quotients(acc, i, s, n, unit):
+    """The quotients of four columns, not clipped, as two words of int16; unit = 256 (of a constant ptxas would make shifts, which the
+    busier units take)."""
+    a, b = int32(int32(acc[i] * unit) + int32(s * n[0])), int32(int32(acc[i + 1] * unit) + int32(s * n[1]))
+    c, d = int32(int32(acc[i + 4] * unit) + int32(s * n[2])), int32(int32(acc[i + 5] * unit) + int32(s * n[3]))
+    return ptx.byte_permute(a, b, 0x7632), ptx.byte_permute(c, d, 0x7632)
+
+
+@device
+def place(column):
+    """Byte of a column in the order of the threads."""
+    return (column & ~63) | ((column & 12) << 2) | ((column & 48) >> 2) | (column & 3)
+
+
+@device
+def load_row(x, half, source, row, q):
+    """x[2 k + half] = the words of a row."""
+    for w in range(4):
+        r = ptx.load4(source, int64(row) * (H // 4) + w * 16 + q * 4)
+        for k in range(4):
+            x[8 * w + 2 * k + half] = r[k]
+
+
+def _norm_function(streams):
+    """Device function: x[2 k + half] becomes ln of that row, for weights (float bits) at shared address ln and input noises (bytes) at b and
+    b + H; returns the sums sb."""
+    @device
+    def norm(x, half, ln, b, q):
+        total = int32(0)
+        for k in range(16):
+            total = ptx.distance4(int32(x[2 * k + half] ^ int32(SIGNS)), int32(SIGNS), total)
+        mean = float32(max(int32(quad_sum(total) >> int32(8)), int32(1)))
+        reciprocal = float32(float32(1) / mean)
+        nudge = float32(float32(reciprocal * float32(0.5)) - float32(0.5))
+        first, second = int32(0), int32(0)
+        t = cuda.local.array(4, int32)
+        for w in range(4):
+            b1 = ptx.load_shared4(int32(b + w * 64 + q * 16))
+            if streams > 1:
+                b2 = ptx.load_shared4(int32(b + H + w * 64 + q * 16))
+            for k in range(4):
+                word = int32(x[8 * w + 2 * k + half] ^ int32(SIGNS))
+                weight = ptx.load_shared4(int32(ln + w * 256 + k * 64 + q * 16))
+                for e in range(4):
+                    # x w / mean, half a unit of x w up and half of the quotient down, to the nearest whole number: rounded down
+                    f = float32(ptx.as_float(ptx.byte_permute(word, 0x4B000000, 0x7440 + e)) - float32(8388736))
+                    f = cuda.fma(float32(f * ptx.as_float(weight[e])), reciprocal, nudge)
+                    t[e] = ptx.as_bits(float32(f + float32(12582912)))
+                word = ptx.bytes4(ptx.clip2(ptx.byte_permute(t[0], t[1], 0x5410)), ptx.clip2(ptx.byte_permute(t[2], t[3], 0x5410)))
+                x[8 * w + 2 * k + half] = word
+                first = ptx.dp4a(word, b1[k], first)
+                if streams > 1:
+                    second = ptx.dp4a(word, b2[k], second)
+        return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
+    return norm
+
+
+def _where_function(cfg):
+    """Device function: (pair, member) of a row."""
+    T = cfg.SEQ_LEN
+
+    @device
+    def where(row):
+        unit = int32(uint32(row) // uint32(2 * T))
+        return unit, int32(1) if int32(row - int32(unit * int32(2 * T))) >= T else int32(0)
+    return where
+
+
+# --- embedding ---------------------------------------------------------------------------------------------------------------------
+
+def _embed_kernel(cfg, nz):
+    """x = the embedding, and zero losses. Launch [pairs], 256 threads; half a warp has a row, a lane the same columns of every row.
+    plan and windows as kernels.gru._embed_kernel."""
+    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    noise = nz.noise
+
+    @cuda.jit(launch_bounds=256)
+    def embed(call, plan, packed, tokens, width, skip, job, offset, x, losses):
+        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        if t < 2:
+            losses[2 * unit + t] = 0
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        w, q = (t & 15) >> 2, t & 3
+        other = cuda.local.array(16, int32)
+        for k in range(16):
+            other[k] = noise(uint32(seed + uint32(plan[p + 2])), w * 64 + (k >> 2) * 16 + q * 4 + (k & 3))
+        for here in range(t >> 4, 2 * T, 16):
+            member = 1 if here >= T else 0
+            token = tokens[unit * width + skip + here - member * T]
+            own = int32(noise(uint32(seed + uint32(plan[p + 1])), token) * int32((1 - 2 * member) << (8 - N)))
+            at = plan[p] + (token >> 3) * (2 * H) + w * 128 + (token & 7) * 4 + q
+            e, v = cuda.local.array(4, int32), cuda.local.array(4, int32)
+            for k in range(4):
+                word = packed[uint64(at + k * 32)]
+                for i in range(4):
+                    v[i] = int32(int32(byte(word, i) << int32(8)) + int32(own * other[4 * k + i]))
+                e[k] = ptx.bytes4(ptx.clip2(ptx.byte_permute(v[0], v[1], 0x6521)), ptx.clip2(ptx.byte_permute(v[2], v[3], 0x6521)))
+            ptx.store4(x, (int64(unit) * (2 * T) + here) * (H // 4) + w * 16 + q * 4, e[0], e[1], e[2], e[3])
+
+    return embed
+
+
+# --- gates and candidates; the head --------------------------------------------------------------------------------------------------
+
+def _tables(streams, columns):
+    """Shared tables of a warpgroup, each of two pairs, the even and the odd one: bytes at which they lie (noise of the columns int32, weights
+    of the norm float [member], input noise as bytes), and all of them."""
+    ln = 8 * columns
+    b = ln + 16 * H
+    return ln, b, b + 2 * H * streams
+
+
+def _fill_function(cfg, nz, streams):
+    """Device function that fills ln and b of the tables of a warpgroup for a pair."""
+    noise, vector = nz.noise, vector_function(cfg, nz, True)
+
+    @device
+    def fill(words, bytes_, at_ln, at_b, unit, seed, weights, overlay, plan, p, c):
+        slot = unit & 1
+        for i in range(c, H, 128):
+            even, odd = vector(weights, overlay, plan, p, seed, i)
+            words[at_ln // 4 + slot * (2 * H) + i] = ptx.as_bits(float32(clip(even)))
+            words[at_ln // 4 + slot * (2 * H) + H + i] = ptx.as_bits(float32(clip(odd)))
+            for s in range(streams):
+                bytes_[at_b + (slot * streams + s) * H + place(i)] = noise(uint32(seed + uint32(plan[p + 4 + 2 * s])), i)
+    return fill
+
+
+def _wide_kernel(cfg, nz, head):
+    """gates, candidates = W_f n, W_h n with n = ln_1(x), each row in the order of the threads; with `head` the losses of the logits of ln_f(x).
+    Launch [blocks] of WIDE warpgroups; each takes `each` tiles of 64 rows in a row, the matrices stay in shared memory.
+
+    at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as _product_kernel.
+    There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
+    MATRICES = 1 if head else 2
+    GROUPS, THREADS, T, N = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
+    AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
+    AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
+    noise, fill, norm, where = nz.noise, _fill_function(cfg, nz, MATRICES), _norm_function(MATRICES), _where_function(cfg)
+    product, descriptor, position_loss = ptx.wgmma_product(128, H // 32, True, False), _descriptor(), loss_function(cfg)
+
+    @device
+    def quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, at):
+        """out0, out1[at...] = the quotients of 64 columns of both rows, the first or (j = 1) the second of acc."""
+        for k in range(4):
+            i = 32 * j + 8 * k
+            a, b = quotients(acc, i, s0, ptx.load_shared4(int32(n0 + j * 256 + k * 64 + q * 16)), unit)
+            out0[at + k] = ptx.bytes4(ptx.clip2(a), ptx.clip2(b))
+            a, b = quotients(acc, i + 2, s1, ptx.load_shared4(int32(n1 + j * 256 + k * 64 + q * 16)), unit)
+            out1[at + k] = ptx.bytes4(ptx.clip2(a), ptx.clip2(b))
+
+    @device
+    def store(acc, j, s0, s1, n0, n1, unit, q, out0, out1, to, at):
+        """The same as rows."""
+        quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, 0)
+        ptx.store4(to, at, out0[0], out0[1], out0[2], out0[3])
+        ptx.store4(to, at + 8 * (H // 4), out1[0], out1[1], out1[2], out1[3])
+
+    @device
+    def add_loss(z, row, unit, member, tokens, width, skip, units, exps, losses, q):
+        """Adds the loss of a row of logits, z its 16 words."""
+        position = int32(int32(row - int32(unit * int32(2 * T))) - int32(member * int32(T)))
+        token = tokens[int64(min(unit, units - 1)) * width + skip + position + 1]
+        top, target = int32(LOWEST), int32(0)
+        for k in range(16):
+            top = ptx.max2(ptx.max2(top, ptx.low2(z[k])), ptx.high2(z[k]))
+            target = z[k] if (token >> 4) == k else target
+        top = quad_max(max(int32(int32(top << int32(16)) >> int32(16)), int32(top >> int32(16))))
+        total, most = int32(0), ptx.byte_permute(int32(top + 128), 0, 0)
+        for k in range(16):
+            d = int32(most - int32(z[k] ^ int32(SIGNS)))
+            for e in range(4):
+                total = int32(total + ptx.load_shared(int32(int32(unsigned_byte(d, e) * int32(128)) + exps)))
+        total = quad_sum(total)
+        target = int32(int32(target << int32(24 - 8 * (token & 3))) >> int32(24))
+        target = quad_sum(target if ((token >> 2) & 3) == q else int32(0))
+        if q == 0 and unit < units:
+            cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
+
+    @cuda.jit(launch_bounds=THREADS)
+    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens, width, skip, units, exps, losses):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        barriers = cuda.shared.array(1, int64)
+        t = cuda.threadIdx.x
+        group, lane, c = t >> 7, t & 31, t & 127
+        q = lane & 3
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        if t == 0:
+            ptx.barrier_init(bar, 1)
+            ptx.barrier_fence()
+            ptx.barrier_expect(bar, AT_TABLES)
+            ptx.copy_bulk(base, packed, at, AT_TABLES, bar)
+        if head:
+            for i in range(t, 256 * 32, THREADS):
+                words[AT_EXPS // 4 + i] = exps[i >> 5]
+        cuda.syncthreads()
+        ptx.barrier_wait(bar, 0)
+        mine = AT_TABLES + group * SIZE
+        noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
+        seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
+        first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        acc, n = cuda.local.array(64, int32), cuda.local.array(32, int32)
+        out0, out1 = cuda.local.array(16, int32), cuda.local.array(16, int32)
+        for tile in range(first, min(first + each, tiles)):
+            row = int32(tile * ROWS + (c >> 5) * 16 + (lane >> 2))
+            load_row(n, 0, x, row, q)
+            load_row(n, 1, x, row + 8, q)
+            ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
+            low, high = where(tile * ROWS)[0], where(tile * ROWS + ROWS - 1)[0]
+            if high > loaded:
+                ptx.named_barrier(1 + group, 128)
+                for unit in range(max(low, loaded + 1), high + 1):
+                    seed = uint32(seed0 + uint32(unit))
+                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN, c)
+                    for i in range(c, COLUMNS, 128):
+                        stream = uint32(seed + uint32(plan[call * PLAN + (i // H) * 4 + 1]))
+                        words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << int32(8 - N))
+                ptx.named_barrier(1 + group, 128)
+                loaded = high
+            unit0, member0 = where(row)
+            unit1, member1 = where(row + 8)
+            at_ln, at_b = base + mine + AT_LN, base + mine + AT_B
+            f0, h0 = norm(n, 0, int32(at_ln + (unit0 & 1) * (8 * H) + member0 * (4 * H)), int32(at_b + (unit0 & 1) * (MATRICES * H)), q)
+            f1, h1 = norm(n, 1, int32(at_ln + (unit1 & 1) * (8 * H) + member1 * (4 * H)), int32(at_b + (unit1 & 1) * (MATRICES * H)), q)
+            n0, n1 = int32(base + mine + (unit0 & 1) * (4 * COLUMNS)), int32(base + mine + (unit1 & 1) * (4 * COLUMNS))
+            s0, s1 = int32(-f0) if member0 else f0, int32(-f1) if member1 else f1
+            if head:
+                for part in range(2):
+                    product(acc, n, descriptor(int32(base + part * HALF)))
+                    for j in range(2):
+                        quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0, out1, 8 * part + 4 * j)
+                at_exps = int32(base + AT_EXPS + lane * 4)
+                add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
+                add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
+            else:
+                to = int64(row) * (H // 4) + q * 4
+                for part in range(4):
+                    product(acc, n, descriptor(int32(base + part * HALF)))
+                    for j in range(2):
+                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out, to + 16 * j)
+                    n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
+                    if part == 1:
+                        s0, s1, to = int32(-h0) if member0 else h0, int32(-h1) if member1 else h1, to - 64
+
+    return wide, AT_EXPS + (256 * 32 * 4 if head else 0)
+
+
+# --- the recurrence ------------------------------------------------------------------------------------------------------------------
+
+def _recur_kernel(cfg, nz):
+    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of 512 threads; a block has 32 pairs, rows g and
+    g + 8 of a warp are the members of one, a warpgroup has 64 columns. U_f and U_h, 64 KB each, stay in shared memory.
+
+    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as words."""
+    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    AT_H, AT_P, AT_OWN = 2 * H * H, 2 * H * H + ROWS * H, 2 * H * H + 2 * ROWS * H
+    A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6    # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
+    OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
+    noise, vector = nz.noise, vector_function(cfg, nz, True)
+    product, descriptor = ptx.wgmma_product(64, H // 32, False, False), _descriptor()
+
+    @device
+    def own(base, what, t):
+        return ptx.load_shared4(int32(base + AT_OWN + what * OWN + t * 16))
+
+    @device
+    def spread(word):
+        """Four bytes of noise as quotients() wants them."""
+        return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)), int32(byte(word, 2) << int32(8 - N)),
+                int32(byte(word, 3) << int32(8 - N)))
+
+    @device
+    def store_sums(sums, row, group, s0, s1, q):
+        s0, s1 = quad_sum(s0), quad_sum(s1)
+        if q == 0:
+            sums[row * 4 + group], sums[(row + 8) * 4 + group] = s0, s1
+
+    @device
+    def whole_sum(address, row):
+        s = ptx.load_shared4(int32(address + row * 16))
+        return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
+
+    @device
+    def opened(x):
+        """f + 127 of two int16, x = the sum + 127."""
+        return ptx.max2(ptx.min2(x, 2 * HIGHEST), 0)
+
+    # A product of bytes is a dot product of which all but one term is hidden by a mask, which serves two of four.
+
+    @device
+    def gated(y, z, h):
+        """f * h >> 8 as bytes; y, z: f as int16."""
+        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
+        a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
+        c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
+        return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
+
+    @device
+    def less(a, b):
+        """a - b of two int16."""
+        return ptx.add2(ptx.add2(a, int32(b ^ int32(-1))), int32(0x00010001))
+
+    @device
+    def moved(h, a, b):
+        """h + (f * (new - h) >> 8) of two int16, a and b the products."""
+        return ptx.add2(h, ptx.byte_permute(a, b, 0x6521))
+
+    @cuda.jit(launch_bounds=512)
+    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x, states, per_group, begin):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        sums = cuda.shared.array(SUMS, int32)        # [of h, of p][row][warpgroup]
+        barriers = cuda.shared.array(1, int64)
+        t, p = cuda.threadIdx.x, call * PLAN
+        group, lane, warp = t >> 7, t & 31, (t & 127) >> 5
+        g, q = lane >> 2, lane & 3
+        base, bar, at_sums = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0), ptx.shared_address(sums, 0)
+        pair = cuda.blockIdx.x * PAIRS + warp * 8 + g
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
+        if t == 0:
+            ptx.barrier_init(bar, 1)
+            ptx.barrier_fence()
+        cuda.syncthreads()                           # racecheck takes the initialisation, a uniform instruction, for that of lane 31
+        if t == 0:
+            ptx.barrier_expect(bar, 2 * H * H)
+            ptx.copy_bulk(base, packed, at, 2 * H * H, bar)
+        for k in range(16):
+            column, to = group * 64 + (k >> 2) * 16 + q * 4 + (k & 3), AT_OWN + t * 16 + k
+            for which in range(2):
+                bytes_[to + (A_F + which) * OWN] = noise(uint32(seed + uint32(plan[p + 9 + 4 * which])), column)
+                bytes_[to + (B_F + which) * OWN] = noise(uint32(seed + uint32(plan[p + 11 + 4 * which])), column)
+                even, odd = vector(weights, overlay, plan, p + 4 * which, seed, column)
+                more = int32(127 * (1 - which))              # b_f + 127, without a sign
+                bytes_[to + (BIAS_F + 2 * which) * OWN] = int32(clip(even) + more)
+                bytes_[to + (BIAS_F + 2 * which + 1) * OWN] = int32(clip(odd) + more)
+        row = warp * 16 + g
+        mine = min(pair, units - 1)
+        at_token = int64(mine) * width + skip
+        h, f = cuda.local.array(8, int32), cuda.local.array(8, int32)      # words [column block][member]
+        for k in range(8):
+            h[k] = 0
+        if begin and tokens[at_token] != 0:
+            state = ((int64(job[1]) + offset + mine) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4) + group * 16 + q
+            for k in range(4):
+                h[2 * k] = states[state + k * 4]
+                h[2 * k + 1] = h[2 * k]
+        at_word = base + (warp * 2) * (8 * H) + group * 512 + g * 16 + q * 4       # of the thread's words in h and p: rows g, and 8 H bytes further
+        s0, s1 = int32(0), int32(0)
+        b = own(base, B_F, t)
+        for k in range(4):
+            ptx.store_shared(int32(at_word + AT_H + k * 128), h[2 * k])
+            ptx.store_shared(int32(at_word + AT_H + k * 128 + 8 * H), h[2 * k + 1])
+            s0, s1 = ptx.dp4a(h[2 * k], b[k], s0), ptx.dp4a(h[2 * k + 1], b[k], s1)
+        store_sums(sums, row, group, s0, s1, q)
+        ptx.proxy_fence()
+        cuda.syncthreads()
+        ptx.barrier_wait(bar, 0)
+        noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
+        desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
+        desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
+        acc = cuda.local.array(32, int32)
+        at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
+        at1 = at0 + T * (H // 4)
+        line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE      # of a row of its sequence
+        for position in range(T):
+            ahead = line + min(position + AHEAD, T - 1) * (H // 4)
+            if group == 0:
+                ptx.prefetch(gates, ahead)
+            elif group == 1:
+                ptx.prefetch(candidates, ahead)
+            elif group == 2:
+                ptx.prefetch(x, ahead)
+            old0, old1 = ptx.load4(gates, at0), ptx.load4(gates, at1)
+            following = tokens[at_token + position + 1]
+            product(acc, desc_h, desc_f)
+            s0, s1 = whole_sum(at_sums, row), int32(-whole_sum(at_sums, row + 8))
+            a, b, bias0, bias1 = own(base, A_F, t), own(base, B_H, t), own(base, BIAS_F, t), own(base, BIAS_F + 1, t)
+            t0, t1 = int32(0), int32(0)
+            for k in range(4):
+                n = spread(a[k])
+                for half in range(2):
+                    y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
+                    old, bias = (old0[k], bias0[k]) if half == 0 else (old1[k], bias1[k])
+                    y = opened(ptx.add2(ptx.clip2(y), ptx.add2(ptx.low2(old), ptx.byte_permute(bias, 0, 0x4140))))
+                    z = opened(ptx.add2(ptx.clip2(z), ptx.add2(ptx.high2(old), ptx.byte_permute(bias, 0, 0x4342))))
+                    f[2 * k + half] = ptx.bytes4(y, z)
+                    past = gated(y, z, h[2 * k + half])
+                    ptx.store_shared(int32(at_word + AT_P + k * 128 + half * (8 * H)), past)
+                    if half == 0:
+                        t0 = ptx.dp4a(past, b[k], t0)
+                    else:
+                        t1 = ptx.dp4a(past, b[k], t1)
+            store_sums(sums, row + ROWS, group, t0, t1, q)
+            ptx.proxy_fence()
+            cuda.syncthreads()
+            old0, old1 = ptx.load4(candidates, at0), ptx.load4(candidates, at1)
+            both0, both1 = ptx.load4(x, at0), ptx.load4(x, at1)
+            product(acc, desc_p, desc_c)
+            s0, s1 = whole_sum(at_sums, row + ROWS), int32(-whole_sum(at_sums, row + ROWS + 8))
+            a, b, bias0, bias1 = own(base, A_H, t), own(base, B_F, t), own(base, BIAS_H, t), own(base, BIAS_H + 1, t)
+            t0, t1 = int32(0), int32(0)
+            out = cuda.local.array(8, int32)
+            for k in range(4):
+                n = spread(a[k])
+                for half in range(2):
+                    y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
+                    old, bias, both = (old0[k], bias0[k], both0[k]) if half == 0 else (old1[k], bias1[k], both1[k])
+                    y = ptx.clip2(ptx.add2(ptx.clip2(y), ptx.add2(ptx.low2(old), ptx.low2(bias))))
+                    z = ptx.clip2(ptx.add2(ptx.clip2(z), ptx.add2(ptx.high2(old), ptx.high2(bias))))
+                    i = 2 * k + half
+                    even, odd, h_low, h_high = int32(f[i] & int32(EVEN)), int32(f[i] & int32(ODD)), ptx.low2(h[i]), ptx.high2(h[i])
+                    y, z = less(y, h_low), less(z, h_high)
+                    y = moved(h_low, ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd))
+                    z = moved(h_high, ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd))
+                    out[i] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(both), y)), ptx.clip2(ptx.add2(ptx.high2(both), z)))
+                    h[i] = ptx.bytes4(y, z) if following != 0 else int32(0)
+                    ptx.store_shared(int32(at_word + AT_H + k * 128 + half * (8 * H)), h[i])
+                    if half == 0:
+                        t0 = ptx.dp4a(h[i], b[k], t0)
+                    else:
+                        t1 = ptx.dp4a(h[i], b[k], t1)
+            ptx.store4(x, at0, out[0], out[2], out[4], out[6])
+            ptx.store4(x, at1, out[1], out[3], out[5], out[7])
+            store_sums(sums, row, group, t0, t1, q)
+            at0, at1 = at0 + H // 4, at1 + H // 4
+            ptx.proxy_fence()
+            cuda.syncthreads()
+
+    return recur, AT_OWN + 8 * OWN
+
+
+# --- the MLP ---------------------------------------------------------------------------------------------------------------------------
+
+def _mlp_kernel(cfg, nz):
+    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch [blocks] of MLP warpgroups; each takes `each` tiles of 64 rows in a row. They
+    read the weights as they stream by: for every 128 inner values their columns of W_up and their rows of W_down, 32 KB each.
+
+    at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down, call_sums as in
+    kernels.gru."""
+    N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, MLP, 5, 2, 8, 4 * H
+    THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
+    DOWN_SHIFT, LOW = parameters.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
+    AT_N, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * ROWS * H
+    AT_LN, AT_B, AT_DOWN = _tables(1, INNER)                 # then column noise and input noise of W_down
+    AT_INNER = AT_DOWN + 8 * H
+    SIZE = AT_INNER + 2 * INNER
+    noise, fill, norm, where = nz.noise, _fill_function(cfg, nz, 1), _norm_function(1), _where_function(cfg)
+    up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
+    descriptor, descriptor_128 = _descriptor(), _descriptor(128)
+
+    @device
+    def inner(acc, u, j, s0, s1, n0, n1, b0, b1, unit, q, t0, t1):
+        """u[8 j...] = the inner values of 64 columns of both rows; t0, t1 + their sums with the input noise."""
+        noise0, noise1 = ptx.load_shared4(int32(b0 + j * 64 + q * 16)), ptx.load_shared4(int32(b1 + j * 64 + q * 16))
+        for k in range(4):
+            i = 32 * j + 8 * k
+            a, b = quotients(acc, i, s0, ptx.load_shared4(int32(n0 + j * 256 + k * 64 + q * 16)), unit)
+            a, b = ptx.max2(ptx.min2(a, HIGHEST), LOW), ptx.max2(ptx.min2(b, HIGHEST), LOW)
+            u[8 * j + 2 * k] = ptx.bytes4(a, b)
+            a, b = quotients(acc, i + 2, s1, ptx.load_shared4(int32(n1 + j * 256 + k * 64 + q * 16)), unit)
+            a, b = ptx.max2(ptx.min2(a, HIGHEST), LOW), ptx.max2(ptx.min2(b, HIGHEST), LOW)
+            u[8 * j + 2 * k + 1] = ptx.bytes4(a, b)
+            t0, t1 = ptx.dp4a(u[8 * j + 2 * k], noise0[k], t0), ptx.dp4a(u[8 * j + 2 * k + 1], noise1[k], t1)
+        return t0, t1
+
+    @device
+    def sum_of(a, s, n):
+        return int32(int32(a + int32(int32(s * n) >> int32(N))) >> int32(DOWN_SHIFT))
+
+    @device
+    def finish(acc, w, s0, s1, n0, n1, old, x, row, q):
+        """64 columns of both rows of x, which were `old`."""
+        for half in range(2):
+            s, n, at = (s0, n0, row) if half == 0 else (s1, n1, row + 8)
+            out = cuda.local.array(4, int32)
+            for k in range(4):
+                i, c, word = 32 * w + 8 * k + 2 * half, ptx.load_shared4(int32(n + w * 256 + k * 64 + q * 16)), old[8 * w + 2 * k + half]
+                a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
+                b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
+                out[k] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(word), a)), ptx.clip2(ptx.add2(ptx.high2(word), b)))
+            ptx.store4(x, int64(at) * (H // 4) + w * 16 + q * 4, out[0], out[1], out[2], out[3])
+
+    @device
+    def source(at, step):
+        """Packed word of the weights of a step: W_up and W_down in turn."""
+        step = step & (STEPS - 1)
+        return at + ((step & 1) * CHUNKS + (step >> 1)) * (STAGE // 4)
+
+    @cuda.jit(launch_bounds=THREADS)
+    def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, tiles, each, x):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        barriers = cuda.shared.array(BARRIERS, int64)      # full, empty
+        t = cuda.threadIdx.x
+        group, lane, c = t >> 7, t & 31, t & 127
+        q = lane & 3
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        if t == 0:
+            for i in range(STAGES):
+                ptx.barrier_init(bar + 8 * i, 1)
+                ptx.barrier_init(bar + EMPTY + 8 * i, 4 * GROUPS)
+            ptx.barrier_fence()
+            for i in range(STAGES):
+                ptx.barrier_expect(bar + 8 * i, STAGE)
+                ptx.copy_bulk(base + i * STAGE, packed, source(at, i), STAGE, bar + 8 * i)
+        cuda.syncthreads()
+        mine, at_n = AT_TABLES + group * SIZE, base + AT_N + group * (ROWS * H)
+        n_desc = descriptor(int32(at_n))
+        noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
+        seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
+        first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        total = int32(each * STEPS)                          # the last blocks go through the motions beyond the last tile, for the other warpgroup
+        step, stage, phase, old, old_phase = int32(0), int32(0), int32(0), int32(0), int32(0)
+        sums, acc, u = cuda.local.array(128, int32), cuda.local.array(64, int32), cuda.local.array(16, int32)
+        for turn in range(each):
+            tile, live = min(first + turn, tiles - 1), first + turn < tiles
+            row = int32(tile * ROWS + (c >> 5) * 16 + (lane >> 2))
+            unit0, member0 = where(row)
+            unit1, member1 = where(row + 8)
+            slot0, slot1 = unit0 & 1, unit1 & 1
+            low, high = where(tile * ROWS)[0], where(tile * ROWS + ROWS - 1)[0]
+            ptx.named_barrier(1 + group, 128)            # nobody reads n or the tables any more
+            if high > loaded:
+                for unit in range(max(low, loaded + 1), high + 1):
+                    seed = uint32(seed0 + uint32(unit))
+                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN, c)
+                    for i in range(c, INNER, 128):
+                        stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
+                        words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << int32(8 - N))
+                        bytes_[mine + AT_INNER + (unit & 1) * INNER + place(i)] = noise(uint32(seed + uint32(plan[call_sums * PLAN])), i)
+                    for i in range(c, H, 128):
+                        words[(mine + AT_DOWN) // 4 + (unit & 1) * H + i] = noise(uint32(seed + uint32(plan[call_down * PLAN + 1])), i)
+                ptx.named_barrier(1 + group, 128)
+                loaded = high
+            n = cuda.local.array(32, int32)
+            load_row(n, 0, x, row, q)
+            load_row(n, 1, x, row + 8, q)
+            ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
+            at_ln, at_b = base + mine + AT_LN, base + mine + AT_B
+            s0, _ = norm(n, 0, int32(at_ln + slot0 * (8 * H) + member0 * (4 * H)), int32(at_b + slot0 * H), q)
+            s1, _ = norm(n, 1, int32(at_ln + slot1 * (8 * H) + member1 * (4 * H)), int32(at_b + slot1 * H), q)
+            s0, s1 = int32(-s0) if member0 else s0, int32(-s1) if member1 else s1
+            to = int32(at_n + (c >> 5) * (16 * H) + lane * 4)
+            for k in range(16):
+                ptx.store_shared(int32(to + k * 128), n[2 * k])
+                ptx.store_shared(int32(to + k * 128 + 8 * H), n[2 * k + 1])
+            ptx.proxy_fence()
+            ptx.named_barrier(1 + group, 128)
+            n0, n1 = int32(base + mine + slot0 * (4 * INNER)), int32(base + mine + slot1 * (4 * INNER))
+            b0, b1 = int32(base + mine + AT_INNER + slot0 * INNER), int32(base + mine + AT_INNER + slot1 * INNER)
+            t0, t1 = int32(0), int32(0)
+            for i in range(128):
+                sums[i] = 0
+            for _ in range(CHUNKS):
+                for second in range(2):
+                    ptx.barrier_wait(bar + 8 * stage, phase)
+                    if second == 0:
+                        up(acc, n_desc, descriptor(int32(base + stage * STAGE)))
+                    else:
+                        down(sums, u, descriptor_128(int32(base + stage * STAGE)))
+                    if lane == 0:
+                        ptx.barrier_arrive(bar + EMPTY + 8 * stage)
+                    if t == 0 and step >= LAG and step - LAG + STAGES < total:           # refill the stage of LAG steps ago
+                        ptx.barrier_wait(bar + EMPTY + 8 * old, old_phase)
+                        ptx.barrier_expect(bar + 8 * old, STAGE)
+                        ptx.copy_bulk(base + old * STAGE, packed, source(at, step - LAG + STAGES), STAGE, bar + 8 * old)
+                    if step >= LAG:
+                        old += 1
+                        if old == STAGES:
+                            old, old_phase = 0, old_phase ^ 1
+                    step, stage = step + 1, stage + 1
+                    if stage == STAGES:
+                        stage, phase = 0, phase ^ 1
+                    if second == 0:
+                        for j in range(2):
+                            t0, t1 = inner(acc, u, j, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
+                n0, n1, b0, b1 = int32(n0 + 512), int32(n1 + 512), int32(b0 + 128), int32(b1 + 128)
+            load_row(n, 0, x, row, q)
+            load_row(n, 1, x, row + 8, q)
+            s0, s1 = quad_sum(t0), quad_sum(t1)
+            s0, s1 = int32(-s0) if member0 else s0, int32(-s1) if member1 else s1
+            if live:
+                n0, n1 = int32(base + mine + AT_DOWN + slot0 * (4 * H)), int32(base + mine + AT_DOWN + slot1 * (4 * H))
+                for w in range(4):
+                    finish(sums, w, s0, s1, n0, n1, n, x, row, q)
+
+    return mlp, AT_TABLES + GROUPS * SIZE
+
+
+def _pack_kernel():
+    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, depth, n, size):
+        i = cuda.grid(1)
+        if i < size:
+            chunk, i = i // (n * depth // 4), i % (n * depth // 4)
+            block, rest = i // (2 * depth), i % (2 * depth)
+            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
+            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
+            packed[target + chunk * (n * depth // 4) + i] = weights[source + k4 * n + column]
+
+    return pack
+
+
+# --- the pass ------------------------------------------------------------------------------------------------------------------------
+
+EMBED_TYPES = (int64, A32, A32, A32, int64, int64, AU32, int64, A32, A64)
+WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64, A32, A64)
+RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
+MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
+PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")        # in this order: what a kernel uses lies together
+
+
+class Hopper:
+    """The noisy forward pass; the interface is that of kernels.gru._Pass."""
+
+    def __init__(self, cfg, packing, silent):
+        self.cfg, self.kernels = cfg, []
+        nz = build_noise(cfg, silent)
+
+        def add(made, signature):
+            kernel, shared = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((kernel, signature, shared))
+            return kernel, shared
+
+        self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
+        self.gates, self.head = (add(_wide_kernel(cfg, nz, head), WIDE_TYPES) for head in (False, True))
+        self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
+        self.pack = add(_pack_kernel(), PACK_TYPES)
+        self.at, self.copies, end = {}, [], packing.bytes
+        for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
+            self.at[t.name, t.layer] = end // 4
+            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, t.size // 4))
+            end += t.size
+        self.packed_bytes = end
+
+    def layout(self, units, n):
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
+        size = blocks(units, PAIRS) * PAIRS * 2 * n * H
+        return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
+
+    def launch_pack(self, stream, weights, packed):
+        for copy in self.copies:
+            self.pack[0][blocks(copy[4], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
+
+    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
+               per_group, begin, keep, losses):
+        x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
+        packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n, ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+        def over_tiles(which, groups, *args):
+            kernel, shared = which
+            each = blocks(tiles, groups * processors)
+            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed, overlay, job, offset,
+                                                                          tiles, each, *args[-1])
+
+        def wide(which, call_norm, call, name, layer):
+            over_tiles(which, WIDE, call_norm, call, self.at[name, layer],
+                       (x, gates, candidates, tokens, width, skip, units, tables.exps, losses))
+
+        self.embed[0][units, 256, stream](plan.embed, tables.plan, packed, tokens, width, skip, job, offset, x, losses)
+        for i, layer in enumerate(plan.layers):
+            wide(self.gates, layer.norm_1, layer.gates, "w_f", i)
+            kernel, shared = self.recur
+            part = states.size // self.cfg.N_LAYERS
+            mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
+            kernel[blocks(units, PAIRS), 512, stream, shared](
+                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates,
+                x, mine, per_group, begin)
+            over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
+        wide(self.head, plan.norm_f, plan.head, "head", 0)

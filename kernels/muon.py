@@ -1,0 +1,167 @@
+"""Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see model.parameters).
+
+Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in shared memory
+change where operands are read, not the order in which they are added. Tensor cores would not do: they have no exact float32 and no
+order. It is 23 GFLOP a step in the default configuration; all matrices go through each product in one launch.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, types
+from numba.cuda import libdevice
+
+from model import parameters
+
+TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
+DEPTH = 16                  # values of k in its shared memory
+PITCH = TILE + 1            # floats of a k there: no bank twice
+OPERAND = DEPTH * PITCH
+THREADS = 256
+WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)          # columns of Plan.matrices
+
+
+class Plan(NamedTuple):
+    """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT, LONG] and its square
+    [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and column of an output tile. directions [tensors]: where the x of
+    a tensor begins, -1 where Muon does not move it."""
+    matrices: np.ndarray
+    squares: np.ndarray
+    wides: np.ndarray
+    directions: np.ndarray
+    x_size: int
+    a_size: int
+
+
+def plan(cfg):
+    """The Plan of a configuration; nothing in it without USE_MUON."""
+    matrices, squares, wides, directions, x, a = [], [], [], [], 0, 0
+    for t in parameters.tensors(cfg):
+        moved = cfg.USE_MUON and t.hidden
+        directions.append(x if moved else -1)
+        if moved:
+            short, long = sorted((t.rows, t.cols))
+            squares += [(len(matrices), i, j) for i in range(0, short, TILE) for j in range(0, short, TILE)]
+            wides += [(len(matrices), i, j) for i in range(0, short, TILE) for j in range(0, long, TILE)]
+            matrices.append((t.weights, t.rows, t.cols, short, long, x, a))
+            x, a = x + t.size, a + short * short
+    return Plan(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
+
+
+I2, F1, F2, VOTES = types.Array(int32, 2, "C"), types.Array(float32, 1, "C"), types.Array(float32, 2, "C"), types.Array(int32, 1, "C")
+
+
+def build(cfg):
+    """The kernels of a configuration, {name: (Python function, signature)}; none without USE_MUON."""
+    if not cfg.USE_MUON:
+        return {}
+    PARTS, EPS, MOMENTUM = parameters.MUON_PARTS, float32(parameters.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
+
+    def muon_start(matrices, votes, moments, x):
+        """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a matrix."""
+        sums = cuda.shared.array(PARTS, float32)
+        t, b = cuda.threadIdx.x, cuda.blockIdx.x
+        rows, cols, size, long = matrices[b, ROWS], matrices[b, COLS], matrices[b, ROWS] * matrices[b, COLS], matrices[b, LONG]
+        first, at_x = int64(matrices[b, WEIGHTS]), int64(matrices[b, AT_X])
+        total = float32(0)
+        for i in range(t, size, PARTS):
+            r, c = i // long, i % long
+            if rows > cols:
+                r, c = c, r
+            at = first + ((r >> 2) * cols + c) * 4 + (r & 3)
+            m = libdevice.fmaf_rn(moments[at, 0], MOMENTUM, libdevice.int2float_rn(int32(-votes[at])))
+            total = libdevice.fmaf_rn(m, m, total)
+            moments[at, 0] = m
+            x[at_x + i] = m
+        sums[t] = total
+        half = PARTS // 2
+        while half > 0:
+            cuda.syncthreads()
+            if t < half:
+                sums[t] = libdevice.fadd_rn(sums[t], sums[t + half])
+            half //= 2
+        cuda.syncthreads()
+        norm = libdevice.fadd_rn(libdevice.fsqrt_rn(sums[0]), EPS)
+        for i in range(t, size, PARTS):
+            x[at_x + i] = libdevice.fdiv_rn(x[at_x + i], norm)
+
+    def product(gram):
+        """The kernel of both products, as engine.cpu_engine.muon_panels: left . left^T of x, or fma(beta, square . right, alpha * right)."""
+        def kernel(tiles, matrices, wide, alpha, beta, left, right, out):
+            ours = cuda.shared.array(OPERAND, float32)
+            theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
+            acc = cuda.local.array((4, 4), float32)
+            t = int32(cuda.threadIdx.x)
+            matrix, row, col = tiles[cuda.blockIdx.x, 0], tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
+            short, at_a = matrices[matrix, SHORT], int64(matrices[matrix, AT_A])
+            width = matrices[matrix, LONG] if gram or wide else short            # of the operand beside the square
+            at = int64(matrices[matrix, AT_X]) if gram or wide else at_a
+            depth, columns = (width, short) if gram else (short, width)
+            at_left, at_out = (at, at_a) if gram else (at_a, at)
+            for i in range(4):
+                for j in range(4):
+                    acc[i, j] = float32(0)
+            for step in range(0, depth, DEPTH):
+                for n in range(TILE * DEPTH // THREADS):
+                    k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
+                    ours[k * PITCH + i] = left[at_left + (row + i) * depth + step + k] if row + i < short else float32(0)
+                    if gram:
+                        theirs[k * PITCH + i] = left[at_left + (col + i) * depth + step + k] if col + i < short else float32(0)
+                    else:
+                        k, i = t // TILE + n * (THREADS // TILE), t % TILE
+                        theirs[k * PITCH + i] = right[at + (step + k) * width + col + i] if col + i < width else float32(0)
+                cuda.syncthreads()
+                for k in range(DEPTH):
+                    for i in range(4):
+                        factor = ours[k * PITCH + t // 16 + 16 * i]
+                        for j in range(4):
+                            acc[i, j] = libdevice.fmaf_rn(factor, theirs[k * PITCH + t % 16 + 16 * j], acc[i, j])
+                cuda.syncthreads()
+            for i in range(4):
+                for j in range(4):
+                    r, c = row + t // 16 + 16 * i, col + t % 16 + 16 * j
+                    if r < short and c < columns:
+                        to = at_out + r * columns + c
+                        out[to] = acc[i, j] if gram else libdevice.fmaf_rn(beta, acc[i, j], libdevice.fmul_rn(alpha, right[to]))
+        return kernel
+
+    signature = I2, I2, int32, float32, float32, F1, F1, F1
+    return {"muon_start": (muon_start, (I2, VOTES, F2, F1)), "muon_gram": (product(True), signature), "muon_mix": (product(False), signature)}
+
+
+class Direction:
+    """Device buffers of Muon's directions and the launches that fill `x`, the flat directions; kernels: compiled dispatchers of `build`."""
+
+    def __init__(self, cfg, kernels):
+        p = plan(cfg)
+        self.kernels, self.coefficients = kernels, parameters.muon_coefficients(cfg)
+        self.tables = [cuda.to_device(table) for table in p[:3]] if p.x_size else []
+        self.x, self.other = (cuda.device_array(max(1, p.x_size), np.float32) for _ in range(2))
+        self.square, self.poly = (cuda.device_array(max(1, p.a_size), np.float32) for _ in range(2))
+
+    @staticmethod
+    def bytes_needed(cfg):
+        """Device memory of the buffers."""
+        p = plan(cfg)
+        return 8 * (p.x_size + p.a_size) + sum(table.nbytes for table in p[:3])
+
+    def launches(self, stream, votes, moments):
+        """[(kernel's name, function that enqueues it)]; the directions are then in `x`."""
+        if not self.tables:
+            return []
+        matrices, squares, wides = self.tables
+        (a, b, c), out = self.coefficients, []
+
+        def add(name, grid, threads, *args):
+            out.append((name, lambda: self.kernels[name][grid, threads, stream](*args)))
+
+        def product(name, tiles, *args):
+            add(name, len(tiles), THREADS, tiles, matrices, *args)
+
+        add("muon_start", len(matrices), parameters.MUON_PARTS, matrices, votes, moments, self.x)
+        for _ in range(parameters.MUON_ROUNDS):
+            product("muon_gram", squares, np.int32(0), a, a, self.x, self.x, self.square)
+            product("muon_mix", squares, np.int32(0), b, c, self.square, self.square, self.poly)
+            product("muon_mix", wides, np.int32(1), a, np.float32(1), self.poly, self.x, self.other)
+            self.x, self.other = self.other, self.x
+        return out

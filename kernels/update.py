@@ -1,0 +1,466 @@
+"""The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold, noise-scale overlay.
+
+A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
+noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves the larger side
+of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned to the plain
+side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices of n bound the memory.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
+from numba.cuda import libdevice
+
+from model import parameters
+from kernels import muon
+from egg_kernels import build_noise
+from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
+                     shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
+
+TILE = 128                  # plain and signed rows of a block of products
+DEPTH = 64                  # values of n in a stage of its shared memory
+STAGES = 3
+STAGE = 2 * TILE * DEPTH    # bytes
+SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
+SPLIT = 4096                # values of n a block adds up; the operands of a split lie together and nearly fit the L2 cache
+PIECE = 1024                # values of n a block of operands makes of eight rows
+VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
+EIGHTS = 4                  # times eight elements of a vector share a warp
+THREADS = 128
+ELEMENTS = 4 * THREADS      # weights a block of the optimizer moves
+FIT_PAD = 128               # zeros before and after the fitness
+
+# columns of the arrays of Plan
+INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
+PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
+ELEMENT, OFFSET, AHEAD, VOTE = range(4)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
+
+
+class Plan(NamedTuple):
+    """What the kernels walk over; int32 arrays.
+
+    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range of n used.
+    tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
+    whether the signed side is its rows, and which of them is the first.
+    vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
+    tensors [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
+    of its elements to move."""
+    rows: np.ndarray
+    tiles: np.ndarray
+    vectors: np.ndarray
+    tensors: np.ndarray
+    blocks: np.ndarray
+    span: int               # n runs from 0 to span - 1
+
+
+def plan(cfg):
+    """The Plan of a configuration."""
+    tensors, pairs = parameters.tensors(cfg), cfg.N_PAIRS
+    plain = np.zeros((-(-max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM) // 8) * 8, 5), np.int32)
+    plain[:, INDEX], plain[:, SHIFT] = np.arange(len(plain)), -1
+    signed, tiles, vectors = [], [], []
+    for t in tensors:
+        if not t.matrix:
+            first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
+            assert ahead < 4 and t.cols % (8 * EIGHTS) == 0
+            plain[:t.cols, HIGH] = np.maximum(plain[:t.cols, HIGH], first + ahead + pairs)
+            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, 8 * EIGHTS)]
+            continue
+        signed_is_row = t.rows <= t.cols
+        few, few_seed, many, many_seed = ((t.rows, t.seed_b, t.cols, t.seed_a) if signed_is_row else
+                                          (t.cols, t.seed_a, t.rows, t.seed_b))
+        low, high = many_seed // DEPTH * DEPTH, -(-(many_seed + pairs) // DEPTH) * DEPTH
+        plain[:many, HIGH] = np.maximum(plain[:many, HIGH], high)
+        at = len(plain) + len(signed)
+        signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
+        tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
+                  for p in range(0, many, TILE) for s in range(0, few, TILE)]
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
+             for t, direction in zip(tensors, muon.plan(cfg).directions)]
+    blocks = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
+    rows = np.concatenate([plain, np.array(signed, np.int32)])
+    return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, blocks)), int(rows[:, HIGH].max()))
+
+
+device = cuda.jit(device=True, inline="always")
+
+
+@device
+def mixed(x):
+    """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
+    x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x85EBCA6B))
+    return uint32(uint32(x ^ uint32(x >> uint32(13))) * uint32(0xC2B2AE35))
+
+
+@device
+def low_bytes(a, b, c, d):
+    return uint32(byte_permute(byte_permute(int32(a), int32(b), 0x0040), byte_permute(int32(c), int32(d), 0x0040), 0x5410))
+
+
+@device
+def negated(word, flags):
+    """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
+    t = uint32(word ^ uint32(uint32(flags << uint32(8)) - flags))
+    return uint32(uint32(uint32(t & uint32(0x7F7F7F7F)) + flags) ^ uint32(t & uint32(0x80808080)))
+
+
+@device
+def shifted_word(words, at):
+    """The four bytes from byte `at` on of an int32 array, as a word."""
+    first = at >> 2
+    return uint32(byte_permute(words[first], words[first + 1], int32(0x3210 + 0x1111 * int32(at & 3))))
+
+
+@device
+def ones(fit):
+    """Bytes -1, 0, 1 of a word: (flags of -1, full bytes where not 0)."""
+    some = uint32(fit & uint32(0x01010101))
+    return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
+
+
+A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, int8, uint32))
+A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
+
+
+def build(cfg, wgmma):
+    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
+    pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
+    masks, gaussian, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
+    rare = cfg.RARE_TOKENS > 0
+    sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
+    noise = build_noise(cfg).noise
+    o, muon_size = parameters.optimizer(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(parameters.MUON_SIZE))
+    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
+    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
+    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
+    strides = wgmma_descriptor_strides(DEPTH)
+
+    @device
+    def four_draws(x):
+        """The noise of four consecutive n as the bytes of a word; x: seed + n + index * 0x9e3779b9."""
+        if gaussian:
+            return low_bytes(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0), noise(x + uint32(3), 0))
+        a, b, c, d = mixed(x), mixed(uint32(x + uint32(1))), mixed(uint32(x + uint32(2))), mixed(uint32(x + uint32(3)))
+        # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
+        low = byte_permute(int32(a), int32(b), 0x6240), byte_permute(int32(c), int32(d), 0x6240)
+        p = uint32(byte_permute(low[0], low[1], 0x5410) ^ byte_permute(low[0], low[1], 0x7632))
+        minus = uint32(uint32(~p) & uint32(0x01010101))
+        m = uint32(uint32(p >> uint32(1)) & masks)
+        m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
+        return uint32(m ^ uint32(minus << uint32(7)))
+
+    @device
+    def four_votes(x):
+        """The draws of four_draws as votes count them."""
+        word = four_draws(x)
+        if signs:
+            minus = uint32(uint32(word >> uint32(7)) & uint32(0x01010101))
+            some = uint32(word | uint32(uint32(word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F)))
+            some = uint32(uint32(some >> uint32(7)) & uint32(0x01010101))
+            # 1, -1 or 0 in each byte
+            word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
+        return word
+
+    @device
+    def place(rows, row, n):
+        """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4) on."""
+        matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
+        return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
+
+    def operands(rows, seed, fit, start, width, out):
+        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT / 16][8][16 bytes],
+        and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE + 1), eight rows
+        and PIECE values of n each."""
+        pieces = int32(width // PIECE + 1)
+        group = int32(cuda.blockIdx.x // pieces)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row = int32(group * 8 + (lane >> 2))
+        first = int32((cuda.blockIdx.x - group * pieces) * PIECE + warp * 16)
+        to = place(rows.shape[0], row, first) + (lane & 3)
+        n = int32(start + first + (lane & 3) * 4)
+        low, high, shift = rows[row, LOW], rows[row, HIGH], rows[row, SHIFT]
+        x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(uint32(rows[row, INDEX]) * uint32(0x9E3779B9)))
+        steps = int32(PIECE // 64)
+        if first >= width:
+            steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
+        for _ in range(steps):
+            if uint32(n - low) < uint32(high - low):
+                draws = four_votes(uint32(x + uint32(n)))
+                if shift >= 0:
+                    minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
+                    draws = negated(uint32(draws & some), minus)
+                out[to] = int32(draws)
+            n = int32(n + 64)
+            to += 128
+
+    @device
+    def fetch(to, operand, at):
+        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight rows."""
+        t = cuda.threadIdx.x
+        for i in range(4):
+            copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+
+    @device
+    def vote_index(p, s, signed_is_row, cols):
+        r, c = (s, p) if signed_is_row else (p, s)
+        return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+    def products(tiles, operand, rows, start, votes):
+        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits * tiles, the
+        tiles of one split side by side, so that the operands they share stay in the L2 cache."""
+        sm = cuda.shared.array(0, int32)
+        t = cuda.threadIdx.x
+        split = int32(cuda.blockIdx.x // tiles.shape[0])
+        tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
+        first = max(int32(start + split * SPLIT), tiles[tile, FIRST])
+        last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
+        steps = int32((last - first) // DEPTH)
+        if steps <= 0:
+            return
+        plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
+        plain_at, signed_at = place(rows, plain, first - start), place(rows, signed, first - start)
+        base = shared_address(sm, 0)
+        for ahead in range(2):
+            if ahead < steps:
+                fetch(base + ahead * STAGE, operand, plain_at + ahead * (DEPTH * 2))
+                fetch(base + ahead * STAGE + STAGE // 2, operand, signed_at + ahead * (DEPTH * 2))
+            copy_commit()
+        lane, warp = t & 31, t >> 5
+        g, q = lane >> 2, lane & 3
+        # ldmatrix: where this lane's rows of the first core matrices lie
+        plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
+        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16 + STAGE // 2
+        acc = cuda.local.array((4, 8, 4), int32)             # mma.sync: 4 x 8 tiles of 16 x 8, a warp's quarter of the block
+        upper, lower = cuda.local.array(64, int32), cuda.local.array(64, int32)          # wgmma: 64 plain rows each
+        for i in range(4):
+            for j in range(8):
+                for k in range(4):
+                    acc[i, j, k] = 0
+        slot = int32(0)
+        for step in range(steps):
+            copy_wait_but_one()
+            if wgmma:
+                proxy_fence()
+            cuda.syncthreads()
+            if step + 2 < steps:
+                to = base + (slot + 2 if slot == 0 else slot - 1) * STAGE
+                fetch(to, operand, plain_at + (step + 2) * (DEPTH * 2))
+                fetch(to + STAGE // 2, operand, signed_at + (step + 2) * (DEPTH * 2))
+            copy_commit()
+            here = base + slot * STAGE
+            if wgmma:
+                high = int64(uint32(here & 0x3FFFF) >> uint32(4)) | strides
+                low, both = high + (64 * DEPTH >> 4), high + (TILE * DEPTH >> 4)
+                wgmma_fence()
+                product(upper, high, both, int32(step))      # step 0 begins the sums
+                product(lower, low, both, int32(step))
+                product(upper, high + 16, both + 16, int32(1))
+                product(lower, low + 16, both + 16, int32(1))
+                products_done(upper)
+                products_done(lower)
+            else:
+                for k in range(DEPTH // 32):
+                    for i in range(4):
+                        a = load_matrix4(int32(here + plain_lane + i * (16 * DEPTH) + k * 256))
+                        for j in range(4):
+                            b = load_matrix4(int32(here + signed_lane + j * (16 * DEPTH) + k * 256))
+                            for half in range(2):
+                                c = acc[i, 2 * j + half]
+                                c[0], c[1], c[2], c[3] = mma_s8(a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
+                                                                c[0], c[1], c[2], c[3])
+            slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
+        # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
+        if tiles[tile, SIGNED_IS_ROW]:
+            down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
+        else:
+            down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
+        p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
+        at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW], tiles[tile, COLS])
+        p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
+        if wgmma:
+            for half in range(2):
+                for j in range(16):
+                    for k in range(2):
+                        if 8 * half < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + half * down + j * right + k * one, upper[4 * j + 2 * half + k])
+                        if 8 * half + 64 < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + (half + 8) * down + j * right + k * one, lower[4 * j + 2 * half + k])
+        else:
+            for i in range(4):
+                for half in range(2):
+                    for j in range(8):
+                        for k in range(2):
+                            if 16 * i + 8 * half < p and 8 * j + k < s:
+                                cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one, acc[i, j, 2 * half + k])
+
+    def vector_products(groups, operand, fit, rows, start, splits, votes):
+        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight
+        rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side: they share rows."""
+        item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
+        split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
+        group = int32(item - split * groups.shape[0])
+        if split >= splits:
+            return
+        element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
+        from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
+        from_n = max(from_n, int32((offset - start) // 16 * 16))
+        to_n = min(to_n, int32(offset + pairs - start))
+        forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+        for e in range(EIGHTS):
+            forth[e] = 0
+            back[e] = 0
+        selector = int32(0x3210 + 0x1111 * ahead)
+        row = element + (lane >> 2)
+        here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
+        for step in range(from_n, to_n, 16):
+            n = int32(step + (lane & 3) * 4)
+            minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+            minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
+            plus = uint32(some ^ minus)
+            after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
+            for e in range(EIGHTS):
+                x = uint32(operand[here + e * (SPLIT * 2)])
+                y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
+                forth[e] = dp4a(int32(x & plus), y, forth[e])
+                back[e] = dp4a(int32(x & minus), y, back[e])
+            here += 32
+        for e in range(EIGHTS):
+            total = int32(forth[e] - back[e])
+            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
+            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 2))
+            if lane & 3 == 0 and total != 0:
+                cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
+
+    def optimize(blocks, tensors, rates, token_rates, votes, directions, weights, moments, touched, changed):
+        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32 [tensors]; token_rates
+        float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
+        changed; changed int32 [1]: how many did. Grid: blocks."""
+        tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
+        base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
+        cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
+        rate, by_token, direction = rates[tensor], tensors[tensor, BY_TOKEN], tensors[tensor, DIRECTION] if muon else int32(-1)
+        for j in range(ELEMENTS // THREADS):
+            i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
+            moved = False
+            if i < size:
+                at = int64(base) + i
+                vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
+                if rare and by_token != 0:
+                    rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
+                votes[at] = 0
+                move = int32(0)
+                if ztest:
+                    if vote > 0 and vote >= int32(rate):
+                        move = int32(1 if weight < 127 else 0)
+                    elif vote < 0 and -vote >= int32(rate):
+                        move = int32(-1 if weight > -127 else 0)
+                else:
+                    if direction >= 0:
+                        rows = size // cols
+                        r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
+                        x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
+                        long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
+                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
+                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                    elif sgd:
+                        acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
+                    else:
+                        g = libdevice.int2float_rn(int32(-vote))
+                        m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
+                        v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2, libdevice.fmul_rn(moments[at, 1], beta2))
+                        u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
+                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
+                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                        moments[at, 0], moments[at, 1] = m, v
+                    if acc >= float32(1):
+                        move = int32(1 if weight < 127 else 0)
+                        acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
+                    elif acc <= float32(-1):
+                        move = int32(-1 if weight > -127 else 0)
+                        acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
+                moments[at, 2] = acc
+                moved = move != 0
+                if moved:
+                    weights[at] = int8(weight + move)
+                    if adapt:
+                        if matrix:
+                            touched[tensors[tensor, OVERLAY_A] + (i >> 2) % cols] = 1
+                            touched[tensors[tensor, OVERLAY_B] + (i >> 2) // cols * 4 + (i & 3)] = 1
+                        else:
+                            touched[tensors[tensor, OVERLAY_A] + i] = 1
+            count = cuda.popc(cuda.ballot_sync(0xFFFFFFFF, moved))
+            if lane == 0 and count > 0:
+                cuda.atomic.add(changed, 0, count)
+
+    def rescale(touched, overlay):
+        """The overlay's step; clears `touched`. A thread an entry."""
+        i = cuda.grid(1)
+        if i < overlay.size:
+            o = int32(int32(overlay[i]) + (increase if touched[i] else decrease))
+            overlay[i] = int8(max(int32(-127), min(int32(127), o)))
+            touched[i] = 0
+
+    return {
+        "operands": (operands, (A2, U1, A1, int32, int32, A1)),
+        "products": (products, (A2, A1, int32, int32, A1)),
+        "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
+        "optimize": (optimize, (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
+        "rescale": (rescale, (B1, S1)),
+    } | muon.build(cfg)
+
+
+class Update:
+    """The device buffers of one configuration's updates and their launches.
+
+    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least).
+    Set `rates`, `token_rates` (with RARE_TOKENS), `fit` (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+
+    def __init__(self, cfg, kernels, budget):
+        p = plan(cfg)
+        rows = len(p.rows)
+        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT) - 1)) * SPLIT
+        self.kernels, self.plan = kernels, p
+        self.starts = range(0, p.span, self.width)
+        self.tables = [cuda.to_device(a) for a in p[:5]]
+        # one split more: for the 16 n beyond the slice, and for tiles that reach beyond the last row
+        self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
+        self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
+        self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
+        self.rates = cuda.device_array(len(p.tensors), np.float32)
+        self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
+        self.changed = cuda.to_device(np.zeros(1, np.int32))
+        self.adapt, self.muon = cfg.ADAPTIVE_NOISE_MODE != 0, muon.Direction(cfg, kernels)
+
+    @staticmethod
+    def bytes_needed(cfg):
+        """Device memory of all buffers with the smallest slice."""
+        p = plan(cfg)
+        return (len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
+                + muon.Direction.bytes_needed(cfg))
+
+    def launches(self, stream, seed, weights, moments, overlay):
+        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8 [n], moments
+        float32 [n, 3], overlay int8."""
+        rows, tiles, vectors, tensors, blocks = self.tables
+        fit, n_rows, width = self.fit.view(np.int32), np.int32(len(self.plan.rows)), np.int32(self.width)
+        pieces = np.int32(self.width // VECTOR_SPLIT)
+        kernels, out = self.kernels, []
+
+        def add(name, grid, shared, *args):
+            out.append((name, lambda: kernels[name][int(grid), THREADS, stream, shared](*args)))
+
+        for start in map(np.int32, self.starts):
+            add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width, self.operands)
+            add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start, self.votes)
+            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
+                start, pieces, self.votes)
+        out += self.muon.launches(stream, self.votes, moments)
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes, self.muon.x, weights, moments,
+            self.touched, self.changed)
+        if self.adapt:
+            add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
+        return out

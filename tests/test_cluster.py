@@ -1,0 +1,1238 @@
+"""A cluster one can trust: introduction, secrets, TLS, limits, digests, audits, stragglers, snapshots, chaos, fuzzing."""
+
+import contextlib
+import os
+import pathlib
+import random
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from cluster import auth
+import egg_config
+from model import state_digest
+from cluster import history
+from model import parameters
+import egg_net
+from cluster import snapshots
+from cluster import leases
+from cluster import wire
+from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, V2, WELCOME
+from test_net import CFG, GOOD, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until, whole, work_in_thread
+
+SECRET = b"sixteen bytes or more"
+LIMITS = wire.limits(CFG)
+
+
+def changed(**constants):
+    return egg_config.make(**{**CFG.constants(), **constants})
+
+
+def card(cfg=CFG, **values):
+    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil", "config": history.kept(cfg), "data": "",
+            **values}
+
+
+class Peer2(Peer):
+    """A worker of protocol 2 spoken frame by frame."""
+
+    def __init__(self, port, cfg=CFG, secret=b"", **values):
+        self.cfg = cfg
+        self.link = egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card(cfg, **values))
+
+    def ask(self, step, digest=bytes(16)):
+        self.link.send(self.link.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), wire.STATED.pack(digest)))
+
+    def next(self, *opcodes, timeout=5):
+        return self.link.any_of(opcodes, timeout)
+
+    def result(self, step, position, packed=GOOD, loss=5):
+        head = wire.RESULT_HEAD.pack(0, step, position, 0, loss, len(packed))
+        self.link.send(self.link.frame(RESULT, head, packed))
+
+
+# --- introduction -----------------------------------------------------------------------------------------------------------
+
+def test_protocol_2_byte_by_byte(tmp_path):
+    """PROTOCOL.md in bytes, without the code that speaks it."""
+    import hashlib
+    import hmac
+    import json
+
+    def proof(side, hello, challenge, text):
+        return hmac.digest(SECRET, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(), "sha256")
+
+    with Server(tmp_path, access=auth.Access(SECRET)) as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
+        def receive(size):
+            data = b""
+            while len(data) < size:
+                data += sock.recv(size - len(data))
+            return data
+
+        hello, text = bytes(range(32)), json.dumps(card()).encode()
+        sock.sendall(b"JOBS\x02\x20\x00\x00\x00\x20" + hello)
+        assert receive(10) == b"JOBS\x02\x21\x00\x00\x00\x21"
+        challenge = receive(32)
+        assert receive(1) == b"\x01"
+        sock.sendall(b"JOBS\x02\x22" + (32 + len(text)).to_bytes(4, "big") + proof(b"worker", hello, challenge, text) + text)
+        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
+        assert receive(32) == proof(b"coordinator", hello, challenge, text)
+        kept, default = history.kept(CFG), history.kept(egg_config.make())
+        config = hashlib.sha256(json.dumps({k: v for k, v in kept.items() if v != default[k]}, sort_keys=True).encode()).digest()
+        assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
+        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
+        assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
+
+
+@pytest.mark.parametrize("words, other, values", [
+    ("SIGMA_SHIFT = 3 at the coordinator, 5 at the worker", dict(SIGMA_SHIFT=5), {}),
+    ("ADAM_BETA1 = 0.9 at the coordinator, 0.5 at the worker; N_LAYERS = 1 at the coordinator, 2", dict(N_LAYERS=2, ADAM_BETA1=0.5), {}),
+    ("other training data than the first worker", {}, dict(data="ab" * 32)),
+])
+def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other, values):
+    with Server(tmp_path, save=True) as server:
+        Peer2(server.port, data="cd" * 32)
+        with pytest.raises(egg_net.NetError, match=words):
+            Peer2(server.port, changed(**other), **values)
+        assert words in server.lines.text
+        Peer2(server.port, data="")                              # does not tell, as without data
+        Peer2(server.port, changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1))
+    assert (tmp_path / history.DATA_FILE).read_text().strip() == "cd" * 32
+    with Server(tmp_path, save=True) as server, pytest.raises(egg_net.NetError, match="other training data"):
+        Peer2(server.port, data="ab" * 32)                       # after a restart too
+
+
+def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
+    """PROTOCOL.md in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
+    from engine import cpu_engine
+    most = (1 << 64) - 1
+    cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
+    rng, state = np.random.default_rng(1), parameters.initial_state(cfg)
+    state.moments[:], state.overlay[:] = rng.normal(size=state.moments.shape), rng.integers(-127, 128, state.overlay.size)
+    state.step, state.seed = 9, 4000000000
+    data = (9).to_bytes(8, "little") + state.seed.to_bytes(8, "little") + state.weights.tobytes() + state.moments.tobytes() + state.overlay.tobytes()
+    data += bytes(-len(data) % 8)
+    first = second = 0
+    for number in range(1, len(data) // 8 + 1):
+        x = int.from_bytes(data[8 * number - 8:8 * number], "little") + number * 0x9E3779B97F4A7C15 & most
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & most
+        x ^= x >> 31
+        first, second = first + x, second + (x & 0xFFFFFFFF) * (x >> 32)
+    digest = state_digest.of_state(state)
+    assert digest == (first & most).to_bytes(8, "little") + (second & most).to_bytes(8, "little") and state.overlay.size % 8
+    pieces = state_digest.Digest(9, state.seed)
+    for at in range(16, len(data), 99991):
+        pieces.update(data[at:min(at + 99991, 16 + snapshots.sizes(cfg)[0] + snapshots.sizes(cfg)[1] + state.overlay.size)])
+    assert pieces.digest() == digest
+    for threads in (1, None):
+        engine = cpu_engine.CpuEngine(cfg, threads=threads)
+        engine.load(state)
+        assert engine.digest() == digest
+        engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+        assert engine.digest() == state_digest.of_state(engine.state()) != digest
+    seen = {digest}
+    for array in (state.weights, state.moments.view(np.uint8).ravel(), state.overlay):
+        for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
+            for bit in (1, -128):
+                array.view(np.int8)[at] ^= bit
+                seen.add(state_digest.of_state(state))
+                array.view(np.int8)[at] ^= bit
+    state.step += 1
+    seen.add(state_digest.of_state(state))
+    state.step, state.seed = 9, state.seed + 1
+    seen.add(state_digest.of_state(state))
+    state.seed -= 1
+    state.moments[[3, 5000]] = state.moments[[5000, 3]]
+    seen.add(state_digest.of_state(state))
+    assert len(seen) == 1 + 3 * 13 * 2 + 3
+
+
+def test_training_data_are_told_apart():
+    tokens = np.arange(100_000, dtype=np.uint32)
+    digest = snapshots.data_digest(tokens)
+    for other in (tokens[:-1], tokens.astype(np.uint8), np.where(tokens == 70_000, 0, tokens).astype(np.uint32)):
+        assert snapshots.data_digest(other) != digest
+    assert snapshots.data_digest(tokens.copy()) == digest and snapshots.data_digest(None) == bytes(32)
+
+
+class Closing:
+    """A coordinator of protocol 1 alone: closes on anything else. Counts who came."""
+
+    def __init__(self):
+        self.listener, self.versions = socket.create_server(("127.0.0.1", 0)), []
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                with self.listener.accept()[0] as sock:
+                    data = sock.recv(1 << 16)
+                    self.versions.append(data[4])
+                    if data[4] == 1:
+                        sock.sendall(wire.frame(JOB_RESPONSE, wire.RESPONSE.pack(42, 0, 32, 0)))
+                        time.sleep(0.2)
+
+
+def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
+    def serve(**options):
+        old = Closing()
+        try:
+            return old, egg_net.run_worker(CFG, "127.0.0.1", old.port, FakeEngine(), retry=False, console=egg_net.Console(Lines()), **options)
+        finally:
+            old.listener.close()
+
+    old, chunks = serve()
+    assert old.versions == [2, 1] and chunks == 1
+    old, chunks = serve(protocol=1)
+    assert old.versions == [1] and chunks == 1
+    for options in (dict(protocol=2), dict(access=auth.Access(SECRET))):
+        with pytest.raises(egg_net.NetError, match="closed on our greeting"):
+            serve(**options)
+    with pytest.raises(egg_net.NetError, match="protocol 1 has neither secret nor TLS"):
+        serve(protocol=1, access=auth.Access(SECRET))
+
+
+# --- access -----------------------------------------------------------------------------------------------------------------
+
+def test_where_a_coordinator_listens():
+    secret, open_ = auth.Access(SECRET), auth.Access(insecure=True)
+    assert auth.listen_host(None, auth.Access()) == "127.0.0.1"
+    assert auth.listen_host(None, secret) == auth.listen_host(None, open_) == "0.0.0.0"
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.9.1"):
+        assert auth.listen_host(host, auth.Access()) == host
+    for host in ("0.0.0.0", "::", "10.0.0.1", "node7"):
+        assert auth.listen_host(host, secret) == auth.listen_host(host, open_) == host
+        with pytest.raises(auth.AuthError, match="without a secret would let anybody in"):
+            auth.listen_host(host, auth.Access())
+
+
+def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
+    (tmp_path / "s").write_bytes(SECRET + b"\n")
+    assert auth.read_secret(tmp_path / "s", {"EGG_SECRET": "another secret, as long"}) == SECRET
+    assert auth.read_secret(None, {"EGG_SECRET": "another secret, as long"}) == b"another secret, as long"
+    assert auth.read_secret(None, {}) == b""
+    (tmp_path / "short").write_bytes(b"123")
+    for path, environ, words in ((tmp_path / "short", {}, "holds 3 bytes"), (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
+                                 (tmp_path / "none", {}, "No such file")):
+        with pytest.raises(auth.AuthError, match=words):
+            auth.read_secret(path, environ)
+    assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == egg_config.load(environ={}).fingerprint()
+
+
+def refused_by(call, words):
+    with pytest.raises(egg_net.NetError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_strangers_are_refused_and_logged_once(tmp_path):
+    """Without a secret, with a wrong one, with a recorded proof, with version 1: five times each, one line each."""
+    def replay():
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(recorded[0])
+            sock.recv(43)
+            sock.sendall(recorded[1])
+            data = sock.recv(1000)
+        assert data[:6] == b"JOBS\x02\x24" and b"wrong secret" in data
+
+    class Recording(egg_net.Link):
+        def send(self, data):
+            recorded.append(data)
+            super().send(data)
+
+    recorded = []
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        link = Recording(CFG, "127.0.0.1", server.port, V2, auth.Access(SECRET), card())
+        honest = Peer2(server.port, secret=SECRET)
+        assert len(recorded) == 2
+        for _ in range(5):
+            refused_by(lambda: Peer2(server.port), "wants a secret")
+            refused_by(lambda: Peer2(server.port, secret=b"not the secret but long"), "refuses this worker: wrong secret")
+            replay()
+            old = Peer(server.port)
+            old.ask(0)
+            assert old.closed()
+            sock = socket.create_connection(("127.0.0.1", server.port))
+            sock.sendall(wire.frame(JOB_REQUEST, bytes(64), version=V2))           # no introduction at all
+            assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
+        assert honest.chunk(0) == 0
+    told = [line for line in server.lines.text.splitlines() if line.startswith("refused")]
+    assert len(told) == 3, told
+    for words in ("wrong secret", "version 1 peers prove nothing", "JOB_REQUEST before the introduction"):
+        assert sum(words in line for line in told) == 1
+    link.close()
+
+
+def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, secret=SECRET), "wrong secret")           # the coordinator cannot check it either
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor():
+        with listener.accept()[0] as sock:
+            sock.recv(1000)
+            sock.sendall(wire.frame(wire.CHALLENGE, wire.CHALLENGED.pack(bytes(32), 1), version=V2))
+            given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
+            sock.sendall(wire.frame(WELCOME, wire.WELCOMED.pack(given, snapshots.config_digest(CFG), bytes(32), 0, 0), version=V2))
+            sock.recv(1)
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    refused_by(lambda: Peer2(listener.getsockname()[1], secret=SECRET), "does not know the secret")
+    thread.join(5)
+    listener.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """(certificate, key) files of localhost, signed by itself."""
+    at = tmp_path_factory.mktemp("tls")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+                    "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", at / "key", "-out", at / "cert"],
+                   check=True, capture_output=True)
+    return at / "cert", at / "key"
+
+
+def test_tls(tmp_path, certificates):
+    cert, key = certificates
+    packed, digests = expected(12)
+    access = auth.Access(SECRET, auth.server_tls(cert, key))
+    ours = auth.Access(SECRET, auth.client_tls(cert))
+    engine = FakeEngine()
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=4), save=True, access=access, stay=True, steps=12) as server:
+        work_in_thread(server.port, engine, changed(SNAPSHOT_EVERY=4), access=ours)
+        until(lambda: engine.step == 12)
+        assert whole(server.run) == packed and engine.state().digests() == digests
+        late = FakeEngine()
+        work_in_thread(server.port, late, access=ours)
+        until(lambda: late.step == 12)
+        assert late.loads == 1 and late.state().digests() == digests          # by a snapshot of several blocks, through TLS
+        with socket.create_connection(("127.0.0.1", server.port)) as plain:
+            plain.sendall(wire.frame(HELLO, bytes(32), version=V2))
+            plain.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while data := plain.recv(1000):
+                    assert b"JOBS" not in data                    # at most an alert of TLS
+        assert "no TLS" in server.lines.text
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        with pytest.raises((egg_net.NetError, OSError)):
+            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card())
+    for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key), dict(cert=tmp_path / "none", key=key)):
+        with pytest.raises(auth.AuthError):
+            auth.server_tls(**{"key": None, **wrong})
+
+
+def test_connections_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
+    cfg = changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=1.0)
+    with Server(tmp_path, cfg) as server:
+        honest = Peer2(server.port, cfg)
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as sock:
+                assert b"4 connections from one address" in sock.recv(1000)
+        assert server.lines.text.count("4 connections from one address") == 1
+        until(lambda: len(server.coordinator.connections) == 1)                        # the silent ones are closed
+        assert all(s.recv(1) == b"" for s in silent)
+        assert server.lines.text.count("said nothing useful for 0.3 s") == 1
+        for _ in range(6):
+            time.sleep(0.2)
+            honest.link.send(honest.link.frame(wire.HEARTBEAT))
+        assert honest.chunk(0) == 0                                                    # heartbeats keep it
+        old = Peer(server.port, cfg)
+        assert old.chunk(0) == 32                                                      # version 1 has none, and is idle all the same
+        until(lambda: not server.coordinator.connections)
+        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.door.by_host
+
+
+def test_a_worker_comes_again_when_there_is_room(tmp_path):
+    cfg, engine, lines = changed(CONNECTIONS_PER_ADDRESS=1), FakeEngine(), Lines()
+    with Server(tmp_path, cfg) as server:
+        first = Peer2(server.port, cfg)
+        work_in_thread(server.port, engine, cfg, retry=True, lines=lines)
+        until(lambda: "no coordinator at" in lines.text)
+        assert not engine.evaluated
+        first.link.close()
+        until(lambda: engine.evaluated)
+
+
+def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"}), "another configuration")
+        peer = Peer2(server.port)
+        for i in range(3 * egg_net.WORDS):
+            peer.link.send(peer.link.frame(wire.LOG_MESSAGE, f"word {i}.".encode()))
+        assert peer.chunk(0) == 0
+        assert not re.search("[\x1b\x07]|^Step", server.lines.text, re.M) and server.lines.text.count("another configuration") == 1
+        assert "word 0." in server.lines.text and egg_net.WORDS <= server.lines.text.count("word ") < egg_net.WORDS + 10
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
+        assert peer.chunk(0) == 0
+        assert "worker [31mred Step 5 | fake (127.0.0.1:" in server.lines.text and not re.search("[\x1b\x07\u202e]", server.lines.text)
+        assert egg_net.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
+
+
+# --- chunks of a step: audits, liars, leases, copies ------------------------------------------------------------------------
+
+A, B, C, D = (egg_net.Author("host", x, f"worker {x}") for x in "abcd")
+YES = (GOOD, 5, np.ones(16, np.int8))
+NO = (parameters.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
+
+
+def give(step, author, chunk, what, alone=False):
+    return step.result(author, author, chunk, *what, alone)
+
+
+def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
+    step = leases.Step(CFG, audited=[1])
+    assert [step.take(A, A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, B, 0) == 1
+    for chunk in (0, 1, 2, 3):
+        assert give(step, A, chunk, YES) == []
+    assert set(step.done) == {0, 2, 3} and step.take(A, A, 1) is None
+    assert give(step, B, 1, NO) == [] and 1 not in step.done
+    assert step.disputed() == [(1, [A, B])]
+    assert step.take(A, A, 1) is None and step.take(B, B, 1) is None and step.take(C, C, 1) == 1
+    assert give(step, C, 1, YES) == [B] and step.complete and step.fitness.all() and (step.fitness == 1).all()
+    step.withdraw(B, False)
+    assert give(step, D, 1, NO) == [D] and step.complete
+
+
+def test_a_late_result_that_differs_opens_the_chunk_again():
+    step = leases.Step(CFG)
+    assert give(step, A, 0, NO) == [] and 0 in step.done
+    assert give(step, A, 0, YES) == [] and step.done[0][0] == NO[0]             # its own first word counts
+    assert give(step, B, 0, YES) == [] and 0 not in step.done and step.take(C, C, 0) == 0
+    assert give(step, C, 0, YES) == [A] and step.done[0][0] == YES[0] and (step.fitness[:16] == 1).all()
+
+
+def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
+    step = leases.Step(CFG, audited=[0])
+    assert give(step, A, 0, YES) == [] and not step.done
+    step.settle(alone=True)
+    assert set(step.done) == {0}
+    give(step, B, 1, YES)
+    give(step, A, 2, YES)
+    give(step, B, 2, YES)
+    step.withdraw(A, False)
+    assert set(step.done) == {1, 2}
+    assert sorted(iter(lambda: step.take(C, C, 0), None)) == [0, 3]
+    assert give(step, B, 0, YES, alone=True) == [] and 0 in step.done
+
+
+def test_copies_go_to_idle_workers_and_the_first_result_counts():
+    step = leases.Step(CFG)
+    assert [step.take(A, A, t) for t in range(4)] == [0, 1, 2, 3]
+    give(step, A, 2, YES)
+    assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
+    late = step.late(3.0, 1.0)
+    assert step.copy(A, A, 3.0, late) is None and step.copy(B, B, 3.0, late) == 0 and late == [1]
+    assert step.late(9.0, 1.0) == [1, 3]                                        # two are enough for one chunk
+    give(step, B, 0, YES)
+    step.give_back(A, 0)
+    assert step.take(C, C, 9) is None
+
+
+def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(egg_net, "LEASE_LEAST", 0.2)
+    with Server(tmp_path) as server:
+        quick, stuck = Peer2(server.port), Peer2(server.port)
+        for position in (0, 32):
+            quick.ask(0)
+            assert quick.answer()[2] == position
+            time.sleep(0.02)
+            quick.result(0, position)
+        assert stuck.chunk(0) == 64 and quick.chunk(0) == 96
+        quick.result(0, 96)
+        started = time.monotonic()
+        quick.ask(0)
+        assert quick.answer()[2] == 64 and time.monotonic() - started < 0.2    # a copy, well before the lease is over
+        until(lambda: re.search(r"silent for 0.2\d* s, its chunk 2 is handed out again", server.lines.text))
+        assert CFG.STRAGGLER_TIMEOUT == 90
+        quick.result(0, 64)
+        until(lambda: server.run.step == 1)
+
+
+def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work(tmp_path):
+    cfg = changed(POPULATION_SIZE=32 * 12)
+    with Server(tmp_path, cfg) as server:
+        greedy, other = Peer(server.port, cfg), Peer2(server.port, cfg)
+        asked = [greedy.chunk(0) // 32 for _ in range(9)]        # without waiting, and without holding more than AT_ONCE
+        assert all(0 <= c < 12 for c in asked) and len(next(c for c in server.coordinator.connections if c.version == 1).held) == egg_net.AT_ONCE
+        mine = []
+        for _ in range(12 - egg_net.AT_ONCE):
+            mine.append(other.chunk(0) // 32)
+            other.result(0, 32 * mine[-1])
+        assert sorted(mine + asked[-egg_net.AT_ONCE:]) == list(range(12))
+        greedy.ask(0)                                            # now there is nothing left that it has not got
+        assert greedy.silent()
+
+
+def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
+    """Else two liars could outvote whomever they like."""
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        assert peer.chunk(0) == 0
+        peer.result(0, 64)
+        with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
+            peer.answer()
+        assert not server.coordinator.work.done
+
+
+def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
+    cfg, run = changed(POPULATION_SIZE=32), history.open_run(changed(POPULATION_SIZE=32))
+    coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    peers = []
+    for _ in range(6 * egg_net.IN_A_ROW):
+        peers.append(Peer(coordinator.address[1], cfg))
+        peers[-1].ask(0)
+        until(lambda: coordinator.poll(0.01) or len(coordinator.idle) == len(peers) - 1)
+    assert peers[0].answer()[2] == 0                             # it has the chunk, the others wait
+    peers[0].result(0, 0)
+    until(lambda: coordinator.poll(0.001) or run.step == 1)
+    assert len(coordinator.idle) > egg_net.IN_A_ROW
+    assert peers[1].answer()[1] == 1
+    peers[1].ask(1)
+    coordinator.poll()
+    assert peers[1].answer()[1:3] == (1, 0) and coordinator.idle  # its next chunk, before the last has been told of the step
+    until(lambda: coordinator.poll(0.001) or not coordinator.idle)
+    assert all(peer.answer()[1] == 1 for peer in peers[2:])
+    coordinator.close()
+    run.close()
+
+
+class Liar(FakeEngine):
+    """Evaluates wrongly from some step on."""
+
+    def __init__(self, cfg=CFG, start=0, **options):
+        super().__init__(cfg, **options)
+        self.start = start
+
+    def evaluate(self, first, count):
+        losses = super().evaluate(first, count)
+        return losses[::-1].copy() if self.step >= self.start else losses
+
+
+class Drifting(FakeEngine):
+    """Its weights change by themselves after some step, so many times."""
+
+    def __init__(self, cfg=CFG, after=3, times=1, **options):
+        super().__init__(cfg, **options)
+        self.after, self.times = after, times
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        if self.step >= self.after and self.times:
+            self.times -= 1
+            self.weights[3] ^= 1
+        return changed
+
+
+def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
+    """Runs these engines as workers of one coordinator; the server, after `steps` steps."""
+    server = Server(directory, cfg, steps=steps, **options)
+    threads, said = [], [Lines() for _ in engines]
+
+    def serve(engine, name, lines):
+        with contextlib.suppress(egg_net.EggError):
+            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name, console=egg_net.Console(lines))
+
+    for i, engine in enumerate(engines):
+        threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
+        threads[-1].start()
+    time.sleep(0.1)
+    with server:
+        until(lambda: server.run.step == steps, 30)
+    [thread.join(10) for thread in threads]
+    return server
+
+
+def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
+    cfg = changed(AUDIT_RATE=1.0)
+    engines = [FakeEngine(cfg, 0.002), Liar(cfg, 2, pause=0.001), FakeEngine(cfg, 0.002), FakeEngine(cfg, 0.002)]
+    server = cluster(tmp_path, engines, 6, cfg, save=True)
+    assert re.search(r"^banned w1 at 127.0.0.1: its result for chunk \d of step 2 is not that of two others$", server.lines.text, re.M)
+    assert server.lines.text.count("banned w") == 1
+    run = history.open_run(cfg, tmp_path)
+    assert whole(run) == expected(6)[0]
+    run.close()
+
+
+def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
+    for turn in range(3):
+        with Server(tmp_path, save=True) as server:
+            if turn == 0:
+                peer = Peer2(server.port, name="w1")
+                assert peer.chunk(0) == 0
+                server.coordinator._ban(next(iter(server.coordinator.connections)).author, "it said that 2 + 2 = 5")
+                with pytest.raises(egg_net.NetError, match="banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
+                    peer.answer()
+            if turn < 2:
+                for _ in range(2):
+                    with pytest.raises(egg_net.NetError, match="banned: it said that"):
+                        Peer2(server.port, name="w1")
+                Peer2(server.port, name="w2")
+                told = egg_net.fetch_status(CFG, "127.0.0.1", server.port)
+                assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
+                assert f"banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\nto lift a ban remove its line from {tmp_path}" in egg_net.describe_status(told)
+            if turn == 1:
+                (tmp_path / auth.BANNED_FILE).write_text("")          # no restart is needed
+            if turn:
+                Peer2(server.port, name="w1")
+
+
+def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
+    cert, key = certificates
+    access = auth.Access(SECRET, auth.server_tls(cert, key, ca=cert))
+    ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
+    with Server(tmp_path, save=True, access=access) as server:
+        link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
+        until(lambda: any(c.author for c in server.coordinator.connections))
+        server.coordinator._ban(next(c.author for c in server.coordinator.connections if c.author), "it lied")
+        link.close()
+        refused_by(lambda: egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")), "banned: it lied")
+    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / auth.BANNED_FILE).read_text())
+
+
+def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
+    bans = auth.Bans(tmp_path / "gone")
+    bans.add("w1 at host", "it lied")
+    assert bans.all() == {"w1 at host": "it lied"}
+    (tmp_path / auth.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
+    assert auth.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
+
+
+def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.5)
+    times = [time.monotonic()]
+    for steps in (4, 8):
+        cluster(tmp_path, [FakeEngine()], steps, changed(AUDIT_RATE=1.0), save=True)
+        times.append(time.monotonic())
+    assert times[1] - times[0] < 0.5 < times[2] - times[1]       # when the run goes on, another might come back
+
+
+def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
+    packed, digests = expected(9)
+    engines = [FakeEngine(pause=0.002), Drifting(pause=0.001), FakeEngine(pause=0.002)]
+    server = cluster(tmp_path, engines, 9, save=True)
+    assert "worker w1" in server.lines.text and "its state at step 3 is not that of others" in server.lines.text
+    assert engines[1].loads >= 1 and engines[0].loads + engines[2].loads <= 1      # one of two that differ cannot know that it is right
+    assert [engine.state().digests() for engine in engines] == [digests] * 3
+    run = history.open_run(CFG, tmp_path)
+    assert whole(run) == packed
+    run.close()
+
+
+def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
+    coordinator = egg_net.Coordinator(CFG, history.open_run(CFG), "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    try:
+        coordinator.started = coordinator.step_started           # as the first result does
+        one, two, three = (egg_net.Author("127.0.0.1", name, name) for name in "abc")
+        coordinator.states[0] = {b"right": {one}, b"wrong": {two}}
+        pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
+        for chunk in range(CFG.N_CHUNKS):
+            coordinator.work.result(None, one, chunk, parameters.pack_ternary(pairs), 0, pairs, True)
+        coordinator._complete_if_done()
+        assert coordinator.work.complete and coordinator.run.step == 0
+        coordinator.states[0][b"right"].add(three)
+        coordinator._complete_if_done()
+        assert coordinator.run.step == 1
+    finally:
+        coordinator.close()
+
+
+def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
+    server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9, save=True)
+    assert re.search("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was rebuilt", server.lines.text)
+    run = history.open_run(CFG, tmp_path)
+    assert whole(run) == expected(9)[0]
+    run.close()
+
+
+def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_path):
+    with Server(tmp_path) as server:
+        a, b = Peer2(server.port, name="a"), Peer2(server.port, name="b")
+        a.ask(0, b"a" * 16)
+        assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        a.result(0, 0)
+        until(lambda: server.coordinator.work.done)
+        b.ask(0, b"b" * 16)
+        assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+        a.ask(0, b"a" * 16)
+        assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+        assert not server.coordinator.work.done                                 # what was computed in doubt is done again
+        for peer, digest in ((a, b"a"), (b, b"b")):
+            peer.ask(0, digest * 16)
+            assert peer.silent()
+        assert "start another worker, which decides" in server.lines.text
+        c, started = Peer2(server.port, name="c"), time.monotonic()
+        c.ask(0, b"b" * 16)
+        assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        assert time.monotonic() - started < 1                                   # b was waiting for just this
+        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
+            a.next(JOB_RESPONSE)
+        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
+            Peer2(server.port, name="a")
+
+
+# --- snapshots ----------------------------------------------------------------------------------------------------------------
+
+def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
+    rng, state = np.random.default_rng(1), parameters.initial_state(CFG)
+    state.moments[:] = rng.normal(size=state.moments.shape)
+    state.step, state.seed = 20, 77
+    run = history.open_run(CFG)
+    upload, body = snapshots.Upload(CFG, 20, 77, state_digest.of_state(state), tmp_path), snapshots.pack(state)
+    for at in range(0, len(body), 10000):
+        assert not upload.finished
+        upload.add(len(body), at, body[at:at + 10000])
+    assert upload.finished
+    upload.keep(tmp_path / "s", b"fitness")
+    data = (tmp_path / "s").read_bytes()
+    back = snapshots.unpack(CFG, data)
+    assert back.digests() == state.digests() and (back.step, back.seed) == (20, 77)
+    for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
+        bad = bytearray(data)
+        bad[at] ^= 1 << at % 8
+        if at < snapshots.HEAD.size + 4:
+            with pytest.raises(ValueError, match="snapshot"):
+                snapshots.unpack(CFG, bytes(bad))
+        else:
+            with contextlib.suppress(ValueError):                # zstd does not use every bit
+                assert snapshots.unpack(CFG, bytes(bad)).digests() == state.digests()
+    for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
+        with pytest.raises(ValueError):
+            snapshots.unpack(CFG, bad)
+    with pytest.raises(ValueError, match="another configuration"):
+        snapshots.unpack(changed(SIGMA_SHIFT=1), data)
+    run.close()
+
+
+@pytest.mark.parametrize("pieces", [
+    lambda body: [(len(body), 10, body[10:])],                                  # not from the beginning
+    lambda body: [(len(body), 0, body[:10]), (len(body) + 1, 10, body[10:])],
+    lambda body: [(len(body), 0, body + b"x")],
+    lambda body: [(len(body), 0, b"")],
+    lambda body: [(1 << 40, 0, body)],
+    lambda body: [(200, 0, b"\xff" * 200)],
+    lambda body: [(len(body) - 9, 0, body[:-9])],
+    lambda body: [(len(z := snapshots.pyzstd.compress(bytes(1 << 28))), 0, z)],      # 256 MiB in 8 KB
+])
+def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
+    body = snapshots.pack(parameters.initial_state(CFG))
+    upload = snapshots.Upload(CFG, 20, 77, bytes(16), tmp_path)
+    started = time.monotonic()
+    with pytest.raises(ValueError):
+        for piece in pieces(body):
+            upload.add(*piece)
+    upload.drop()
+    assert not os.listdir(tmp_path) and time.monotonic() - started < 1
+
+
+def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
+    from model import data_files
+    cfg = changed(SNAPSHOT_EVERY=4)
+    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
+    packed, digests = expected(22)
+    with Server(tmp_path, cfg, save=True, steps=22, stay=True) as server:
+        work_in_thread(server.port, FakeEngine(cfg, 0.003), cfg, validation=validation)
+        until(lambda: server.run.step == 22)
+        shelf = server.coordinator.shelf
+        until(lambda: shelf.newest == 20)
+        late, lines = FakeEngine(cfg), Lines()
+        work_in_thread(server.port, late, cfg, lines=lines)
+        until(lambda: late.step == 22)
+        assert late.loads == 1 and "at step 20 by a snapshot" in lines.text and late.state().digests() == digests
+        assert whole(server.run) == packed
+    names = sorted(n for n in os.listdir(tmp_path) if n.endswith(".egg") and n != history.FILE)
+    assert names == ["best.egg", "latest.egg", "snapshot-00000004-0.6011.egg", "snapshot-00000016-2.0438.egg", "snapshot-00000020-2.5247.egg"]
+    assert os.readlink(tmp_path / "best.egg") == names[2] and os.readlink(tmp_path / "latest.egg") == names[4]
+
+    # a run that goes on elsewhere takes them along, a damaged one is found out and the run replayed instead
+    with Server(tmp_path, cfg) as server:
+        server.stop()
+    for damage in (False, True):
+        if damage:
+            data = bytearray((tmp_path / names[4]).read_bytes())
+            data[-100] ^= 1
+            (tmp_path / names[4]).write_bytes(data)
+        run = history.open_run(cfg, tmp_path / f"new{damage}", tmp_path)
+        run.close()
+        with Server(tmp_path / f"new{damage}", cfg, save=True, steps=22, stay=True) as server:
+            late, lines = FakeEngine(cfg), Lines()
+            work_in_thread(server.port, late, cfg, lines=lines)
+            until(lambda: late.step == 22)
+            assert late.loads == (0 if damage else 1) and late.state().digests() == digests
+            assert ("replaying the run instead" in lines.text) == damage
+    other = history.open_run(cfg, tmp_path / "other")                       # snapshots of another run are left alone
+    for k in range(22):
+        other.append(packed[0], 0, 0)
+    shutil.copy(tmp_path / names[3], tmp_path / "other")
+    assert snapshots.Shelf(cfg, other).files == {}
+    other.close()
+
+
+def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2)
+
+    class Wrong(FakeEngine):
+        def state(self):
+            state = super().state()
+            if self.step == 2:
+                state.moments = state.moments + 1
+            return state
+
+        def digest(self):
+            return state_digest.of_state(super().state())
+
+    server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
+    assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.lines.text
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
+# --- what the disk, a kill and chaos do -----------------------------------------------------------------------------------------
+
+def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(tmp_path):
+    """The limit on the size of a file stands for the disk: a write that does not fit fails in the middle."""
+    filled(tmp_path, 60)                                         # so that it is larger than coordinator.log, which grows too
+    size = (tmp_path / history.FILE).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    program = ("import resource, sys, egg_net, egg_config; from cluster import history\n"
+               f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250}, {size + 250}))\n"
+               f"cfg = egg_config.make(**{CFG.constants()!r})\n"
+               "try:\n"
+               f"    egg_net.run_coordinator(cfg, '127.0.0.1', 0, save_dir={str(tmp_path)!r})\n"
+               "except egg_net.EggError as error:\n"
+               "    sys.exit(f'egg: {error}')\n")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=pathlib.Path(egg_net.__file__).parent, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    port = int(re.search(r":(\d+), step 60", process.stdout.readline())[1])
+    work_in_thread(port, FakeEngine(pause=0.001), retry=True)
+    _, err = process.communicate(timeout=20)
+    kept = re.fullmatch(r"egg: .*history.egg: File too large: step (\d+) is not kept, all before it are; mend this and start the same command "
+                        r"again\n", err)
+    assert process.returncode == 1 and kept, err
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+    run = history.open_run(CFG, tmp_path)
+    assert run.step == int(kept[1]) > 60 and run.said == []
+    run.close()
+
+
+def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
+    cfg = changed(SNAPSHOT_EVERY=2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots.Upload, "keep", full)
+    server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 6, cfg, save=True)
+    assert server.lines.text.count("no more snapshots, No space left on device") == 1
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
+def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        engine = FakeEngine(cfg)
+        liar, others = Peer2(server.port, cfg, name="liar"), [Peer2(server.port, cfg, name=f"w{i}") for i in range(2)]
+        for chunk in range(4):
+            liar.ask(0, engine.digest())
+            assert liar.answer()[2] == 32 * chunk
+            liar.result(0, 32 * chunk)
+        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        right, state = engine.digest(), engine.state()
+        state.weights[5] ^= 1
+        liar.ask(1, state_digest.of_state(state))
+        assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
+        body = snapshots.pack(state)
+        for at in range(0, len(body), wire.BLOCK):
+            liar.link.send(liar.link.frame(wire.SNAPSHOT_DATA, wire.BLOCK_HEAD.pack(1, len(body), at), body[at:at + wire.BLOCK]))
+        until(lambda: server.coordinator.shelf.newest == 1)
+        others[0].ask(1, right)
+        assert others[0].next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))     # not from that snapshot
+        assert server.coordinator.shelf.newest == 0
+        others[0].ask(1, right)
+        others[1].ask(1, right)
+        assert others[1].next(JOB_RESPONSE) and others[0].next(JOB_RESPONSE)
+        refused_by(lambda: (liar.ask(1, state_digest.of_state(state)), liar.next(REBUILD), liar.ask(1, bytes(16)), liar.next(JOB_RESPONSE)), "banned")
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
+class Chaos:
+    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in mid-frame, stop,
+    crawl or say everything twice, and a coordinator that is killed."""
+
+    def __init__(self, directory, seed, honest=3, kills=4):
+        self.directory, self.random, self.kills = directory, random.Random(seed), kills
+        self.stop, self.threads, self.engines = False, [], []
+        self.process, self.port = coordinator_process(directory, 0, CHAOS)
+        self.collect()
+        for i in range(honest):
+            self.start(FakeEngine(CHAOS, 0.001 * (1 + 3 * i)), f"honest{i}")
+        self.start(Drifting(CHAOS, after=self.random.randrange(5, 30), pause=0.002), "drifting")
+        self.start(Liar(CHAOS, start=self.random.randrange(3, 20), pause=0.002), "liar")
+        for i in range(3):
+            thread = threading.Thread(target=self.misbehave, args=(random.Random(seed * 10 + i), f"rogue{i}"), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def collect(self):
+        """Reads what the coordinator prints, so that it never waits for us."""
+        self.lines = []
+        threading.Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
+
+    def start(self, engine, name):
+        self.engines.append(engine)
+
+        def serve():
+            lives = 0
+            while not self.stop:
+                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
+                    egg_net.run_worker(CHAOS, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
+                                          console=egg_net.Console(Lines()))
+                lives += 1
+                time.sleep(0.05)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def misbehave(self, dice, name):
+        while not self.stop:
+            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
+                peer = Peer2(self.port, CHAOS, name=f"{name}.{dice.random()}")
+                peer.ask(0, FakeEngine(CHAOS).digest())
+                what, step = dice.randrange(7), peer.answer(1)[1]
+                if what == 0:
+                    peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
+                elif what == 1:
+                    peer.result(dice.randrange(200), dice.randrange(4) * 32)            # wrong step
+                elif what == 2:
+                    peer.ask(200, os.urandom(32))                                       # wrong digest
+                elif what == 3:
+                    time.sleep(dice.random())                                           # paused
+                elif what == 4:
+                    peer.link.send(dice.randbytes(dice.randrange(200)))
+                elif what == 5:
+                    for byte in result_frame():                                         # crawls
+                        peer.link.send(bytes([byte]))
+                        time.sleep(0.01)
+                else:
+                    [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
+                peer.link.close()
+            time.sleep(dice.random() * 0.1)
+
+    def run(self, steps):
+        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
+        started, kills, seen = time.monotonic(), 0, 0
+        while True:
+            time.sleep(self.random.uniform(0.05, 0.8))
+            self.process.kill()
+            self.process.wait()
+            kills += 1
+            run = history.open_run(CHAOS, self.directory)
+            done, left = run.step, run.said
+            run.close()
+            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
+            seen = done
+            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            if done >= steps and kills >= self.kills:
+                break
+            self.process, _ = coordinator_process(self.directory, self.port, CHAOS)
+            self.collect()
+            if kills >= self.kills:
+                end = time.monotonic() + 30
+                while time.monotonic() < end and sum(line.startswith("Step") for line in list(self.lines)) + seen < steps + 2:
+                    time.sleep(0.02)
+        self.stop = True
+        return kills
+
+
+CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
+
+
+def chaos(directory, seed, steps, kills):
+    """Runs it and compares every step with an undisturbed run; steps, kills done."""
+    trouble = Chaos(directory, seed, kills=kills)
+    try:
+        done = trouble.run(steps)
+    finally:
+        trouble.stop = True
+        trouble.process.kill()
+        trouble.process.communicate()
+    run = history.open_run(CHAOS, directory)
+    try:
+        packed, digests = expected(run.step, CHAOS)
+        assert whole(run) == packed
+        engine = FakeEngine(CHAOS)
+        history.replay(run, engine)
+        assert engine.state().digests() == digests
+        return run.step, done
+    finally:
+        run.close()
+
+
+def test_chaos_changes_no_bit(tmp_path):
+    steps, kills = chaos(tmp_path, 1, steps=25, kills=5)
+    assert steps >= 25 and kills >= 5
+
+
+# --- hostile bytes ------------------------------------------------------------------------------------------------------------------
+
+OPCODES = [0, 1, 2, 3, 16, *range(32, 48), 77, 255]
+FRAME = st.tuples(st.sampled_from([1, 1, 2, 2, 2, 0, 9]), st.sampled_from(OPCODES), st.one_of(st.none(), st.integers(0, 0xFFFFFFFF)),
+                  st.one_of(st.binary(max_size=130), st.sampled_from([bytes(n) for n in (0, 24, 28, 32, 33, 44, 48, 64)])))
+
+
+def hostile(parts):
+    """bytes of frames with wrong versions, opcodes and lengths."""
+    return b"".join(wire.HEADER.pack(b"JOBS", version, opcode, len(body) if size is None else size) + body
+                    for version, opcode, size, body in parts)
+
+
+BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hostile),
+                  st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
+# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")), derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+
+@FUZZ
+@hypothesis.given(BYTES, st.integers(1, 50))
+def test_the_frame_parser_takes_any_bytes(data, piece):
+    """However the bytes come: frames or a FrameError, never more held than the longest frame that is allowed."""
+    def parse(pieces):
+        buffer, got = bytearray(), []
+        try:
+            for part in pieces:
+                buffer += part
+                while one := wire.next_frame(buffer, LIMITS):
+                    got.append(one)
+        except wire.FrameError as error:
+            return got, str(error)
+        return got, bytes(buffer)
+
+    whole_, split = parse([data]), parse([data[k:k + piece] for k in range(0, len(data), piece)])
+    assert whole_ == split
+    for version, opcode, payload in whole_[0]:
+        least, most = LIMITS[version].get(opcode, (0, wire.OTHER_LIMIT))
+        assert least <= len(payload) <= most
+
+
+@FUZZ
+@hypothesis.given(BYTES)
+def test_snapshots_histories_and_cards_take_any_bytes(data):
+    with pytest.raises(ValueError):
+        snapshots.unpack(CFG, data)
+    with contextlib.suppress(wire.FrameError):
+        egg_net._card(data)
+    for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
+                 b'{"role": "worker", "config": {}, "data": "zz"}'):
+        with pytest.raises(wire.FrameError):
+            egg_net._card(text)
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory):
+    """A coordinator with an honest worker, for hostile clients: (server, engine). In the end it has served throughout."""
+    cfg, directory = changed(CONNECTIONS_PER_ADDRESS=200, SNAPSHOT_EVERY=0), tmp_path_factory.mktemp("besieged")
+    engine = FakeEngine(cfg, pause=0.002)
+    with Server(directory, cfg, save=True, stay=True) as server:
+        thread = work_in_thread(server.port, engine, cfg, name="honest")
+        until(lambda: server.run.step > 0)
+        yield server, engine
+        assert not server.failure, server.failure
+        before = server.run.step
+        until(lambda: server.run.step > before + 2)
+        server.stop()
+        thread.join(10)
+    assert server.lines.text.count("refused") < 100
+    run = history.open_run(cfg, directory)                   # the honest worker is where the history leads
+    assert engine.step <= run.step
+    same = FakeEngine(cfg)
+    for step in range(engine.step):
+        same.update(parameters.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
+    assert engine.step > 0 and engine.state().digests() == same.state().digests()
+    run.close()
+
+
+@FUZZ
+@hypothesis.given(st.lists(BYTES, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
+    """Before and after the introduction, with and without reading what it answers; nothing is thrown and the honest go on."""
+    server, _ = besieged
+    with contextlib.suppress(OSError, egg_net.NetError, egg_net.OldCoordinator):
+        link = Peer2(server.port, server.coordinator.cfg, name="hostile").link if introduced else None
+        sock = link.sock if link else socket.create_connection(("127.0.0.1", server.port))
+        try:
+            sock.settimeout(0.001 if not patient else 0.01)
+            for part in parts:
+                sock.sendall(part)
+                with contextlib.suppress(TimeoutError):
+                    sock.recv(1 << 16)
+        finally:
+            sock.close()
+    assert not server.failure and server.thread.is_alive()
+
+
+def test_slow_clients_do_not_hold_up_the_others(besieged):
+    server, engine = besieged
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(150)]
+    step = server.run.step
+    for turn in range(20):
+        for i, sock in enumerate(crowd):
+            with contextlib.suppress(OSError):
+                sock.send(wire.frame(JOIN, bytes(8000), version=V2)[turn:turn + 1])
+        time.sleep(0.01)
+    until(lambda: server.run.step > step + 5)
+    assert max(len(c.inbox) for c in list(server.coordinator.connections)) < 1 << 17
+    [sock.close() for sock in crowd]
+
+
+# --- status, history, load ------------------------------------------------------------------------------------------------------------
+
+def test_status_as_a_table_and_as_json(tmp_path):
+    import json
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    egg = [sys.executable, pathlib.Path(egg_net.__file__).parent / "egg.py", "status", "127.0.0.1", "--port"]
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        engine = FakeEngine(pause=0.01)
+        work_in_thread(server.port, engine, access=auth.Access(SECRET), name="node7/cuda:0")
+        until(lambda: server.run.step >= 2)
+        table = subprocess.run([*egg, str(server.port), "--secret-file", secret], capture_output=True, text=True)
+        told = json.loads(subprocess.run([*egg, str(server.port), "--secret-file", secret, "--json"], capture_output=True, text=True).stdout)
+        without = subprocess.run([*egg, str(server.port)], capture_output=True, text=True)
+    assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ", table.stdout), table
+    assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ +\d\.\d s$", table.stdout, re.M)
+    assert told["step"] >= 2 and told["chunks"] == 4 and told["steps"] is None and told["tokens_per_second"] > 0
+    worker, = told["workers"]
+    assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2 and worker["chunks"] >= 8 and worker["last_seen"] < 5
+    assert without.returncode == 1 and without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
+
+
+def test_a_history_of_100000_steps_opens_quickly(tmp_path):
+    cfg = egg_config.load("laptop", environ={})
+    run = history.open_run(cfg, tmp_path)
+    fitness = parameters.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    run.copy(100_000, lambda k: (fitness, k, 0))
+    run.close()
+    started = time.monotonic()
+    run = history.open_run(cfg, tmp_path)
+    seconds = time.monotonic() - started
+    assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
+    run.close()
+
+
+def load(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
+    """Simulated workers of protocol 2 on loopback, each of which takes chunk_seconds for a chunk, against a real coordinator process:
+    dict of results/s, answer times, memory, CPU. The time is that from sending a result and the next request to having the next chunk;
+    answers that are held back until a step is complete, or a chunk is late, are not counted; those just after the end of a step, when
+    all workers ask at once, are counted apart.
+    By hand: python -c 'import test_cluster; print(test_cluster.load("load"))'"""
+    import heapq
+    import select
+    cfg = changed(POPULATION_SIZE=32 * 8000, CONNECTIONS_PER_ADDRESS=2 * workers, SNAPSHOT_EVERY=0)
+    os.makedirs(directory, exist_ok=True)
+    process, port = coordinator_process(directory, 0, cfg)
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    poll, peers, times, rush, due, done = select.epoll(), {}, [], [], [], 0
+    stated, dice, given = wire.STATED.pack(bytes(16)), random.Random(1), {}
+    # digits as often as in a run of the default configuration
+    some = [parameters.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=16), np.int8)) for _ in range(256)]
+
+    def request(step):
+        return wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), stated, version=V2)
+
+    for i in range(workers):
+        peer = Peer2(port, cfg, name=f"w{i}")
+        peer.sock, peer.step, peer.buffer, peer.rush = peer.link.sock, 0, b"", None       # not counted: all of them come in one go
+        peer.sock.setblocking(False)
+        peers[peer.sock.fileno()] = peer
+        poll.register(peer.sock, select.EPOLLIN)
+    for peer in peers.values():
+        peer.sock.send(request(0))
+        peer.asked = time.perf_counter()
+    cpu = open(f"/proc/{process.pid}/stat").read().split()[13:15]
+    started = now = time.perf_counter()
+    while now - started < seconds:
+        while due and due[0][0] <= now:
+            _, _, peer, out = heapq.heappop(due)
+            peer.asked = time.perf_counter()
+            peer.sock.send(out)
+        for number, _ in poll.poll(max(0.0, min(0.1, due[0][0] - now)) if due else 0.1):
+            peer = peers[number]
+            peer.buffer += peer.sock.recv(1 << 16)
+            if len(peer.buffer) < 10 or len(peer.buffer) < 10 + int.from_bytes(peer.buffer[6:10], "big"):
+                continue
+            assert peer.buffer[:6] == b"JOBS\x02\x02", peer.buffer[:100]
+            (_, step, position, size), peer.buffer, now = wire.RESPONSE.unpack_from(peer.buffer, 10), b"", time.perf_counter()
+            if size:
+                peer.step, peer.rush, peer.asked = step, True, now
+                peer.sock.send(request(step))
+                continue
+            if peer.rush is not None and position not in given.setdefault(step, set()):
+                (rush if peer.rush else times).append(now - peer.asked)
+                given[step].add(position)
+            peer.rush, done = False, done + 1
+            head = wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD))
+            out = wire.frame(RESULT, head, some[position // 32 % 256], version=V2) + request(step)
+            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, peer, out))
+        now = time.perf_counter()
+    took = now - started
+    after = open(f"/proc/{process.pid}/stat").read().split()[13:15]
+    memory = int(re.search(r"VmHWM:\s+(\d+)", open(f"/proc/{process.pid}/status").read())[1]) / 1024
+    process.kill()
+    process.wait()
+    ticks = sum(map(int, after)) - sum(map(int, cpu))
+
+    def ms(of, part):
+        return round(1e3 * sorted(of)[int(len(of) * part)], 2) if of else None
+
+    return {"workers": workers, "results/s": round(done / took), "median ms": ms(times, 0.5), "99% ms": ms(times, 0.99),
+            "after a step 99% ms": ms(rush, 0.99), "MB": round(memory),
+            "CPU %": round(100 * ticks / os.sysconf("SC_CLK_TCK") / took)}
+
+
+def test_many_workers_are_served(tmp_path):
+    did = load(tmp_path, 100, 1.5, 0.1)
+    assert did["results/s"] > 300 and did["MB"] < 300, did
+
+
+# --- Slurm ----------------------------------------------------------------------------------------------------------------------------
+
+FAKE_WORKER = """
+import sys
+if "--list-devices" in sys.argv:
+    sys.exit(print("\\n".join(f"cuda:{i}" for i in range(5))))
+with open("log", "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]), ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
+def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, gpus):
+    here = pathlib.Path(egg_net.__file__).parent
+    (tmp_path / "egg.py").write_text(FAKE_WORKER)
+    shutil.copy(here / "run-workers.sh", tmp_path)
+    environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task), "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=20)
+    log = tmp_path / "log"
+    assert did.returncode == 0
+    assert sorted(log.read_text().splitlines() if log.exists() else []) == [f"worker 10.1.2.3 --port 7 --gpu {i}" for i in gpus]

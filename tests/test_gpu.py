@@ -1,0 +1,503 @@
+"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
+against the golden recordings and, on random configurations, against the CPU engine."""
+
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from numba import cuda, uint32
+
+import egg_config
+from engine import cuda_engine
+from engine import hardware
+from model import parameters
+from kernels import update
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}    # KiB of shared memory a block can have
+SEED = 20240607
+PARTS = 5                   # of the random configurations: a run that is cut off has compared some
+
+
+# --- without a GPU -----------------------------------------------------------------------------------------------------------
+
+def compile_for(cc):
+    """[(name, PTX, dynamic shared bytes)] of every kernel for one card."""
+    every = cuda_engine.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]
+    target = (9, 0, "a") if cc == (9, 0) else cc
+    return [(name, cuda.compile_ptx(dispatcher.py_func, signature, cc=target)[0], shared) for name, dispatcher, signature, shared in every]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Every card's kernels as futures, compiled by as many processes as there are cores."""
+    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
+        yield {cc: pool.submit(compile_for, cc) for cc in CARDS}
+
+
+@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
+def test_every_kernel_compiles(cc, compiled):
+    for name, ptx, shared in compiled[cc].result():
+        assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
+        assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
+        assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
+
+
+def test_optimizer_rounds_as_the_specification_does():
+    """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
+    function, signature = update.build(egg_config.make(), False)["optimize"]
+    ptx, _ = cuda.compile_ptx(function, signature, cc=(8, 0))
+    used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
+    assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
+
+
+def test_plan_gives_the_votes():
+    """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
+    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
+    rng = np.random.default_rng(SEED)
+    plan, pairs, seed = update.plan(cfg), np.arange(cfg.N_PAIRS), 4000000000
+    fitness = rng.integers(-1, 2, cfg.N_PAIRS)
+
+    def noise(seeds, index):
+        with np.errstate(over="ignore"):
+            x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+                x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+        return parameters.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
+
+    n = np.arange(plan.span + 16)
+    operands = np.zeros((len(plan.rows), n.size), np.int64)
+    for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
+        row[:] = noise(seed + n + delta, index)
+        if shift >= 0:
+            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)], 0)
+        row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
+    votes = np.zeros(parameters.n_weights(cfg), np.int64)
+    for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in plan.tiles:
+        product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
+        p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
+        r, c = (s, p) if signed_is_row else (p, s)
+        np.add.at(votes, at + (r >> 2) * 4 * cols + c * 4 + (r & 3), product)
+    for element, offset, ahead, at in plan.vectors:
+        rows = operands[element:element + 8 * update.EIGHTS]
+        votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
+    for t in parameters.tensors(cfg):
+        a = np.stack([noise(seed + pairs + t.seed_a, c) for c in range(t.cols)])
+        b = np.stack([noise(seed + pairs + t.seed_b, r) for r in range(t.rows if t.matrix else t.cols)])
+        want = parameters.to_canonical((b * fitness) @ a.T) if t.matrix else (a * b) @ fitness
+        assert np.array_equal(votes[t.weights:t.weights + t.size], want), t
+
+
+def test_largest_slice():
+    assert cuda_engine.largest(lambda n: 10 * n, 7, 1000) == 7
+    assert cuda_engine.largest(lambda n: 10 * n, 1000, 55) == 5
+    assert cuda_engine.largest(lambda n: 10 * n, 1000, 9) == 0
+
+
+class HostArray(np.ndarray):
+    """A device array that lies on the host."""
+
+    def copy_to_device(self, other, stream=None):
+        assert self.size == np.size(other) and self.dtype == np.asarray(other).dtype
+        self.ravel()[:] = np.asarray(other).ravel()
+
+    def copy_to_host(self, stream=None):
+        return np.array(self)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """numba.cuda without a GPU: arrays lie on the host, kernels check the kind of their arguments and do nothing."""
+    from types import SimpleNamespace
+
+    def launcher(self, configuration):
+        code, kernel = self.py_func.__code__, self.py_func.__name__
+
+        def launch(*args):
+            assert len(args) == code.co_argcount == len(self.expected), kernel
+            for name, value, kind in zip(code.co_varnames, args, self.expected):
+                if isinstance(value, np.ndarray):
+                    assert np.dtype(str(kind.dtype)) == value.dtype and kind.ndim == value.ndim, f"{kernel}: {name}"
+                else:
+                    assert not hasattr(kind, "ndim"), f"{kernel}: {name}"
+        return launch
+
+    def compile_all(every, *_):
+        for _, dispatcher, signature, _ in every:
+            dispatcher.expected = signature
+        return 0.0
+
+    stream = SimpleNamespace(handle=0, synchronize=lambda: None)
+    card = SimpleNamespace(name="none", compute_capability=(9, 0), MULTIPROCESSOR_COUNT=132)
+    memory = SimpleNamespace(free=1 << 33, total=1 << 34)
+    empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
+    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card, stream=lambda: stream, device_array=empty,
+                            to_device=lambda x, stream=None: np.array(x).view(HostArray),
+                            current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", launcher)
+    monkeypatch.setattr(cuda_engine, "compile_all", compile_all)
+    monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: CARDS[9, 0] * 1024)
+    monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
+
+
+@pytest.mark.parametrize("constants", [
+    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1), dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
+    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32), dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9),
+    dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4), dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
+def test_the_host_side_of_the_engine(constants, no_gpu):
+    """Every verb, with kernels that do nothing: what the engine allocates, and what it launches with which arguments."""
+    cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
+    tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
+    for given in tokens, None:
+        engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+        if given is not None:
+            assert engine.evaluate(8, 8).shape == (8,)
+        every_verb(cfg, engine, tokens)
+        assert engine.step == 1
+
+
+def every_verb(cfg, engine, tokens):
+    """Each of them once, but evaluation."""
+    engine.update(np.random.default_rng(SEED).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    assert engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
+    assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
+    assert len(engine.digest()) == 16
+    state = engine.state()
+    engine.load(state)
+    assert engine.state().digests() == state.digests()
+
+
+# every path, small enough for tools that slow it down a hundred times; 270 pairs give each multiprocessor of the fast path a second one
+SANITIZED = {
+    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2, RARE_TOKENS=0.01),
+    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
+    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
+    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4, ADAPTIVE_NOISE_MODE=0),
+}
+
+
+def sanitized_config(name):
+    return egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
+
+
+def sanitized(name):
+    """Every verb on a configuration of SANITIZED, launch by launch; the digest of the losses and the state, in hexadecimal."""
+    cuda_engine.Replay = lambda stream, enqueue: enqueue
+    cfg = sanitized_config(name)
+    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    engine = cuda_engine.CudaEngine(cfg, tokens)
+    before = engine.evaluate(0, cfg.CHUNK_SIZE)
+    every_verb(cfg, engine, tokens)
+    return digest(before)[:16] + digest(engine.evaluate(0, cfg.CHUNK_SIZE))[:16] + engine.digest().hex()
+
+
+def sanitize():
+    """By hand, with the compute-sanitizer of the CUDA toolkit: its memcheck and racecheck on all of SANITIZED, and whether the results are
+    those without it. python -c 'import test_gpu; test_gpu.sanitize()'"""
+    def run(name, *tool):
+        code = f"import test_gpu; print(test_gpu.sanitized({name!r}))"
+        done = subprocess.run([*tool, sys.executable, "-c", code], capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).splitlines()
+        return next((l for l in lines if re.fullmatch("[0-9a-f]{64}", l)), None), lines
+
+    def look(name):
+        plain = run(name)[0]                                 # compiles, too
+        for tool in "memcheck", "racecheck":
+            result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
+            same = "as without it" if plain and result == plain else "NOT as without it"
+            findings = [l for l in lines if re.search("Error|Warning|hazard detected", l)]
+            print(f"{name}: {tool}: {next((l.strip('= ') for l in lines if 'SUMMARY' in l), lines[-1:])}; results {same}",
+                  *findings[:5], sep="\n    ", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(look, SANITIZED))
+
+
+@pytest.mark.parametrize("name", SANITIZED)
+def test_what_the_sanitizers_are_given(name, no_gpu):
+    forward = cuda_engine.kernels(sanitized_config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    assert (type(forward._noisy).__name__ == "Hopper") == ("fast" in name)
+    assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------------------
+
+def golden(name):
+    return np.load(GOLDEN / f"{name}.npz")
+
+
+def digests_after(data, step):
+    return tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales"))
+
+
+def digest(array):
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["A", "B", "D"])
+def test_golden(name):
+    data = golden(name)
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    tokens = np.frombuffer(data["input_bin"].tobytes(), np.uint8 if cfg.VOCAB_SIZE == 256 else "<u4")
+    engine = cuda_engine.CudaEngine(cfg, tokens)
+    assert np.array_equal(engine.state().weights, data["model_0"].view(np.int8))
+    for step in range(6):
+        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
+        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
+        assert engine.update(fitness) == data["updates"][step]
+        assert engine.state().digests() == digests_after(data, step), f"update {step}"
+    assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
+
+
+@pytest.mark.gpu
+def test_golden_default_configuration():
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (README, Exactness); and against its recording as far
+    as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
+    import pyzstd
+    recorded, mended = golden("E"), golden("E_mended")
+    cfg = egg_config.make()
+    tokens = np.frombuffer(pyzstd.decompress((GOLDEN / "input_8k.bin.zst").read_bytes()), "<u4")
+    engine = cuda_engine.CudaEngine(cfg, tokens)
+    assert engine.state().digests()[0] == str(recorded["init_model_sha256"])
+    for step in range(6):
+        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        if step == 0:
+            assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
+        assert [digest(x.astype(np.int32)) for x in losses] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
+        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        engine.update(fitness)
+        for data in (mended, recorded)[:2 if step < 2 else 1]:
+            assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
+            assert engine.state().digests() == digests_after(data, step), f"update {step}"
+
+
+@pytest.mark.gpu
+def test_load_and_pieces_of_a_chunk():
+    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the host."""
+    data = golden("A")
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
+    start = engine.state()
+    for step in range(3):
+        engine.update(data["fitness"][step])
+    engine.load(start)
+    assert (engine.step, engine.seed) == (0, parameters.INITIAL_SEED)
+    pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
+    assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    engine._tokens, engine._evaluations = None, {}
+    assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
+def test_the_digest_is_that_of_the_cpu(shape):
+    """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
+    import time
+
+    from engine import cpu_engine
+    from model import state_digest
+    cfg, rng = egg_config.make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
+    cpu, gpu = cpu_engine.CpuEngine(cfg), cuda_engine.CudaEngine(cfg)
+    for _ in range(3):
+        fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        assert cpu.update(fitness) == gpu.update(fitness)
+        assert gpu.digest() == cpu.digest() == state_digest.of_state(gpu.state())
+    before, state = gpu.digest(), gpu.state()
+    state.overlay[-1] ^= 1
+    gpu.load(state)
+    assert gpu.digest() == state_digest.of_state(state) != before
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        gpu.digest()
+        times.append(time.perf_counter() - started)
+    assert min(times) < 2e-3, f"{1e3 * min(times):.2f} ms"           # others may be at work on the GPU
+
+
+EXTREMES = (
+    dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=1024, VOCAB_SIZE=256),
+    dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256),
+    dict(HIDDEN_DIM=1024, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
+    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=262144),
+    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
+    dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
+    # the fast path: noise that float32 and bytes hold, and noise that they do not
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=100),
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
+)
+
+
+SWITCHES = (
+    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1), dict(NTT_MODE=2, NTT_CAUSAL=0),
+    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2), dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
+    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))), dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
+)
+# each alone: in the shape of the default configuration, where the fast path is, and in a general one
+SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
+            for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
+
+
+def random_configurations(count):
+    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little time."""
+    rng = np.random.default_rng(SEED)
+    pick = lambda *options: options[rng.integers(len(options))]
+    between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+    out = []
+    while len(out) < count:
+        gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
+        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4), SEQ_LEN=8 * between(1, 128),
+                 VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk, POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
+                 ADAPTIVE_NOISE_MODE=pick(0, 1, 2), ADAPTIVE_NOISE_INIT=pick(64, 40, -5, 100), DEVICE_GAUSSIAN=gaussian,
+                 DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1),
+                 LOSS=pick("deggs", "exact"), OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1),
+                 CHUNK_MEAN_FILTER=pick(0, 1), USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6),
+                 SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
+                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40), SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
+        if len(out) < len(EXTREMES):
+            c.update(EXTREMES[len(out)])
+        elif len(out) % 4 == 0:                              # the shape of the fast path, with everything else drawn
+            c.update(HIDDEN_DIM=256, SEQ_LEN=64)
+        if len(out) % 2:                                     # half of them with the experimental switches, as far as the others allow
+            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"), MUON_MOMENTUM=pick(0.85, 0.0, 0.99),
+                     MUON_LR_SCALE=pick(1.0, 5.0))
+        T = c["SEQ_LEN"]
+        if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
+            c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
+        if c["HIDDEN_DIM"] % c["HEAD_DIM"]:
+            continue
+        cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+        attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
+        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (parameters.products_per_token(cfg) + attention)
+        if len(out) < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
+            out.append(c)
+    return out
+
+
+def compare(constants, seed):
+    """What differs between the engines on one configuration: a text, empty where nothing does."""
+    from engine import cpu_engine
+    cuda_engine.COMPILERS = 1                                   # this process is one of many
+    rng = np.random.default_rng(seed)
+    cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
+    state = cpu.state()
+    state.seed = int(rng.integers(2 ** 32))
+    cpu.load(state)
+    gpu.load(state)
+    wrong = []
+    for step in range(3):
+        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
+        if not np.array_equal(*losses):
+            wrong.append(f"losses of step {step}")
+        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
+        if cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests() or cpu.seed != gpu.seed:
+            wrong.append(f"update {step}")
+        if cpu.digest() != gpu.digest():
+            wrong.append(f"digest after update {step}")
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
+    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
+    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
+        wrong.append(f"validation {nats} {nats_gpu}")
+    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
+    settings = {name: float(rng.choice(values)) for name, values in
+                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
+    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
+    if sequences[0] != sequences[1]:
+        wrong.append(f"tokens {sequences} with {settings}")
+    return ", ".join(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_configurations_against_the_cpu_engine(part):
+    """56 configurations and every switch, a part at a time: losses, three updates, validation, generation. Most of the time is
+    compilation: processes share it."""
+    from engine import cpu_engine
+    cpu_engine.warm_up(egg_config.make(), lambda line: None)
+    drawn = [(SEED + i, constants) for i, constants in enumerate(random_configurations(56) + SWITCHED) if i % PARTS == part]
+    workers = max(1, min(14, hardware.cores() - 2))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        wrong = list(pool.map(compare, [constants for _, constants in drawn], [seed for seed, _ in drawn]))
+    assert not any(wrong), "\n".join(f"{w}: {c}" for w, (_, c) in zip(wrong, drawn) if w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [0, 5])
+def test_recorded_generation(step):
+    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    from test_egg import recorded_generation
+    engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
+    cfg, s = engine.cfg, parameters.sampling(engine.cfg)
+    forward, stream, total = engine._forward, engine.stream, len(recorded)
+    sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
+    rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+    cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
+    z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
+    settings, floor = cuda.to_device(np.array([s.temp, 0], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+    draw = cuda.to_device(np.array([prompt, engine.seed], np.uint32))
+    for t in range(total - 1):
+        forward.token(stream, engine._weights, engine._packed, sequence, at, total, rope, cache, scratch, z)
+        stream.synchronize()
+        logits = z.copy_to_host()
+        np.subtract.at(logits, recorded[:t + 1], 51)
+        z.copy_to_device(logits)
+        engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream](z, engine._exps, settings, floor, draw, sequence, at, seen)
+        stream.synchronize()
+        assert np.array_equal(sequence.copy_to_host(), recorded), t
+
+
+@pytest.mark.gpu
+def test_the_draw_follows_the_exact_distribution():
+    from test_use import hold_draws_against_the_distribution
+    hold_draws_against_the_distribution(cuda_engine.CudaEngine)
+
+
+@pytest.mark.gpu
+def test_debugging_gives_the_same_figures_on_both_engines():
+    from engine import cpu_engine
+    from tools import debug
+    data = golden("A")
+    cfg = egg_config.make(**json.loads(str(data["config"])))
+    tokens = np.frombuffer(data["input_bin"].tobytes(), "<u4")
+    engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
+    for engine in engines:
+        for step in range(3):
+            engine.update(data["fitness"][step])
+    assert debug.trace(cfg, engines[0].state(), tokens) == debug.trace(cfg, engines[1].state(), tokens)
+
+
+@pytest.mark.gpu
+def test_more_positions_than_the_memory_holds():
+    engine = cuda_engine.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4))
+    with pytest.raises(MemoryError, match="positions"):
+        next(engine.generate([1], 1 << 32, 0))
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("engine.cpu_engine.CACHE", str(tmp_path / "cpu"))
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    first = cuda_engine.CudaEngine(cfg)
+    assert "compiling" in capfd.readouterr().err
+    second = cuda_engine.CudaEngine(cfg)
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    fitness = np.ones(cfg.N_PAIRS, np.int8)
+    assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()

@@ -1,0 +1,497 @@
+"""The recurrent model: both engines against a plain reading of its rules in NumPy and against each other, the z-test, groups of members,
+and a cluster that trains it."""
+
+import concurrent.futures
+import functools
+import math
+import multiprocessing
+import re
+
+import numpy as np
+import pytest
+
+import egg_config
+from engine import cpu_engine
+from model import data_files
+from tools import debug
+from engine import hardware
+from cluster import history
+from model import parameters
+import egg_net
+from tools import train
+import test_cluster
+import test_gpu
+import test_net
+from tools.debug import hashes, truncated, wrap
+
+SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64, STATE_TOKENS=5, GROUP_SIZE=4,
+             ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0, FAST_FITNESS=1,
+             OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
+
+
+class Reading:
+    """The rules of engine.cpu_gru for one member of a State, token by token: sign +1 or -1, or 0 for the unperturbed model; int64 throughout."""
+
+    def __init__(self, cfg, state, seed=0, sign=0):
+        self.cfg, self.state, self.seed, self.sign = cfg, state, seed, sign
+        self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
+        self.h = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
+
+    def noise(self, stream, count):
+        return parameters.uniform_noise(hashes(self.seed + stream, range(count)), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+
+    def factor(self, at, stream, count):
+        overlay, mode = self.state.overlay[at:at + count].astype(np.float32), self.cfg.ADAPTIVE_NOISE_MODE
+        if mode == 2:
+            tail = (hashes(self.seed + stream + 100000, range(count)).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
+            return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
+        return np.clip(overlay, 0, 64) / np.float32(64) if mode else np.ones(count, np.float32)
+
+    def sides(self, t):
+        """(noise A with its factor, noise B, factor of B)."""
+        a = truncated(self.noise(t.seed_a, t.cols).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, t.cols))
+        return a, self.noise(t.seed_b, t.rows), self.factor(t.overlay_b, t.seed_b, t.rows)
+
+    def stored(self, t):
+        flat = self.state.weights[t.weights:t.weights + t.size]
+        return (parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat).astype(np.int64)
+
+    def vector(self, name, layer=0):
+        t = self.tensors[name, layer]
+        p = (self.noise(t.seed_a, t.cols) * self.noise(t.seed_b, t.cols)).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, t.cols)
+        return np.clip(self.stored(t) + (truncated(p) * self.sign >> self.cfg.SIGMA_SHIFT_VECTOR), -127, 127)
+
+    def product(self, name, layer, x):
+        t = self.tensors[name, layer]
+        y = x @ self.stored(t)
+        if self.sign:
+            a, b, f = self.sides(t)
+            s = wrap(truncated((x * b).astype(np.float32) * f).sum())
+            y = wrap(y + (wrap(s * a * self.sign) >> self.cfg.FIXED_POINT + self.cfg.SIGMA_SHIFT))
+        return np.clip(y // (2 ** self.cfg.FIXED_POINT * math.isqrt(t.rows)), -127, 127)
+
+    def norm(self, name, layer, x):
+        return np.clip(x * self.vector(name, layer) // max(1, abs(x).sum() // x.size), -127, 127)
+
+    def embedded(self, token):
+        t = self.tensors["embedding", 0]
+        e = self.stored(t)[:, token]
+        if self.sign:
+            own, hidden = self.noise(t.seed_a, token + 1)[-1], self.noise(t.seed_b, t.rows)
+            p = np.float32(own) * hidden.astype(np.float32) * self.factor(t.overlay_a + token, t.seed_a, 1)[0] if self.cfg.ADAPTIVE_NOISE_MODE != 2 \
+                else (own * hidden).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, token + 1)[-1]
+            e = e + (truncated(p * self.factor(t.overlay_b, t.seed_b, t.rows)) * self.sign >> self.cfg.FIXED_POINT + self.cfg.SIGMA_SHIFT)
+        return np.clip(e, -127, 127)
+
+    def logits(self, token):
+        """int64 [V] after one more token."""
+        if token == 0:
+            self.h[:] = 0
+        x = self.embedded(token)
+        for layer in range(self.cfg.N_LAYERS):
+            h, n = self.h[layer], self.norm("ln_1", layer, x)
+            f = np.clip(self.product("w_f", layer, n) + self.product("u_f", layer, h) + self.vector("b_f", layer), -127, 127)
+            p = (f + 127) * h >> 8
+            c = np.clip(self.product("w_h", layer, n) + self.product("u_h", layer, p) + self.vector("b_h", layer), -127, 127)
+            self.h[layer] = h = h + ((f + 127) * (c - h) >> 8)
+            x = np.clip(x + h, -127, 127)
+            u = self.product("w_up", layer, self.norm("ln_2", layer, x))
+            x = np.clip(x + self.product("w_down", layer, np.maximum(u, 0) if self.cfg.MLP_RELU else u), -127, 127)
+        return self.product("head", 0, self.norm("ln_f", 0, x))
+
+    def read(self, tokens):
+        """int64 [tokens, V]: the logits after each."""
+        return np.array([self.logits(int(token)) for token in tokens])
+
+    def loss(self, window):
+        """LOSS = "exact" in float64 from the integer table, which fixed point must meet within a unit a token."""
+        cfg, exp, total = self.cfg, parameters.exp_table(self.cfg).astype(np.int64), 0.0
+        for row, target in zip(self.read(window[:-1]), window[1:]):
+            q = exp[np.minimum(exp.size - 1, row.max() - row)].sum()
+            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * (row.max() - row[target])
+        return total
+
+
+def random_config(rng, **more):
+    gaussian, group = int(rng.integers(2)), int(rng.choice([2, 4, 8]))
+    settings = dict(MODEL="gru", HIDDEN_DIM=32 * int(rng.integers(2, 6)), N_LAYERS=int(rng.integers(1, 3)), SEQ_LEN=int(rng.integers(8, 20)),
+                    STATE_TOKENS=int(rng.choice([0, 1, 7, 30])), VOCAB_SIZE=int(rng.choice([256, 300, 512])), CHUNK_SIZE=8,
+                    POPULATION_SIZE=8 * int(rng.integers(1, 4)), GROUP_SIZE=group, MLP_RELU=int(rng.integers(2)), LOSS="exact",
+                    ADAPTIVE_NOISE_MODE=int(rng.choice([0, 1, 2])), DEVICE_GAUSSIAN=gaussian, HOST_GAUSSIAN=1, HOST_MASK=int(rng.choice([15, 42])),
+                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), SIGMA_SHIFT=int(rng.integers(0, 6)),
+                    SIGMA_SHIFT_VECTOR=int(rng.integers(4, 9)), FIXED_POINT=int(rng.choice([4, 4, 3, 5])), SOFTMAX_EXP_SCALE=float(rng.choice([23.0, 16.0])),
+                    OPTIMIZER=str(rng.choice(["ztest", "adamw", "sgd"])), USE_CLT=int(rng.integers(2)), FAST_FITNESS=int(rng.integers(2)),
+                    NOISE_REUSE=int(rng.choice([0, 1, 2])))
+    return {**settings, **more}
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_losses_are_those_of_the_plain_reading(seed):
+    rng = np.random.default_rng(seed)
+    cfg = egg_config.make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
+    tokens = rng.integers(0, 8 if seed % 2 else cfg.VOCAB_SIZE, 120).astype(np.uint32)          # with 8 kinds, token 0 comes often
+    engine = cpu_engine.CpuEngine(cfg, tokens)
+    state = engine.state()
+    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    state.step = int(rng.integers(9))
+    engine.load(state)
+    windows = parameters.windows(cfg, tokens, state.step, 0, 4)
+    for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
+        pair, before = member // 2, cfg.STATE_TOKENS
+        clean, reading = Reading(cfg, state), Reading(cfg, state, state.seed + pair, 1 - 2 * (member % 2))
+        clean.read(windows[pair, :before])
+        reading.h[:] = clean.h
+        assert abs(loss - reading.loss(windows[pair, before:])) <= cfg.SEQ_LEN, member
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_token_by_token_and_at_once(seed):
+    """What validation and generation read, through a reset in the middle."""
+    cfg = egg_config.make(**random_config(np.random.default_rng(20 + seed)))
+    engine, tokens = cpu_engine.CpuEngine(cfg), np.array([5, 17, 250, 3, 0, 9, 77, 200], np.int32)
+    want, read = Reading(cfg, engine.state()).read(tokens), engine._model.reader(engine._w, 8)
+    for token, logits in zip(tokens, want):
+        assert np.array_equal(read(np.array([token], np.int32))[:cfg.VOCAB_SIZE], logits)
+    assert np.array_equal(engine._model.reader(engine._w, 8)(tokens)[:cfg.VOCAB_SIZE], want[-1])
+    window = np.append(tokens, 11)
+    z = want / cfg.SOFTMAX_EXP_SCALE
+    nats = (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(8), window[1:]]).sum()
+    got, count = engine.validate([window, window])
+    assert count == 16 and got == pytest.approx(2 * nats, rel=1e-9)
+
+
+def test_generation_is_greedy_on_the_state():
+    cfg = egg_config.make(**SMALL)
+    engine, reading = cpu_engine.CpuEngine(cfg), Reading(cfg, parameters.initial_state(cfg))
+    got = list(engine.generate([5, 17, 250], 20, seed=1, temp=0, penalty=0))
+    token = reading.read([5, 17, 250])[-1].argmax()
+    for said in got:
+        assert said == token
+        token = reading.logits(int(token)).argmax()
+    assert len(got) == 20
+
+
+@pytest.mark.parametrize("clt", [0, 1])
+def test_ztest_moves_what_is_significant(clt):
+    cfg = egg_config.make(**{**SMALL, "USE_CLT": clt, "CHUNK_SIZE": 128, "POPULATION_SIZE": 256, "ZTEST_ALPHA": 0.3})
+    engine, rng = cpu_engine.CpuEngine(cfg), np.random.default_rng(1)
+    state = engine.state()
+    state.weights[rng.integers(0, state.weights.size, 20000)] = 127                  # some cannot move up
+    engine.load(state)
+    fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    changed, after, t = engine.update(fitness), engine.state(), int(16 * 1.0364333894937898)      # the normal quantile of 0.85
+    want = np.zeros(state.weights.size, np.int64)
+    for tensor in parameters.tensors(cfg):
+        total = 0
+        for q in np.flatnonzero(fitness):
+            reading = Reading(cfg, state, state.seed + int(q))
+            a, b = reading.noise(tensor.seed_a, tensor.cols), reading.noise(tensor.seed_b, tensor.rows if tensor.matrix else tensor.cols)
+            a, b = (a, b) if clt else (np.sign(a), np.sign(b))
+            total = total + int(fitness[q]) * (np.outer(b, a) if tensor.matrix else a * b)
+        want[tensor.weights:tensor.weights + tensor.size] = parameters.to_canonical(total) if tensor.matrix else total
+    moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
+    expected = np.clip(state.weights + moves, -127, 127)
+    assert np.array_equal(after.weights, expected) and changed == np.count_nonzero(expected != state.weights) > 1000
+    assert not after.moments.any()
+
+
+def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
+    transformer = dict(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5)
+    adamw = {**SMALL, "OPTIMIZER": "adamw", "ADAPTIVE_NOISE_MODE": 1, "LR_SCHEDULE": ((0, 1.5),)}
+    for constants in (transformer, adamw, {**SMALL, "OPTIMIZER": "sgd", "LR_SCHEDULE": ((0, 0.1),)}):
+        cfg = egg_config.make(**constants)
+        engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
+        before = engine.state()
+        changed = engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        assert 0 < changed == np.count_nonzero(engine.state().weights != before.weights)
+
+
+def test_share_falls_as_nano_egg_has_it():
+    cfg = egg_config.load("nano-egg", ["OPTIMIZER=ztest"], {})
+    assert [cfg.learning_rate(k) for k in (0, 1000)] == [1, 1 / 16] and cfg.learning_rate(500) == 1 / 8.5
+    # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
+    assert [parameters.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)] == [0, 25 * 128 * 16, 29 * 128 * 16]
+    assert egg_config.make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
+
+
+def test_groups_read_the_same_tokens_and_follow_a_stream():
+    cfg = egg_config.make(**{**SMALL, "GROUP_SIZE": 8})
+    tokens = np.arange(1000, dtype=np.uint32) % 251
+    first, second = parameters.windows(cfg, tokens, 0, 0, 32), parameters.windows(cfg, tokens, 1, 0, 32)
+    assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
+    assert (first[0:4] == first[0]).all() and (first[4] != first[3]).any() and first[4, 5] == 1000 // 8
+    assert np.array_equal(second[:, 5:6], first[:, -1:]) and np.array_equal(second[:, :5], first[:, 12:17])
+    assert np.array_equal(first[0, :5], tokens[-5:])                                  # the end of the data comes before its beginning
+    assert np.array_equal(parameters.windows(cfg, tokens, 0, 5, 3), first[5:8])
+
+
+def test_noise_is_kept():
+    kept = [parameters.INITIAL_SEED]
+    for step in range(8):
+        kept.append(parameters.next_seed(kept[-1], step, 3))
+    assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
+    assert parameters.next_seed(42, 6, 0) == 42 != parameters.next_seed(42, 6) == parameters.hash32(42, 7)
+
+
+def test_fast_fitness_is_the_sign():
+    losses = np.array([5, 9, 7, 7, 1000, 3], np.int64)
+    assert parameters.chunk_fitness(losses, egg_config.make(FAST_FITNESS=1)).tolist() == [1, 0, -1]
+
+
+@pytest.mark.parametrize("define, says", [
+    ("HEAD_DIM=32", "says nothing to MODEL = gru"), ("SHIFT_OUT=8", "says nothing"), ("GROUP_SIZE=3", "even"), ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
+    ("FIXED_POINT=8", "at most 7"), ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"), ("ZTEST_ALPHA=0", "from 1e-06"),
+    ("MODEL=transformer", "VALIDATE_WINDOW|SEQ_LEN|STATE_TOKENS")])
+def test_bad_constants_are_named_in_one_line(define, says):
+    with pytest.raises(egg_config.ConfigError) as error:
+        egg_config.load("nano-egg", [define], {})
+    assert re.search(says, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_transformer_refuses_constants_of_the_gru():
+    with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: says nothing to MODEL = transformer"):
+        egg_config.make(STATE_TOKENS=4)
+    assert egg_config.make(**SMALL).fingerprint() != egg_config.make(**{**SMALL, "STATE_TOKENS": 6}).fingerprint()
+
+
+def test_pieces_and_threads_give_the_same_bits():
+    """A chunk may be evaluated in any pieces, by any worker: what a window begins from is part of no one's memory."""
+    cfg = egg_config.make(**SMALL)
+    tokens = np.random.default_rng(2).integers(0, 256, 500).astype(np.uint8)
+    one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
+    whole = one.evaluate(0, 64)
+    assert np.array_equal(whole, np.concatenate([two.evaluate(*piece) for piece in ((0, 2), (2, 20), (22, 42))]))
+    assert np.array_equal(whole, one.evaluate(0, 64)) and len(set(whole.tolist())) > 32
+
+
+# --- training it -------------------------------------------------------------------------------------------------------------------
+
+class Engine(cpu_engine.CpuEngine):
+    """The real model for the tests of test_cluster, which make their engines so."""
+
+    def __init__(self, cfg=None, pause=0.0):
+        super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
+
+
+class Liar(Engine):
+    def __init__(self, cfg=None, start=0, pause=0.0):
+        super().__init__(cfg)
+        self.start = start
+
+    def evaluate(self, first, count):
+        losses = super().evaluate(first, count)
+        return losses[::-1].copy() if self.step >= self.start else losses
+
+
+class Drifting(Engine):
+    def __init__(self, cfg=None, after=3, pause=0.0):
+        super().__init__(cfg)
+        self.after, self.times = after, 1
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        if self.step >= self.after and self.times:
+            self.times -= 1
+            self._w.weights[3] ^= 1
+            self._pack()
+        return changed
+
+
+# the numbers of test_net.CFG, whose peers are among the troublemakers
+CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
+                           "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
+
+
+def test_chaos_changes_no_bit(tmp_path, monkeypatch):
+    """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is the undisturbed one's."""
+    for name, what in dict(CHAOS=CHAOS, FakeEngine=Engine, Liar=Liar, Drifting=Drifting, expected=functools.partial(test_net.expected, kind=Engine)).items():
+        monkeypatch.setattr(test_cluster, name, what)
+    steps, kills = test_cluster.chaos(tmp_path, 1, steps=12, kills=3)
+    assert steps >= 12 and kills >= 3
+
+
+def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
+    """`prepare --vocab-size 256` and `train --preset nano-egg`, with few members, stopped and continued."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    data_files.prepare(["text"], 256, say=lambda line: None)
+    defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu", "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
+    cfg, lines = egg_config.load("nano-egg", defines, {}), test_cluster.Lines()
+    first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
+    second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert (second.coordinator.first_step, second.coordinator.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
+    assert "| LR: 1 |" in lines.text
+    run = history.open_run(cfg, "run")
+    engine = cpu_engine.CpuEngine(cfg)
+    history.replay(run, engine)
+    run.close()
+    assert engine.step == 5
+
+
+def test_it_learns():
+    """A thousand members, a few steps: better than it began, on text it has not seen."""
+    cfg = egg_config.make(**{**SMALL, "N_LAYERS": 1, "SEQ_LEN": 16, "STATE_TOKENS": 0, "CHUNK_SIZE": 256, "POPULATION_SIZE": 256, "SIGMA_SHIFT": 2,
+                             "SOFTMAX_EXP_SCALE": 16 / math.log(2)})
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
+    engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
+    before = engine.validate(window)[0]
+    for _ in range(40):
+        engine.update(parameters.chunk_fitness(engine.evaluate(0, 256), cfg))
+    assert engine.validate(window)[0] < 0.75 * before
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------------------------
+
+def compile_for(cc):
+    """[(name, PTX)] of a sixth of the forward pass' kernels for one card, so that each is compiled for one: what they need of a card is the
+    same as in the kernels that test_gpu compiles for all."""
+    from kernels import gru
+    from numba import cuda
+    limit, number = test_gpu.CARDS[cc] * 1024, list(test_gpu.CARDS).index(cc)
+    forward = gru.Forward(egg_config.make(**SMALL), cc, limit)
+    assert all(shared <= limit for _, _, shared in forward.kernels)
+    target = (9, 0, "a") if cc == (9, 0) else cc
+    return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
+            for kernel, signature, _ in forward.kernels[number::len(test_gpu.CARDS)]]
+
+
+FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400,
+        "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
+
+
+def compile_fast(number):
+    """(name, PTX) of a kernel of the fast path, None beyond the last."""
+    from kernels import gru_hopper
+    from egg_kernels import _Packing
+    from numba import cuda
+    cfg, limit = egg_config.make(**FAST), test_gpu.CARDS[9, 0] * 1024
+    assert gru_hopper.fits(cfg, (9, 0), limit)
+    kernels = gru_hopper.Hopper(cfg, _Packing(cfg), False).kernels
+    if number >= len(kernels):
+        return None
+    kernel, signature, shared = kernels[number]
+    assert shared <= limit
+    return kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=(9, 0, "a"))[0]
+
+
+def test_every_kernel_of_the_fast_path_compiles():
+    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
+        made = list(pool.map(compile_fast, range(7)))
+    assert made[-1] is None and [name for name, _ in made[:-1]] == ["embed", "wide", "wide", "recur", "mlp", "pack"]
+    for name, ptx in made[:-1]:
+        assert ".target sm_90a" in ptx and not re.search(r"\.local\b", ptx), name
+
+
+def test_where_the_fast_path_serves():
+    """Nowhere else than where its words hold every sum: the preset is among it."""
+    from kernels import gru_hopper
+    limit = test_gpu.CARDS[9, 0] * 1024
+    assert gru_hopper.fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
+    assert not gru_hopper.fits(egg_config.make(**FAST), (8, 0), limit) and not gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False), (dict(SIGMA_SHIFT=5), False),
+                              (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False), (dict(VOCAB_SIZE=257), False),
+                              (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False), (dict(MLP_RELU=1, N_LAYERS=1), True)):
+        assert gru_hopper.fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+    assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
+
+
+def test_every_kernel_compiles():
+    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
+        for cc, kernels in zip(test_gpu.CARDS, pool.map(compile_for, test_gpu.CARDS)):
+            for name, ptx in kernels:
+                assert f".target sm_{cc[0]}{cc[1]}" in ptx and not re.search(r"\.local\b", ptx), (cc, name)
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_the_recurrence_fits_every_card(width):
+    from kernels import gru
+    for limit in test_gpu.CARDS.values():
+        assert any(gru.recur_bytes(egg_config.make(**{**SMALL, "HIDDEN_DIM": width}), True, rows) + 1024 <= limit * 1024
+                   for rows in gru.STATE_ROWS)
+
+
+EXTREMES = (
+    dict(HIDDEN_DIM=256, N_LAYERS=2, SEQ_LEN=100, STATE_TOKENS=32, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64, ADAPTIVE_NOISE_MODE=0,
+         FIXED_POINT=4, OPTIMIZER="ztest"),
+    dict(HIDDEN_DIM=1024, N_LAYERS=1, SEQ_LEN=16),
+    dict(HIDDEN_DIM=64, N_LAYERS=1, VOCAB_SIZE=20001),
+    dict(HIDDEN_DIM=64, N_LAYERS=30, SEQ_LEN=8),
+    dict(HIDDEN_DIM=320, N_LAYERS=1, SEQ_LEN=513, STATE_TOKENS=700, CHUNK_SIZE=4, POPULATION_SIZE=8, GROUP_SIZE=8),
+    # the fast path: every switch it has, and rows that end within a tile
+    dict(FAST, MLP_RELU=1, DEVICE_MASK=42, SIGMA_SHIFT_VECTOR=4),
+    dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132, DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
+         SIGMA_SHIFT=2, LOSS="deggs"),
+)
+
+
+def random_configurations(count):
+    rng = np.random.default_rng(test_gpu.SEED)
+    out = []
+    for i in range(count):
+        chunk = 2 * int(rng.integers(1, 30))
+        c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])), SEQ_LEN=int(rng.integers(8, 90)))
+        c.update(EXTREMES[i] if i < len(EXTREMES) else {})
+        out.append({**c, "RARE_TOKENS": 0.02 * (c["OPTIMIZER"] != "ztest" and i % 2)})
+    return out
+
+
+def test_drawn_configurations_are_good():
+    drawn = random_configurations(22)
+    assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2} and {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
+    assert {c["OPTIMIZER"] for c in drawn if c["RARE_TOKENS"]} == {"adamw", "sgd"}
+    for c in drawn:
+        egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+
+
+def test_debugging_is_the_transformers():
+    cfg = egg_config.make(**SMALL)
+    with pytest.raises(egg_config.EggError, match="reads the transformer alone"):
+        debug.trace(cfg, parameters.initial_state(cfg), np.zeros(100, np.uint8))
+    with pytest.raises(egg_config.ConfigError, match="DEBUG = 1: says nothing to MODEL = gru"):
+        egg_config.make(**SMALL, DEBUG=1)
+
+
+@pytest.mark.gpu
+def test_random_configurations_against_the_cpu_engine():
+    """22 configurations: losses, three updates, validation, generation."""
+    cpu_engine.warm_up(egg_config.make(**SMALL), lambda line: None)
+    drawn = random_configurations(22)
+    with concurrent.futures.ProcessPoolExecutor(max(1, min(12, hardware.cores() - 2)), multiprocessing.get_context("spawn")) as pool:
+        wrong = list(pool.map(test_gpu.compare, drawn, range(len(drawn))))
+    assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
+
+
+@pytest.mark.gpu
+def test_every_multiprocessor_takes_several_tiles():
+    """4,096 members, all weights drawn anew, against the CPU engine."""
+    from engine import cuda_engine
+    cfg = egg_config.make(**{**FAST, "CHUNK_SIZE": 4096, "POPULATION_SIZE": 4096})
+    rng = np.random.default_rng(8)
+    tokens = rng.integers(0, 60, 9000).astype(np.uint8)
+    engines = [cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens)]
+    state = engines[0].state()
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    for engine in engines:
+        engine.load(state)
+    assert np.array_equal(*(engine.evaluate(0, 4096) for engine in engines))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SMALL, FAST], ids=["general", "fast"])
+def test_pieces_and_slices_on_a_gpu(monkeypatch, shape):
+    """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the same chunk."""
+    from engine import cuda_engine
+    cfg = egg_config.make(**{**shape, "CHUNK_SIZE": 32, "POPULATION_SIZE": 64, "GROUP_SIZE": 8})
+    tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
+    gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
+    pieces = ((0, 2), (2, 30), (32, 32))
+    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    gpu._tokens, gpu._evaluations = None, {}
+    monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
+    monkeypatch.setattr("kernels.gru.SLICE", 60)
+    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    window = np.random.default_rng(6).integers(0, 256, (7, 400))
+    nats, count = gpu.validate(window)
+    assert count == 7 * 399 and nats == pytest.approx(cpu_engine.CpuEngine(cfg).validate(window)[0], rel=1e-9)

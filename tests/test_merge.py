@@ -1,0 +1,267 @@
+"""The arithmetic of merges, against plain Python fractions."""
+
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import egg_config
+from model import state_digest
+from islands import merging
+from model import parameters
+from cluster import snapshots
+from test_net import HERE
+
+SHAPE = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32)
+MERGES, OPTIMIZERS = ("clone", "recombine"), ("reset", "copy", "interpolate")
+
+
+def config(merge="recombine", optimizer="interpolate", alpha=0.5, **values):
+    return egg_config.make(**{**SHAPE, **values}, MERGE=merge, OPTIMIZER_MERGE=optimizer, RECOMBINE_ALPHA=alpha)
+
+
+def state(cfg, seed, step=7, widest=1.0):
+    """A random State; `widest` its largest accumulator. What decides a rounding is in it often."""
+    rng, n = np.random.default_rng(seed), parameters.n_weights(cfg)
+    acc = rng.uniform(-widest, widest, n)
+    at = rng.integers(0, 4, n)
+    acc = np.where(at == 0, np.round(acc * 4) / 4, np.where(at == 1, acc * 2.0 ** -rng.integers(0, 40, n), acc))
+    weights = np.where(rng.integers(0, 4, n) == 0, rng.choice([-127, -126, 126, 127], n), rng.integers(-127, 128, n)).astype(np.int8)
+    moments = np.stack([rng.normal(0, 1e3, n), rng.exponential(1e5, n), acc], 1).astype(np.float32)
+    return parameters.State(cfg, weights, moments, rng.integers(-127, 128, parameters.n_overlay(cfg)).astype(np.int8), step, seed)
+
+
+def same(a, b):
+    return a.digests() == b.digests() and (a.step, a.seed) == (b.step, b.seed)
+
+
+# --- plain readings of the rules ---------------------------------------------------------------------------------------------
+
+def toward_zero(x, away=Fraction(0)):
+    """x rounded to a whole number toward zero, or from `away` on away from it."""
+    sign, size = (1 if x > 0 else -1), abs(x)
+    return sign * (size.__floor__() + (away > 0 and size - size.__floor__() > away))
+
+
+def nearest(x):
+    """Halves toward zero."""
+    return toward_zero(x, Fraction(1, 2))
+
+
+def fixed(weight, acc):
+    """w + acc as the Fraction that counts whole units of 2^-24; Python rounds halves to even, as NumPy does."""
+    return int(weight) + Fraction(round(Fraction(min(max(float(acc), -32768.0), 32768.0)) * 2**24), 2**24)
+
+
+def mixed(better, worse, part):
+    """(weight, accumulator as a Fraction, their sum as the rule wants it) of (weight, accumulator) of two states."""
+    a, b = fixed(*better), fixed(*worse)
+    total = a + Fraction(nearest((b - a) * part * 2**24), 2**24)
+    weight = int(better[0]) + toward_zero(total - int(better[0]))
+    weight = min(max(weight, -127), 127)
+    return weight, total - weight, total
+
+
+ELEMENT = st.tuples(st.integers(-127, 127) | st.sampled_from([-127, 126, 127]),
+                    st.floats(-1, 1, width=32) | st.floats(-2.0**20, 2.0**20, width=32) | st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16), st.booleans())
+def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
+    if float_holds:                                  # accumulators as the usual learning rates make them
+        pairs = [tuple((w, max(-1.0, min(1.0, acc))) for w, acc in pair) for pair in pairs]
+
+    def of(side):
+        weights, acc = zip(*(pair[side] for pair in pairs))
+        moments = np.zeros((len(pairs), 3), np.float32)
+        moments[:, 2] = acc
+        return parameters.State(None, np.array(weights, np.int8), moments, None)
+
+    weights, acc = merging._mixed(of(0), of(1), slice(None), part)
+    assert (weights.dtype, acc.dtype) == (np.int8, np.float32)
+    for got, rest, (better, worse) in zip(weights, acc, pairs):
+        weight, exact, total = mixed(better, worse, Fraction(part, 1 << 16))
+        assert got == weight and rest == np.float32(float(exact))
+        if float_holds:
+            assert int(got) + Fraction(float(rest)) == total and abs(rest) <= 1
+            ends = sorted((fixed(*better), fixed(*worse)))
+            assert ends[0] <= total <= ends[1] and (abs(got) == 127 or abs(rest) < 1)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.integers(-254, 254), st.integers(0, 1 << 16))
+def test_nearest_is_that_of_fractions(distance, part):
+    assert merging._nearest(np.array([distance * part]))[0] == nearest(Fraction(distance * part, 1 << 16))
+
+
+def test_the_worse_ones_part():
+    parts = {alpha: [merging.worse_part(alpha, *pair) for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
+             for alpha in (0.0, 0.5, 0.75, 1.0)}
+    assert parts == {0.0: [65536, 49152, 49152, 655, 65536, 0], 0.5: [32768, 24576, 24576, 328, 32768, 0],
+                     0.75: [16384, 12288, 12288, 164, 16384, 0], 1.0: [0] * 6}
+    for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (-0.1, 1.0), (1.0, float("-inf"))):
+        with pytest.raises(ValueError, match="^a fitness of .* against .*: wanted are finite losses, 0 or more$"):
+            merging.worse_part(0.5, *wrong)
+
+
+# --- whole states --------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1), dict(OPTIMIZER="sgd"),
+                                    dict(OPTIMIZER="ztest")], ids=["transformer", "gru", "muon", "sgd", "ztest"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_merge_of_whole_states(merge, optimizer, values):
+    cfg = config(merge, optimizer, 0.7, **values)
+    ours, theirs = state(cfg, 1, step=7), state(cfg, 2, step=11)
+    before = ours.digests(), theirs.digests()
+    for fitness in ((3.5, 3.25), (3.25, 3.5), (3.0, 3.0)):
+        got = merging.merge(cfg, ours, theirs, *fitness)
+        assert (got.step, got.seed) == (7, 1) and before == (ours.digests(), theirs.digests())
+        better, worse = (ours, theirs) if fitness[0] <= fitness[1] else (theirs, ours)
+        part = Fraction(merging.worse_part(0.7, *fitness), 1 << 16)
+        some = np.random.default_rng(3).integers(0, got.weights.size, 300)
+        for i in some:
+            if merge == "clone":
+                assert (got.weights[i], got.moments[i, 2]) == (theirs.weights[i], theirs.moments[i, 2])
+            else:
+                weight, rest, _ = mixed((better.weights[i], better.moments[i, 2]), (worse.weights[i], worse.moments[i, 2]), part)
+                assert (got.weights[i], Fraction(float(got.moments[i, 2]))) == (weight, rest)
+            for column in (0, 1):
+                a, b = (Fraction(float(x.moments[i, column])) for x in (better, worse))
+                wanted = {"reset": 0.0, "copy": theirs.moments[i, column], "interpolate": np.float32(float(a + (b - a) * part))}[optimizer]
+                assert got.moments[i, column] == pytest.approx(wanted, rel=1e-6) if optimizer == "interpolate" else got.moments[i, column] == wanted
+        overlay = [a + nearest((b - a) * part) for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
+        assert got.overlay.tolist() == (theirs.overlay.tolist() if merge == "clone" else overlay) and got.overlay.dtype == np.int8
+        assert (got.moments[:, 1] >= 0).all() and got.moments.dtype == np.float32 and got.moments.flags.c_contiguous
+        assert same(got, merging.merge(cfg, ours, theirs, *fitness))
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("optimizer", ("copy", "interpolate"))
+def test_a_state_merged_with_itself_stays(merge, optimizer):
+    cfg = config(merge, optimizer)
+    mine = state(cfg, 5)
+    acc = np.round(mine.moments[:, 2] * 2**24) / 2**24 + 0.0                 # what a mix can hold: no -0 either
+    mine.moments[:, 2] = np.where((np.abs(acc) == 1) & (acc * 127 != mine.weights), 0, acc)       # a whole one moves a weight that can move
+    assert same(merging.merge(cfg, mine, mine, 3.0, 3.0), mine)
+
+
+def test_all_of_one_and_nothing_of_the_other():
+    cfg = config(alpha=1.0)
+    ours, theirs = state(cfg, 1), state(cfg, 2)
+    for x in ours, theirs:
+        x.moments[:, 2] = np.round(x.moments[:, 2] * 2**20) / 2**21 + 0.0
+    for fitness, wanted in (((1.0, 2.0), ours), ((2.0, 1.0), theirs)):
+        assert merging.merge(cfg, ours, theirs, *fitness).digests() == wanted.digests()
+
+
+def test_many_states_average_to_their_mean():
+    """The accumulators carry what int8 cannot: mixing one state after the other with falling parts gives the mean of w + acc of all."""
+    cfg = config()
+    states = [state(cfg, seed) for seed in range(8)]
+    mine = states[0]
+    for i, other in enumerate(states[1:], 2):
+        cfg.RECOMBINE_ALPHA = 1 - 1 / i
+        mine = merging.merge(cfg, mine, other, 1.0, 1.0)
+    mean = np.mean([s.weights + s.moments[:, 2].astype(np.float64) for s in states], 0)
+    assert np.abs(mine.weights + mine.moments[:, 2].astype(np.float64) - mean).max() < 0.02        # of shares in 2^-16, times 254
+    assert np.abs(mine.weights - mean).max() < 1.02
+
+
+def test_ours_is_needed_where_it_counts():
+    for merge in MERGES:
+        for optimizer in OPTIMIZERS:
+            cfg = config(merge, optimizer)
+            assert merging.needs_ours(cfg) == (merge == "recombine" or optimizer == "interpolate")
+            if not merging.needs_ours(cfg):
+                theirs = state(cfg, 2, step=11)
+                got = merging.merge(cfg, None, theirs, 3.0, 2.0)
+                assert same(got, merging.merge(cfg, state(cfg, 2, step=11), theirs, 3.0, 2.0))
+
+
+def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
+    cfg = config()
+    ours, theirs = state(cfg, 1), state(cfg, 2, step=40)
+    snapshots.save(cfg, theirs, tmp_path)
+    read = snapshots.unpack(cfg, (tmp_path / "snapshot-00000040.egg").read_bytes())      # read-only, not aligned
+    got = merging.merge(cfg, ours, read, 2.0, 1.0)
+    assert state_digest.of_state(got) == state_digest.of_state(merging.merge(cfg, ours, theirs, 2.0, 1.0))
+    got.weights[0] = got.moments[0, 0] = got.overlay[0] = 1
+    assert got.weights.flags.writeable and same(read, theirs)
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda s: s.moments.__setitem__((3, 0), np.nan), "moments that are not finite"), (lambda s: s.moments.__setitem__((3, 2), np.inf), "not finite"),
+    (lambda s: s.moments.__setitem__((3, 1), -1.0), "mean squares below 0"), (lambda s: s.weights.__setitem__(3, -128), "-128"),
+    (lambda s: s.overlay.__setitem__(3, -128), "-128")])
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_state_that_no_training_gives_is_refused(merge, spoil, said):
+    cfg = config(merge)
+    ours, theirs = state(cfg, 1), state(cfg, 2)
+    spoil(theirs)
+    for pair, whose in (((ours, theirs), "the other"), ((theirs, ours), "our own")):
+        with pytest.raises(ValueError, match=f"^{whose} state holds .*{said}") as error:
+            merging.merge(cfg, *pair, 2.0, 1.0)
+        assert "\n" not in str(error.value)
+
+
+def test_rejuvenation():
+    for mode in (0, 1, 2):
+        cfg = config(ADAPTIVE_NOISE_MODE=mode, ADAPTIVE_NOISE_INIT=40)
+        old = state(cfg, 1)
+        before = old.digests()
+        new = merging.rejuvenate(cfg, old)
+        assert old.digests() == before and (new.step, new.seed) == (old.step, old.seed)
+        assert not new.moments[:, :2].any() and (new.moments[:, 2] == old.moments[:, 2]).all() and (new.weights == old.weights).all()
+        assert new.overlay.tolist() == ([max(x, 40) for x in old.overlay.tolist()] if mode else old.overlay.tolist())
+
+
+def test_pieces_are_only_for_the_cache(monkeypatch):
+    cfg = config()
+    ours, theirs = state(cfg, 1), state(cfg, 2)
+    whole = merging.merge(cfg, ours, theirs, 2.0, 1.0)
+    monkeypatch.setattr(merging, "PIECE", 1000)
+    assert same(merging.merge(cfg, ours, theirs, 2.0, 1.0), whole)
+
+
+def test_the_same_bits_everywhere():
+    """Recorded: what another machine, another NumPy or another version of egg must give too."""
+    cfg = config(alpha=0.6)
+    n, k = parameters.n_weights(cfg), parameters.n_overlay(cfg)
+
+    def made(factor):                                # from integers alone, without a random generator that may change
+        x = np.arange(1, n + 1, dtype=np.int64) * factor
+        moments = np.stack([x % 1009 - 504, x % 100003, (x % 1999 - 999) / 1000], 1).astype(np.float32)
+        return parameters.State(cfg, (x % 255 - 127).astype(np.int8), moments, (x[:k] % 255 - 127).astype(np.int8), factor, factor)
+
+    got = merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)
+    assert state_digest.of_state(got).hex() == RECORDED
+
+
+RECORDED = "f0cd4628edf17652588830c234f0db53"
+
+
+def test_a_merge_needs_no_numba():
+    program = "import sys; from islands import merging; print('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
+
+
+def seconds(**values):
+    """{(MERGE, OPTIMIZER_MERGE): seconds}: what a merge of two random states takes, the median of five; for BENCHMARKS.md."""
+    found = {}
+    for merge in MERGES:
+        for optimizer in OPTIMIZERS:
+            cfg = egg_config.make(**values, MERGE=merge, OPTIMIZER_MERGE=optimizer)
+            ours, theirs, times = state(cfg, 1), state(cfg, 2), []
+            for _ in range(5):
+                at = time.perf_counter()
+                merging.merge(cfg, ours, theirs, 3.0, 2.5)
+                times.append(time.perf_counter() - at)
+            found[merge, optimizer] = round(sorted(times)[2], 3)
+    return found

@@ -1,0 +1,578 @@
+"""What a run is good for: sampling held against a plain reading of SPEC 10, and every command that uses a saved run."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import egg
+import egg_config
+from engine import cpu_engine
+from model import data_files
+from tools import debug
+from model import state_digest
+from cluster import history
+from model import parameters
+import egg_net
+from cluster import snapshots
+from tools import use
+from tools.debug import Reading
+from test_egg import HERE, random_config
+from test_net import CFG as NET_CFG, Lines, Peer, Server, work_in_thread
+
+CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
+STEPS, SNAPSHOT = 6, 4
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------------
+
+def weights_of(cfg, z, seen, temp, min_p, penalty):
+    """int64 [V]: the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11); float [V] scores beside them."""
+    scores = z.astype(np.float32)
+    scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
+    if temp == 0:
+        return None, scores
+    d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
+    exp = parameters.exp_table(cfg).astype(np.int64)
+    floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
+    return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
+
+
+def drawn(cfg, z, seen, position, seed, **settings):
+    """The token after `position`: the walk over v = 0, H, 2 H, ..., 1, H + 1, ... of SPEC 10."""
+    weights, scores = weights_of(cfg, z, seen, **settings)
+    if weights is None:
+        return int(scores.argmax())
+    walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
+    threshold = parameters.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
+
+
+def settings_of(rng):
+    return {name: float(rng.choice(values)) for name, values in
+            dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_are_those_of_the_plain_reading(seed):
+    """20 configurations and settings, over sequences that are longer than SEQ_LEN."""
+    rng = np.random.default_rng(400 + seed)
+    cfg, settings = random_config(rng), settings_of(rng)
+    engine, prompt = cpu_engine.CpuEngine(cfg), rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
+    got = list(engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings))
+    sequence = prompt + got
+    z = Reading(cfg, engine.state()).logits(sequence[:-1])
+    for t in range(len(prompt) - 1, len(sequence) - 1):
+        assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, 70 + seed, **settings), (t, settings)
+    assert len(got) == cfg.SEQ_LEN + 9
+
+
+def hold_draws_against_the_distribution(engine_type):
+    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its 1 - 1e-4 quantile."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
+    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
+    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
+    counts = np.bincount([next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)], minlength=cfg.VOCAB_SIZE)
+    expected = 4000 * weights / weights.sum()
+    assert not counts[weights == 0].any()
+    common = expected >= 5
+    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
+    free = len(counts) - 1
+    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
+    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
+    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
+
+
+def test_the_draw_follows_the_exact_distribution():
+    hold_draws_against_the_distribution(cpu_engine.CpuEngine)
+
+
+def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
+    """255 * 127 * 66,312 passes int32: sums of attention must not wrap, however long a sequence is."""
+    cfg, n = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
+    engine, exp = cpu_engine.CpuEngine(cfg), parameters.exp_table(cfg)
+    below = max(range(1, 100), key=lambda d: exp[d] & 255)                # the difference whose weight has the largest lowest byte
+    assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
+    q, keys, values = np.zeros((1, 64), np.int8), np.zeros((n, 64), np.int8), np.full((n, 64), 127, np.int8)
+    q[0, ::32] = 127
+    keys[:, ::32] = 63 - 2 * below if below < 64 else -64
+    keys[0, ::32] = 63
+    scores = 127 * keys[:, 0].astype(np.int64) >> cfg.SHIFT_ATTN
+    weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
+    values[1::2, 5] = -100
+    a = np.zeros((1, 64), np.uint8)
+    cpu_engine.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
+    want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
+    assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
+
+
+def test_a_sequence_takes_the_memory_that_it_has_come_to():
+    """So that a generation can be as long as anybody likes; and what was there before the cache grew is still right after."""
+    engine = cpu_engine.CpuEngine(CFG)
+    endless = engine.generate([5], 1 << 40, 3, temp=9.0)
+    got = [next(endless) for _ in range(300)]
+    sequence, settings = [5] + got, dict(temp=9.0, min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
+    z = Reading(CFG, engine.state()).logits(sequence)
+    for t in range(280, 300):
+        assert sequence[t + 1] == drawn(CFG, z[t], np.unique(sequence[:t + 1]), t, 3, **settings), t
+
+
+def test_a_prompt_of_another_vocabulary_is_refused():
+    engine = cpu_engine.CpuEngine(CFG)
+    for prompt in ([], [256], [-1]):
+        with pytest.raises(ValueError, match="one token or more, each below VOCAB_SIZE = 256"):
+            next(engine.generate(prompt, 1, 0))
+
+
+# --- text ------------------------------------------------------------------------------------------------------------------
+
+def test_characters_that_are_split_over_tokens():
+    bytes_alone, text = data_files.load_decoding(CFG), "é€😀\n"
+    pieces = list(use.stream(bytes_alone, text.encode()))
+    assert pieces == ["", "é", "", "", "€", "", "", "", "😀", "\n", ""]
+    assert "".join(use.stream(bytes_alone, b"a\xe2\x82b\xff")) == "a\ufffdb\ufffd"
+    assert "".join(use.stream(bytes_alone, b"\xe2\x82")) == "\ufffd"          # cut off at the end
+
+
+def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
+    cfg = egg_config.make()
+    decoding = data_files.load_decoding(cfg)
+    tokens = np.fromfile(HERE / "val.bin", "<u4")
+    assert np.array_equal(decoding.encode(decoding.decode(tokens)), tokens)
+    for text in ("naïve – 😀".encode(), bytes(range(256)), b"", b"  \n\n  x"):
+        assert decoding.decode(decoding.encode(text)) == text
+
+
+def test_bytes_that_a_foreign_vocabulary_lacks():
+    decoding = data_files.Decoding([b"a", b"b", b"ab", b"", b"abab"])
+    assert decoding.encode(b"ababa").tolist() == [4, 0]
+    with pytest.raises(data_files.DataError, match="no token for byte 0x21 .'!'."):
+        decoding.encode(b"ab!")
+
+
+# --- a saved run -----------------------------------------------------------------------------------------------------------
+
+def step_once(cfg, engine, run):
+    losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
+    fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+    run.append(parameters.pack_ternary(fitness), int(np.sum(losses)), engine.update(fitness))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(directory with the data, [State after each step]); in its ckpt a run with a snapshot, judged 3.5."""
+    directory = tmp_path_factory.mktemp("trained")
+    (directory / "input.bin").write_bytes(TEXT)
+    (directory / "val.bin").write_bytes(TEXT[:500])
+    run = history.open_run(CFG, str(directory / "ckpt"))
+    engine = cpu_engine.CpuEngine(CFG, np.frombuffer(TEXT, np.uint8), threads=1)
+    states = [engine.state()]
+    for _ in range(STEPS):
+        step_once(CFG, engine, run)
+        states.append(engine.state())
+    state = states[SNAPSHOT]
+    body, upload = snapshots.pack(state), snapshots.Upload(CFG, state.step, state.seed, state_digest.of_state(state), directory / "ckpt")
+    upload.add(len(body), 0, body)
+    upload.keep(directory / "ckpt" / f"snapshot-{SNAPSHOT:08d}-3.5000.egg", run.fitness(SNAPSHOT - 1))
+    run.close()
+    return directory, states
+
+
+@pytest.fixture
+def here(trained, tmp_path, monkeypatch):
+    """The same in a directory of our own, which we are in."""
+    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EGG_DEVICE", "cpu")
+    return trained[1]
+
+
+def load(best=False, directory="ckpt", cfg=CFG):
+    lines = Lines()
+    return use.load(cfg, directory, best, threads=1, console=egg_net.Console(lines)), lines.text
+
+
+def call(capsys, *arguments):
+    """(status, standard output, standard error) of a command."""
+    capsys.readouterr()
+    try:
+        status = egg.main(list(arguments))
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_run_is_loaded_by_snapshot_and_replay(here):
+    newest, said = load()
+    assert newest.step == STEPS and newest.engine.state().digests() == here[STEPS].digests() != here[0].digests() and not said
+    best, _ = load(best=True)
+    assert best.step == SNAPSHOT and best.engine.state().digests() == here[SNAPSHOT].digests()
+    name = next(pathlib.Path("ckpt").glob("snapshot*"))
+    data = bytearray(name.read_bytes())
+    data[-1] ^= 1
+    name.write_bytes(data)
+    newest, said = load()
+    assert newest.engine.state().digests() == here[STEPS].digests() and f"snapshot of step {SNAPSHOT}" in said
+    with pytest.raises(use.UseError, match="cannot be read"):
+        load(best=True)
+    name.unlink()
+    with pytest.raises(use.UseError, match="no best snapshot"):
+        load(best=True)
+    assert load()[0].engine.state().digests() == here[STEPS].digests()
+
+
+def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
+    cfg = egg_config.make(**{**CFG.constants(), "RARE_TOKENS": 0.02})
+    engine, run = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1), history.open_run(cfg, "ckpt-rare")
+    for _ in range(3):
+        step_once(cfg, engine, run)
+    run.keep_data(snapshots.data_digest(engine.tokens))
+    run.close()
+    assert load(directory="ckpt-rare", cfg=cfg)[0].engine.digest() == engine.digest()
+    pathlib.Path("input.bin").write_bytes(TEXT[1:])
+    with pytest.raises(use.UseError, match="input.bin is not what ckpt-rare was trained on"):
+        load(directory="ckpt-rare", cfg=cfg)
+    pathlib.Path("input.bin").unlink()
+    with pytest.raises(data_files.DataError, match="input.bin"):
+        load(directory="ckpt-rare", cfg=cfg)
+
+
+def test_reading_a_run_leaves_it_to_its_coordinator(here):
+    part = pathlib.Path("ckpt/snapshot-x.part")
+    part.write_bytes(b"")
+    owner = history.open_run(CFG, "ckpt")                # holds the lock
+    assert load()[0].step == STEPS and part.exists()
+    snapshots.Shelf(CFG, owner)
+    assert not part.exists()
+    owner.close()
+
+
+def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here, capsys):
+    status, out, err = call(capsys, "generate", "--load-dir", "ckpt", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "--temp", "9")
+    engine = cpu_engine.CpuEngine(CFG, threads=1)
+    engine.load(here[STEPS])
+    more = bytes(engine.generate(list(b"the qu"), 12, 9, temp=9))
+    assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace") + "\n"
+    assert call(capsys, "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "--temp", "9", "--best")[1] != out      # newest ckpt*
+    again = call(capsys, "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "-D", "SAMPLING_TEMP=9", "-D", "N_LAYERS=2")
+    assert again == (0, out, "")
+
+
+def test_the_prompt_may_come_from_standard_input(here, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"lazy\xff\n")))
+    status, out, err = call(capsys, "generate", "--prompt", "-", "--tokens", "3")
+    assert (status, err) == (0, "") and out.startswith("lazy\ufffd\n")
+
+
+@pytest.mark.parametrize("arguments, status, says", [
+    (["generate", "--prompt", ""], 1, "the prompt is empty"),
+    (["generate", "--tokens", "0"], 2, "'0' is not a number of tokens, 1 or more"),
+    (["generate", "--tokens", "-3"], 2, "--tokens"),
+    (["generate", "--temp", "-1"], 2, "temperature from 0 to 100"),
+    (["generate", "--min-p", "nan"], 2, "a share from 0 to 1"),
+    (["generate", "--load-dir", "nowhere"], 1, "nowhere: no such directory: give --load-dir"),
+    (["generate", "--load-dir", "."], 1, "holds no run"),
+    (["generate", "-D", "HIDDEN_DIM=128"], 1, "another configuration: HIDDEN_DIM = 64 there, 128 here"),
+    (["eval", "missing.txt"], 1, "missing.txt: No such file"),
+    (["eval", "short.txt"], 1, "too few for a window"),
+    (["eval", "empty.txt"], 1, "empty"),
+    (["eval", "short.bin"], 1, "short.bin holds 5 tokens"),
+    (["export", "no/such/place"], 1, "no/such/place: No such file"),
+    (["import", "short.txt", "--save-dir", "new"], 1, "no safetensors file"),
+    (["import", "missing.txt", "--save-dir", "new"], 1, "missing.txt: No such file"),
+    (["import", "short.txt"], 2, "--save-dir"),
+    (["debug", "--json", "no/such/place"], 1, "no/such/place: No such file")])
+def test_what_is_wrong_is_said_in_one_line(here, capsys, arguments, status, says):
+    pathlib.Path("short.txt").write_text("brief")
+    pathlib.Path("short.bin").write_text("brief")
+    pathlib.Path("empty.txt").write_bytes(b"")
+    got, _, err = call(capsys, *arguments)
+    assert got == status and says in err and err.startswith("egg: ") and err.count("\n") == 1
+
+
+def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "generate")[2].startswith("egg: there is no saved run here (ckpt*): make one with")
+    wide = egg_config.make(**{**CFG.constants(), "VOCAB_SIZE": 300, "N_LAYERS": 1})
+    history.open_run(wide, "ckpt-wide").close()
+    monkeypatch.setenv("EGG_DEVICE", "cpu")
+    status, out, err = call(capsys, "generate", "--prompt", "x")
+    assert status == 1 and not out and "decoding.bin is missing, and without it no text can be turned into tokens" in err
+    pieces = [bytes([b]) for b in range(256) if b != 0x21]
+    pathlib.Path("decoding.bin").write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
+    status, out, err = call(capsys, "generate", "--prompt", "x!")
+    assert status == 1 and not out and "no token for byte 0x21" in err and err.count("\n") == 1
+    assert call(capsys, "generate", "--prompt", "x", "--tokens", "2")[0] == 0
+
+
+def test_text_comes_while_it_is_made_and_steers_no_terminal():
+    class Screen(Lines):
+        def isatty(self):
+            return True
+
+    class Slow:
+        def generate(self, prompt, count, seed, **settings):
+            for token in b"a\x1bb\xc3\xa9":
+                seen.append(screen.text)
+                yield token
+
+    seen, screen = [], Screen()
+    use.generate(CFG, use.Saved(Slow(), 0, ""), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
+    plain = re.sub(r"\x1b\[\d*m", "", screen.text)
+    assert plain == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
+    assert [len(re.sub(r"\x1b\[\d*m", "", text)) for text in seen] == [2, 4, 4, 5, 5]
+
+
+def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
+    class Screen(Lines):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert egg_net.Console(Screen()).sample("  sample at step 5: ab >>> c >>> d") == "  sample at step 5: \x1b[34mab\x1b[0m >>> \x1b[32mc >>> d\x1b[0m"
+    assert egg_net.Console(Screen()).sample("  a\n  b >>> c") == "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
+    assert egg_net.Console(Screen()).sample("hello") == "hello"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert egg_net.Console(Screen()).sample("a >>> b") == egg_net.Console(Lines()).sample("a >>> b") == "a >>> b"
+
+
+# --- eval ------------------------------------------------------------------------------------------------------------------
+
+def test_eval_gives_the_figures_of_the_engine(here, capsys):
+    status, out, err = call(capsys, "eval")
+    engine, held_out = cpu_engine.CpuEngine(CFG, threads=1), data_files.open_validation(CFG, data_files.load_decoding(CFG))
+    engine.load(here[STEPS])
+    nats, count = engine.validate(held_out.windows)
+    references = data_files.references(CFG, np.frombuffer(TEXT, np.uint8), held_out)
+    rows = {line[:12].strip(): [float(x) for x in line[12:].split()] for line in out.splitlines()[2:]}
+    for name, bits in {f"step {STEPS}": held_out.bits(nats), **references}.items():
+        assert rows[name][:2] == pytest.approx([bits, bits * np.log(2)], abs=1e-4), name
+        assert rows[name][2] == pytest.approx(2 ** bits, abs=0.006)
+    assert (status, err) == (0, "") and re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
+    pathlib.Path("val.txt").write_bytes(TEXT[:500])
+    assert call(capsys, "eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
+    few = call(capsys, "eval", "--tokens", "16", "--best")[1]
+    assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
+
+
+def test_eval_without_the_training_data(here, capsys):
+    os.unlink("input.bin")
+    status, out, err = call(capsys, "eval")
+    assert status == 0 and "uniform" in out and "unigram" not in out and err.startswith("egg: no unigram and bigram figures: input.bin is missing")
+
+
+# --- export and import -----------------------------------------------------------------------------------------------------
+
+def test_export_is_a_safetensors_file(here, capsys):
+    """By hand, from the description of the format, and by the library."""
+    assert call(capsys, "export", "w.safetensors")[0] == 0
+    data = pathlib.Path("w.safetensors").read_bytes()
+    length, = struct.unpack_from("<Q", data)
+    header = json.loads(data[8:8 + length])
+    metadata, state = header.pop("__metadata__"), here[STEPS]
+    assert json.loads(metadata["config"]) == history.kept(CFG) and (metadata["step"], metadata["seed"]) == (str(STEPS), str(state.seed))
+    by_library = safetensors.numpy.load_file("w.safetensors")
+    tensors = parameters.tensors(CFG)
+    assert set(header) == set(by_library) == {use.tensor_name(t) for t in tensors} and "layers.1.w_q" in header
+    for t in tensors:
+        told = header[use.tensor_name(t)]
+        first, end = told["data_offsets"]
+        flat = state.weights[t.weights:t.weights + t.size]
+        want = parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
+        assert told["dtype"] == "I8" and np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]), want)
+        assert np.array_equal(by_library[use.tensor_name(t)], want) and by_library[use.tensor_name(t)].dtype == np.int8
+    assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
+
+
+def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
+    call(capsys, "export", "w.safetensors", "--best")
+    status, out, err = call(capsys, "import", "w.safetensors", "--save-dir", "new")
+    assert (status, err) == (0, "") and out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
+    state = load(directory="new")[0].engine.state()
+    assert np.array_equal(state.weights, here[SNAPSHOT].weights) and (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
+    assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
+    # `next` gives the constants, so that training goes on with the same configuration
+    defines = [x[2:] for x in shlex.split(out.splitlines()[1]) if x.startswith("-D")]
+    assert history.kept(egg_config.load(defines=defines, environ={})) == history.kept(CFG)
+    assert "holds a run already" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[2]
+
+
+def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here, capsys):
+    call(capsys, "export", "w.safetensors")
+    arrays, metadata = use.read_tensors("w.safetensors")
+    arrays = {name: array.copy() for name, array in arrays.items()}
+
+    def refused(changed, says, metadata=metadata, **more):
+        safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
+        status, _, err = call(capsys, "import", "other.safetensors", "--save-dir", "other")
+        assert status in (1, 2) and says in err and err.count("\n") == 1 and not os.path.exists("other"), err
+
+    refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
+    refused(arrays, "holds extra, which", extra=np.zeros(3, np.int8))
+    refused(arrays, "ln_f is int8 [63]", ln_f=np.zeros(63, np.int8))
+    refused(arrays, "ln_f is float32 [64]", ln_f=np.zeros(64, np.float32))
+    refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
+    refused(arrays, "weights go from -127 to 127", ln_f=np.full(64, -128, np.int8))
+    refused(arrays, "its step and seed", {**metadata, "step": "many"})
+    refused(arrays, "no such constant", {**metadata, "config": '{"NO_LAYERS": 1}'})
+    refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
+    refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**history.kept(CFG), "N_LAYERS": 1})})
+    safetensors.numpy.save_file(arrays, "other.safetensors")              # no metadata: the configuration by -D, and step 1
+    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
+    assert call(capsys, "import", "other.safetensors", "--save-dir", "other", *defines)[1].startswith("other: a run at step 1")
+    state = load(directory="other")[0].engine.state()
+    assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
+
+
+def test_damaged_safetensors_files_end_in_one_line(here, capsys):
+    call(capsys, "export", "w.safetensors")
+    data, rng = pathlib.Path("w.safetensors").read_bytes(), np.random.default_rng(1)
+    damaged = [data[:n] for n in (0, 7, 8, 100, len(data) - 1)] + [data + b"x", b"\xff" * 8 + data[8:], data[:8] + b"[]" + data[10:]]
+    for at in rng.integers(0, 2000, 60):
+        damaged.append(data[:at] + bytes([rng.integers(256)]) + data[at + 1:])
+    for number, wrong in enumerate(damaged):
+        pathlib.Path("wrong").write_bytes(wrong)
+        status, _, err = call(capsys, "import", "wrong", "--save-dir", f"from-{number}")
+        assert number >= 8 and status == 0 or status in (1, 2) and err.startswith("egg: ") and err.count("\n") == 1, (number, err)
+
+
+def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
+    """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the engine alone."""
+    assert call(capsys, "export", "w.safetensors", "--full")[0] == 0
+    arrays, t = safetensors.numpy.load_file("w.safetensors"), next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
+    moments = here[STEPS].moments[t.weights:t.weights + t.size]
+    assert moments.any() and np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
+    assert "with the optimizer's state" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[1]
+    tokens = np.frombuffer(TEXT, np.uint8)
+    alone, worker = (cpu_engine.CpuEngine(CFG, tokens, threads=1) for _ in range(2))
+    alone.load(here[STEPS])
+    record = history.open_run(CFG, None)
+    record.step, record.seed = alone.step, alone.seed
+    with Server("new", CFG, save=True, steps=STEPS + 3) as server:
+        thread = work_in_thread(server.port, worker, cfg=CFG, tokens=tokens)
+    thread.join(20)
+    for _ in range(3):
+        step_once(CFG, alone, record)
+    assert worker.step == STEPS + 3 and worker.state().digests() == alone.state().digests()
+    run = history.read_run(CFG, "new")
+    assert [run.fitness(k) for k in range(STEPS, STEPS + 3)] == [record.fitness(k) for k in range(STEPS, STEPS + 3)]
+    assert run.start.step == STEPS and run.step == STEPS + 3
+    run.close()
+    assert load(directory="new")[0].engine.state().digests() == alone.state().digests()
+    # it goes on elsewhere, and into no other run
+    history.open_run(CFG, "elsewhere", "new").close()
+    assert load(directory="elsewhere")[0].engine.state().digests() == alone.state().digests()
+    with pytest.raises(history.HistoryError, match="holds another run"):
+        history.open_run(CFG, "ckpt", "new")
+    os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")
+    with pytest.raises(use.UseError, match="restore it from a copy"):
+        load(directory="elsewhere")
+
+
+def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here, capsys):
+    call(capsys, "export", "w.safetensors")
+    call(capsys, "import", "w.safetensors", "--save-dir", "new")
+    with Server("new", CFG, save=True) as server:
+        old = Peer(server.port, CFG)
+        old.ask(0)
+        assert old.closed() and "from an imported model" in server.lines.text
+        server.coordinator.shelf.block = lambda *_: None             # the snapshot cannot be read
+        lost = cpu_engine.CpuEngine(CFG, threads=1)
+        with pytest.raises(egg_net.NetError, match="from an imported model"):
+            egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
+    assert lost.step == 0
+
+
+def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
+    call(capsys, "export", "w.safetensors")
+    call(capsys, "import", "w.safetensors", "--save-dir", "new")
+    run = history.open_run(CFG, "new")
+    engine = cpu_engine.CpuEngine(CFG, np.frombuffer(TEXT, np.uint8), threads=1)
+    shelf = snapshots.Shelf(CFG, run)
+    engine.load(shelf.state(STEPS))
+    for _ in range(4):
+        step_once(CFG, engine, run)
+        body, upload = snapshots.pack(engine.state()), snapshots.Upload(CFG, engine.step, engine.seed, engine.digest(), "new")
+        upload.add(len(body), 0, body)
+        shelf.put(upload)
+    run.close()
+    assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)
+
+
+# --- debugging -------------------------------------------------------------------------------------------------------------
+
+def test_statistics():
+    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 125], np.int8))
+    assert (told["mean"], told["low"], told["high"]) == (31.375, -127, 127) and told["std"] == pytest.approx((63791 / 8 - 31.375 ** 2) ** 0.5)
+    assert (told["saturated"], told["zero"], told["entropy"]) == (3 / 8, 2 / 8, 2.75)
+    assert debug.statistics(np.zeros(5, np.int8))["entropy"] == 0
+    told = debug.attention_statistics(np.array([4, 4, 0, 4, 4]))
+    assert (told["entropy"], told["peak"], told["sum"], told["context"]) == (2, 0.25, 16, 4)
+
+
+def test_a_trace_shows_every_part_of_member_0(here):
+    """What it looks at is what the losses come from, which test_egg holds against the engines; here: which member, position and order."""
+    tokens, state, shown = np.frombuffer(TEXT, np.uint8), here[STEPS], {}
+    told = debug.trace(CFG, state, tokens)
+    layer = ["LN1", "Attn", "Attn", "Attn", "LN2", "MLP_Exp", "MLP"]
+    assert [p["name"] for p in told["parts"]] == ["Emb", "LN_Init", "InitMLP_Exp", "InitMLP", *layer, *layer, "LN_F"]
+    assert (told["step"], told["position"]) == (STEPS, 7) and len(told["weights"]) == len(parameters.tensors(CFG))
+    reading = Reading(CFG, state, lambda layer, name, values: shown.update({(layer, name): values}))
+    whole = reading.logits(parameters.windows(CFG, tokens, STEPS, 0, 1)[0][:-1], state.seed, 1)
+    for part in told["parts"]:
+        values = shown[part["layer"], "Weights" if "head" in part else part["name"]]
+        want = debug.attention_statistics(values[part["head"]][7]) if "head" in part else debug.statistics(values[7])
+        assert want.items() <= part.items()
+    assert whole.shape == (8, 256) and len(shown) == 4 + 2 * 6 + 1
+
+
+def test_debug_command_and_layout(here, capsys):
+    status, out, err = call(capsys, "debug", "--json", "trace.jsonl")
+    assert (status, err) == (0, "") and "\x1b" not in out
+    number = r" *-?\d+\.\d+"
+    for line in out.splitlines():
+        assert re.fullmatch(rf"\[S    6 L( 0| 1|-1) (T  7|Wght)\] \S+ *: Mean:{number} Std:{number} Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% "
+                            rf"Range:\[ *-?\d+\.\. *-?\d+\]|\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ SumW: *\d+ "
+                            r"Ctx: +\d+", line), line
+    call(capsys, "debug", "--json", "trace.jsonl", "--best")
+    steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
+    assert steps == [STEPS, SNAPSHOT] and "\x1b[35m" in debug.describe(json.loads(open("trace.jsonl").readline()),
+                                                                      lambda text, name: f"\x1b[{egg_net.Console.COLOURS[name]}m{text}\x1b[0m")[0]
+
+
+def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
+    tokens, ends = np.frombuffer(TEXT, np.uint8), []
+    for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
+        cfg, engine = egg_config.make(**{**CFG.constants(), **constants}), cpu_engine.CpuEngine(CFG, tokens, threads=1)
+        with Server(".", cfg, steps=12) as server:
+            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens)
+        thread.join(20)
+        ends.append(engine.state().digests())
+        assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
+    assert ends[0] == ends[1] and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
+
+
+# --- the way from training to text -----------------------------------------------------------------------------------------
+
+def test_a_training_ends_by_inviting_to_what_works_at_once(here):
+    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
+    done = subprocess.run([sys.executable, HERE / "egg.py", "train", "--steps", "2", "--save-dir", "ckpt new", *defines], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("try it: ")
+    program, script, *arguments = shlex.split(last.removeprefix("try it: "))
+    assert (HERE / "egg.py").samefile(script) and arguments == ["generate", "--load-dir", "ckpt new", "--prompt", "The king said"]
+    written = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert written.returncode == 0 and not written.stderr and written.stdout.startswith("The king said") and len(written.stdout) > 100

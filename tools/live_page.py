@@ -1,0 +1,477 @@
+"""The live page and /metrics: a small HTTP server in the coordinator's own loop, without threads and with a bound on everything.
+
+GET / is the page (egg_page.html, which holds all it needs), /state.json what it shows, /metrics the same figures for Prometheus. What is sent
+is made at most once a second and shared by all who ask, so that a page open in many browsers costs no more than a few sends a second.
+"""
+
+import base64
+import contextlib
+import errno
+import gzip
+import hashlib
+import hmac
+import json
+import math
+import os
+import re
+import selectors
+import socket
+import ssl
+import time
+from collections import deque
+from typing import NamedTuple
+
+from cluster import auth
+from cluster import event_log
+
+MOST_CLIENTS = 128         # connections
+MOST_HEADER = 8192         # bytes of a request
+REQUEST_SECONDS = 10.0     # a client may take so long for a request, from connecting or from its first byte,
+SEND_SECONDS = 20.0        # so long to take in the answer,
+IDLE_SECONDS = 60.0        # and so long between one request and the next
+LINGER_SECONDS = 1.0       # that a client has to read the answer behind which its connection is closed
+MADE_EVERY = 1.0           # seconds between two makings of what is sent
+POINTS = 800               # of a curve that are sent at most
+WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # that are sent at most; of peers as many as of workers
+SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
+HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
+REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
+           413: "Content Too Large", 431: "Request Header Fields Too Large", 503: "Service Unavailable", 505: "HTTP Version Not Supported"}
+
+
+class HttpError(event_log.WatchError):
+    """About the address of the live page."""
+
+
+class Where(NamedTuple):
+    """Where the page is served and who may see it: secret, bytes, b"" for everybody; tls: an ssl.SSLContext or None."""
+    host: str
+    port: int
+    secret: bytes
+    tls: object
+
+
+def where(address, access):
+    """The Where of --http. address: (host, port); access: an cluster.auth.Access. Raises AuthError for an address that others reach, where
+    they would need no secret, or would send it in the clear."""
+    host, port = address
+    if auth.is_loopback(host):
+        return Where(host, port, access.secret, None)
+    if not access.insecure and not (access.secret and access.tls):
+        wrong = "would send the secret over the network in the clear" if access.secret else "would show the run to anybody"
+        raise auth.AuthError(f"--http {host}:{port} {wrong}: look at it through `ssh -L {port}:localhost:{port}` with --http {port}, or give "
+                                 "a secret and TLS, or --insecure on a network where everybody is trusted")
+    return Where(host, port, access.secret, access.tls)
+
+
+def parse_address(text):
+    """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; loopback where no host is given. Raises ValueError."""
+    match = re.fullmatch(r"(?:(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):)?(\d{1,5})", text)
+    if not match or int(match[2]) > 65535:
+        raise ValueError
+    return (match[1] or "127.0.0.1").strip("[]"), int(match[2])
+
+
+class Client:
+    """A connection of a browser. `until` is when it is closed unless something comes to its end before: bytes that trickle in do not
+    move it."""
+
+    def __init__(self, page, sock):
+        self.page, self.sock, self.inbox, self.outbox = page, sock, bytearray(), b""
+        self.event, self.shaking = selectors.EVENT_READ, isinstance(sock, ssl.SSLSocket)
+        self.last, self.ending = False, False        # the answer on its way is the last; it is out, and the client's end is awaited
+        self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
+
+    def on_event(self, _):
+        try:
+            if self.shaking:
+                self.sock.do_handshake()
+                self.shaking = False
+            self._advance()
+        except ssl.SSLWantReadError:
+            self._wait_for(selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._wait_for(selectors.EVENT_WRITE)
+        except BlockingIOError:
+            self._wait_for(selectors.EVENT_WRITE if self.outbox else selectors.EVENT_READ)
+        except OSError:
+            self.page.drop(self)
+
+    def _advance(self):
+        """Sends, receives once, answers one request at most: no client keeps the others waiting."""
+        self._flush()
+        if self.ending:
+            if not self.sock.recv(1 << 16):
+                self.page.drop(self)
+            return
+        if not self._whole():
+            data = self.sock.recv(MOST_HEADER)
+            if self.page.where.tls:
+                data += self.sock.recv(self.sock.pending() or 0)       # no select tells of what TLS has unpacked already
+            if not data:
+                self.page.drop(self)
+                return
+            if self.idle:
+                self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
+            self.inbox += data
+        if self._whole():
+            self._take_request()
+            self._flush()
+        self._wait_for(selectors.EVENT_WRITE if self._whole() else selectors.EVENT_READ)
+
+    def _whole(self):
+        """Whether there is something to answer: a request, or too much of one."""
+        return len(self.inbox) > MOST_HEADER or b"\r\n\r\n" in self.inbox
+
+    def _take_request(self):
+        end = self.inbox.find(b"\r\n\r\n")
+        if 0 <= end <= MOST_HEADER:
+            self.outbox, self.last = self.page.answer(bytes(self.inbox[:end]))
+            del self.inbox[:end + 4]
+        else:
+            self.outbox, self.last = response(431, f"a request has at most {MOST_HEADER} bytes\n"), True
+        self.until = time.monotonic() + SEND_SECONDS
+
+    def _flush(self):
+        if not self.outbox:
+            return
+        while self.outbox:
+            self.outbox = self.outbox[self.sock.send(self.outbox):]
+        if self.last:
+            # closing at once would throw away the answer where something of the client's has not been read
+            self.inbox.clear()
+            self.ending, self.until = True, time.monotonic() + LINGER_SECONDS
+            self.sock.shutdown(socket.SHUT_WR)
+        else:
+            self.idle = not self.inbox
+            self.until = time.monotonic() + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
+
+    def _wait_for(self, event):
+        if self.event != event:
+            self.event = event
+            self.page.selector.modify(self.sock, event, self.on_event)
+
+
+class Page:
+    """Serves `where` in the selector of `coordinator`, whose events it hears: on_event of its sockets is called by the coordinator's
+    loop, `look` now and then. Raises HttpError where that cannot be listened on."""
+
+    def __init__(self, where, coordinator):
+        self.where, self.coordinator, self.selector, self.clients = where, coordinator, coordinator.selector, set()
+        with open(PAGE, "rb") as file:
+            html = file.read()
+        self.html, self.policy = Body(HTML, html), policy(html)
+        self.loss, self.validation = event_log.Thinned(POINTS), event_log.Thinned(POINTS)
+        self.seconds, self.step, self.references = 0.0, None, {}
+        self.last_validation = self.best = self.unit = None
+        self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
+        self.merges = deque(maxlen=MERGES)
+        self.counts = dict.fromkeys(("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated"), 0)
+        self.sent = self.received = 0
+        self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
+        self._made = {}                              # path -> (when, Body)
+        self._remember(coordinator.run)
+        self.listener = self._listen()
+        self.address = self.listener.getsockname()[:2]
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        coordinator.events.sinks.append(self)
+
+    def _remember(self, run):
+        """The curve of the run up to here."""
+        if run.directory is None or not run.step:
+            return
+        with contextlib.suppress(event_log.WatchError):          # a run of before there were events, say
+            curve = event_log.read_curve(run.directory)
+            for step, tokens, seconds, value in curve.loss:
+                if step < run.step:
+                    self.loss.add(tokens, seconds, value)
+                    self.seconds = seconds
+            for step, tokens, seconds, value in curve.validation:
+                if step <= run.step:
+                    self._validated(step, tokens, seconds, value, curve.unit)
+            self.references = curve.references
+            for merge in curve.merges:
+                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.part)
+
+    def _validated(self, step, tokens, seconds, value, unit):
+        self.validation.add(tokens, seconds, value)
+        self.unit = unit
+        self.last_validation = {"step": step, "value": value, "unit": unit}
+        if self.best is None or value < self.best["value"]:
+            self.best = self.last_validation
+
+    def _merged(self, step, tokens, seconds, peer, peer_step, part):
+        self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer, "peer_step": peer_step,
+                            "part": round(part, 4)})
+
+    def _listen(self):
+        host, port = self.where.host, self.where.port
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            listener = socket.create_server(address, family=family, backlog=MOST_CLIENTS)
+        except OSError as error:
+            why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+            raise HttpError(f"--http {host}:{port}: {why}: choose another") from None
+        except UnicodeError:
+            raise HttpError(f"--http {host}:{port}: this is no name: choose another") from None
+        listener.setblocking(False)
+        return listener
+
+    def invitation(self):
+        """A line with the page's address."""
+        host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
+        asked = ", which asks for the secret as password" if self.where.secret else ""
+        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{asked}"
+
+    # events
+
+    def tell(self, event, line):
+        """A sink of events (cluster.event_log)."""
+        kind = event["event"]
+        if kind == "step":
+            self.step = event
+            self.seconds += event["seconds"]
+            self.sent, self.received = self.sent + event["sent"], self.received + event["received"]
+            self.loss.add(event["tokens"], self.seconds, event["loss"])
+            fade = math.exp(-event["seconds"] / SPEED_SECONDS)
+            tokens = event["tokens_per_second"] * event["seconds"]
+            self._recent = [fade * old + new for old, new in zip(self._recent, (event["seconds"], tokens))]
+        elif kind == "validation":
+            self._validated(event["step"], event["tokens"], self.seconds, event["value"], event["unit"])
+        elif kind == "sample":
+            self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
+        elif kind == "references":
+            self.references = event["values"]
+        elif kind in ("joined", "left", "banned", "refused", "warning", "message") or line and kind in ("peer", "gossip", "merge", "rejuvenated"):
+            text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
+            self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
+        if kind == "merge":
+            self._merged(event["step"], event["step"] * self.coordinator.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
+                         event_log.part(event, self.coordinator.cfg.RECOMBINE_ALPHA))
+        if kind in self.counts:
+            self.counts[kind] += 1
+
+    def speed(self):
+        """Tokens a second over the last steps."""
+        return self._recent[1] / self._recent[0] if self._recent[0] else 0.0
+
+    # what is sent
+
+    def state(self):
+        """What the page shows, as a dict for JSON."""
+        told, coordinator = self.coordinator.status(), self.coordinator
+        island = told["island"]
+        step = self.step or {}
+        directory = coordinator.run.directory
+        return {"time": round(time.time(), 3), "name": os.path.basename(os.path.abspath(directory)) if directory else None,
+                "step": told["step"], "steps": told["steps"], "chunks": told["chunks"], "chunks_done": told["chunks_done"],
+                "started": coordinator.started is not None, "tokens": told["step"] * coordinator.tokens_a_step,
+                "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
+                "step_seconds": step.get("seconds"), "loss": step.get("loss"), "learning_rate": step.get("learning_rate"),
+                "updates": step.get("updates"), "weights": coordinator.most_weights, "snapshot": told["snapshot"],
+                "validation": self.last_validation, "best": self.best, "references": self.references, "unit": self.unit,
+                "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
+                "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]), "island": island and {
+                    **{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")}, "peers": island["peers"][:WORKERS],
+                    "n_peers": len(island["peers"])}, "merges": list(self.merges),
+                "samples": list(self.samples), "lines": list(self.lines)}
+
+    def metrics(self):
+        """The same in the text form of Prometheus."""
+        told, step, coordinator = self.coordinator.status(), self.step or {}, self.coordinator
+        rows = [("egg_steps_total", "counter", "steps of the run that are complete", told["step"]),
+                ("egg_tokens_total", "counter", "tokens evaluated in them", told["step"] * coordinator.tokens_a_step),
+                ("egg_loss", "gauge", "mean loss of the population in the last step", step.get("loss")),
+                ("egg_tokens_per_second", "gauge", "tokens evaluated a second, over the last 10 seconds or so", self.speed() or None),
+                ("egg_step_seconds", "gauge", "duration of the last step", step.get("seconds")),
+                ("egg_learning_rate", "gauge", "learning rate of the last step", step.get("learning_rate")),
+                ("egg_weights_changed", "gauge", "weights that the last reported update changed", step.get("updates")),
+                ("egg_chunks", "gauge", "chunks of a step", told["chunks"]),
+                ("egg_chunks_done", "gauge", "chunks of the present step that are done", told["chunks_done"]),
+                ("egg_sent_bytes_total", "counter", "bytes sent to workers in the steps since the start", self.sent),
+                ("egg_received_bytes_total", "counter", "bytes received from workers in the steps since the start", self.received),
+                ("egg_snapshot_step", "gauge", "step of the newest snapshot, 0 without one", told["snapshot"]),
+                ("egg_workers", "gauge", "workers that are connected", len(told["workers"])),
+                *((f"egg_events_total{{event={quoted(kind)}}}", "counter", "events since the start, by kind", n)
+                  for kind, n in self.counts.items())]
+        if self.best:
+            unit = f"{{unit={quoted(self.unit)}}}"
+            rows += [("egg_validation" + unit, "gauge", "the last validation", self.last_validation["value"]),
+                     ("egg_validation_best" + unit, "gauge", "the lowest validation", self.best["value"]),
+                     ("egg_validation_step", "gauge", "step of the last validation", self.last_validation["step"])]
+        kinds = (("egg_worker_chunks_total", "counter", "results taken from a worker", "chunks"),
+                 ("egg_worker_chunk_seconds", "gauge", "seconds a worker takes for a chunk", "chunk_seconds"),
+                 ("egg_worker_last_seen_seconds", "gauge", "seconds since a worker was heard", "last_seen"))
+        for name, kind, text, key in kinds:
+            for w in told["workers"][:WORKERS]:
+                labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
+                rows.append((f"{name}{{{labels}}}", kind, text, w[key]))
+        if island := told["island"]:
+            unit, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
+            rows += [("egg_island_epoch", "gauge", "starts of the history: merges and rejuvenations so far", island["epoch"]),
+                     ("egg_island_fitness" + unit, "gauge", "what is compared with peers, lower is better", island["fitness"]),
+                     ("egg_island_peers", "gauge", "islands that are known", len(peers)),
+                     ("egg_island_peers_up", "gauge", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
+            for name, kind, text, key in (("egg_island_peer_fitness", "gauge", "fitness that a peer states", "fitness"),
+                                          ("egg_island_peer_step", "gauge", "step that a peer states", "step"),
+                                          ("egg_island_given_total", "counter", "states given to a peer", "given"),
+                                          ("egg_island_taken_total", "counter", "states taken from a peer", "taken")):
+                for p in peers[:WORKERS]:
+                    labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
+                    rows.append((f"{name}{{{labels}}}", kind, text, p[key]))
+        lines, before = [], None
+        for name, kind, text, value in rows:
+            family = name.partition("{")[0]
+            if value is not None and family != before:
+                lines += [f"# HELP {family} {text}", f"# TYPE {family} {kind}"]
+                before = family
+            if value is not None:
+                lines.append(f"{name} {value}")
+        return "\n".join(lines) + "\n"
+
+    def _body(self, path):
+        """The Body of a path, None where there is none."""
+        if path == "/":
+            return self.html
+        if path not in ("/state.json", "/metrics"):
+            return None
+        when, body = self._made.get(path, (-math.inf, None))
+        now = time.monotonic()
+        if now - when >= MADE_EVERY:
+            body = Body(JSON, json.dumps(self.state(), separators=(",", ":")).encode()) if path == "/state.json" else \
+                Body("text/plain; version=0.0.4; charset=utf-8", self.metrics().encode())
+            self._made[path] = now, body
+        return body
+
+    def answer(self, head):
+        """(bytes of the response, whether it is the last on this connection) to the head of a request."""
+        try:
+            method, target, version, fields = parse(head)
+        except ValueError as error:
+            return response(error.args[0], error.args[1] + "\n"), True
+        last, extra, zipped = version == "HTTP/1.0" or "close" in fields.get("connection", "").lower(), (), False
+        if not self._host_allowed(fields.get("host", "")):
+            status, body, last = 403, "this page is for the machine it runs on: ask for it as localhost\n", True
+        elif self.where.secret and not self._knows_secret(fields.get("authorization", "")):
+            status, body = 401, "the password is the secret of the cluster, any name will do\n"
+            extra = ('WWW-Authenticate: Basic realm="egg", charset="UTF-8"',)
+        elif method not in ("GET", "HEAD"):
+            status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
+        elif body := self._body(target.partition("?")[0]):
+            status, zipped = 200, bool(re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", fields.get("accept-encoding", "")))
+            extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
+        else:
+            status, body = 404, "there is /, /state.json and /metrics\n"
+        return response(status, body, last, *extra, head=method == "HEAD", zipped=zipped), last
+
+    def _host_allowed(self, host):
+        """A page of a stranger, open in a browser here, may have its name resolved to this machine: what is served to this machine alone
+        is not served under other names."""
+        name = re.sub(r":\d*$", "", host).strip("[]").lower()
+        return not auth.is_loopback(self.where.host) or auth.is_loopback(name)
+
+    def _knows_secret(self, given):
+        scheme, _, text = given.partition(" ")
+        try:
+            password = base64.b64decode(text.strip(), validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+        except ValueError:
+            return False
+        return hmac.compare_digest(hashlib.sha256(password).digest(), hashlib.sha256(self.where.secret).digest())
+
+    # connections
+
+    def _accept(self, _):
+        with contextlib.suppress(OSError):           # the client may have gone again, or file descriptors may be used up
+            sock, _ = self.listener.accept()
+            sock.setblocking(False)
+            if len(self.clients) >= MOST_CLIENTS:
+                idle = [c for c in self.clients if c.idle]
+                if not idle:
+                    with sock:
+                        if not self.where.tls:
+                            sock.send(response(503, "too many connections\n"))
+                    return
+                self.drop(min(idle, key=lambda c: c.until))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.where.tls:
+                sock = self.where.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            client = Client(self, sock)
+            self.selector.register(sock, selectors.EVENT_READ, client.on_event)
+            self.clients.add(client)
+
+    def look(self, now):
+        """Closes what takes too long."""
+        for client in [c for c in self.clients if now > c.until]:
+            self.drop(client)
+
+    def drop(self, client):
+        if client in self.clients:
+            self.clients.remove(client)
+            self.selector.unregister(client.sock)
+            client.sock.close()
+
+    def close(self):
+        """Can be called more than once."""
+        for client in list(self.clients):
+            self.drop(client)
+        self.listener.close()
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------------
+
+class Body:
+    """What is sent to many, plain and compressed."""
+
+    def __init__(self, kind, data):
+        self.kind, self.plain, self.zipped = kind, data, gzip.compress(data, 1, mtime=0)
+
+
+def response(status, body, last=True, *fields, head=False, zipped=False):
+    """bytes of a whole response. body: a Body, or a line of text; last: the connection is closed behind it; head: without the body."""
+    body = body if isinstance(body, Body) else Body(TEXT, body.encode())
+    data = body.zipped if zipped else body.plain
+    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {body.kind}", f"Content-Length: {len(data)}", "Cache-Control: no-store",
+             "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cross-Origin-Resource-Policy: same-origin",
+             "Vary: Accept-Encoding", *fields]
+    lines += ["Content-Encoding: gzip"] * zipped + ["Connection: close"] * last
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else data)
+
+
+def parse(head):
+    """(method, target, version, {field in small letters: value}) of a request's head. Raises ValueError(status, reason)."""
+    lines = head.decode("latin-1").split("\r\n")
+    words = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)", lines[0])
+    if not words:
+        raise ValueError(400, "this is no request")
+    if words[3] != "1":
+        raise ValueError(505, "HTTP/1.1 is spoken here")
+    fields = {}
+    for line in lines[1:]:
+        field = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00\r\n]*?)[ \t]*", line)
+        if not field:
+            raise ValueError(400, "a field of the header cannot be right")
+        name = field[1].lower()
+        if name in ("host", "content-length", "authorization") and name in fields:
+            raise ValueError(400, f"two fields {name}")
+        fields[name] = f"{fields[name]}, {field[2]}" if name in fields else field[2]
+    if "host" not in fields and words[4] != "0":
+        raise ValueError(400, "there is no field Host")
+    if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
+        raise ValueError(413, "a request here has no body")
+    return words[1], words[2], "HTTP/1.0" if words[4] == "0" else "HTTP/1.1", fields
+
+
+def policy(html):
+    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to where it came from."""
+    def hashes(tag):
+        parts = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.S)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in parts)
+
+    return (f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; connect-src 'self'; img-src data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+
+
+def quoted(text):
+    """A label value in the text form of Prometheus."""
+    return '"' + str(text).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") + '"'

@@ -1,0 +1,290 @@
+"""Training on this machine: the coordinator in this process, a worker process for every device, until steps, minutes or Ctrl-C.
+
+Also what every worker process does before it serves: open the data, make the engine, name the references.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import time
+from typing import NamedTuple
+
+from cluster import auth
+from model import data_files
+from engine import hardware
+from cluster import history
+import egg_net
+from cluster import event_log
+from egg_config import EggError
+
+RESTARTS = 3               # times a worker process is started again before training gives up on it
+APPLY_SECONDS = 10.0       # the workers may take so long to apply the last update
+FINAL_SECONDS = 120.0      # ... and the first of them so long for the final validation and sample
+LEAVE_SECONDS = 5.0        # ... and each to end
+
+
+class TrainError(EggError):
+    """About the worker processes of a training."""
+
+
+class Data(NamedTuple):
+    """tokens: training data; validation: model.data_files.Validation or None; decoding: model.data_files.Decoding or None."""
+    tokens: object
+    validation: object
+    decoding: object
+
+
+def open_data(cfg, warn):
+    """The Data that cfg names; `warn` takes lines about what is missing but not needed. Raises DataError."""
+    decoding = data_files.load_decoding(cfg, warn)
+    if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
+        warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are too low, and "
+             "generation, which cannot see them, is worse than they say")
+    return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
+
+
+def say_references(cfg, data, console):
+    """Two lines: the data, and what simple models reach on the held-out text; the references by name, {} without validation."""
+    console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} tokens of {cfg.VOCAB_SIZE:,} kinds")
+    if data.validation is None:
+        return {}
+    references = data_files.references(cfg, data.tokens, data.validation)
+    told = ", ".join(f"{name} {figure:.2f}" for name, figure in references.items())
+    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens; for comparison, in "
+                 f"{data.validation.unit}: {told}")
+    return references
+
+
+def start_engine(cfg, data, device, threads, say):
+    """An engine that is ready to work; `say` takes lines while it is compiled. Raises EngineError."""
+    engine = hardware.make(cfg, data.tokens, device, threads)
+    if device == "cpu":
+        from engine import cpu_engine
+        cpu_engine.warm_up(cfg, say)
+    return engine
+
+
+def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None):
+    """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever; access, protocol,
+    name: see egg_net.run_worker."""
+    console, port = console or egg_net.Console(), cfg.PORT if port is None else port
+    egg_net.check_address(host, port)
+    data = open_data(cfg, lambda line: console.line("warning: " + line))
+    say_references(cfg, data, console)
+    engine = start_engine(cfg, data, device, threads, console.line)
+    name = name or f"{socket.gethostname()}/{device}"        # which of several GPUs: a ban, for one, shall not take all of them
+    egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name)
+
+
+# --- the worker processes --------------------------------------------------------------------------------------------------
+
+def _worker_process(cfg, port, device, threads, first, access, pipe):
+    """The life of a worker process. It reports through `pipe`: ("say", line), ("ready", name of the engine), ("final", Final),
+    ("error", line); after the coordinator has closed it waits there for "finish" or for the end of the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends us when it is done
+    try:
+        data = open_data(cfg, lambda line: None)
+        engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("say", line)))
+        pipe.send(("ready", engine.name))
+        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access, name=device,
+                              console=egg_net.Console(quiet=True))
+        if pipe.recv() == "finish":
+            pipe.send(("final", _final(cfg, engine, data)))
+    except (EOFError, BrokenPipeError):
+        pass                                        # the parent is gone or needs no more
+    except Exception as error:
+        if not isinstance(error, EggError):
+            raise
+        pipe.send(("error", str(error)))            # a line for the user, like in egg.py
+
+
+class Final(NamedTuple):
+    """The last word of the first worker: step, validation figure (None: no validation), sample of text."""
+    step: int
+    figure: object
+    sample: str
+
+
+def _final(cfg, engine, data):
+    figure = data.validation.bits(engine.validate(data.validation.windows)[0]) if data.validation is not None else None
+    return Final(engine.step, figure, egg_net.sample(cfg, engine, data.tokens, data.decoding))
+
+
+class Child:
+    """A worker process, as the parent sees it."""
+
+    def __init__(self, *arguments):
+        self.arguments, self.deaths = arguments, 0
+        self.start()
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")       # a GPU's driver does not survive fork
+        self.pipe, theirs = context.Pipe()
+        self.ready, self.started = None, time.monotonic()
+        self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def reports(self):
+        """What it has reported since the last look."""
+        while True:
+            try:
+                if not self.pipe.poll():
+                    return
+                yield self.pipe.recv()
+            except (EOFError, OSError):
+                return
+
+    def end(self):
+        self.pipe.close()
+        self.process.join(LEAVE_SECONDS if self.ready else 0)      # one that still compiles would not notice
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class Training:
+    """The processes of one `train` and what they said."""
+
+    def __init__(self, cfg, coordinator, devices, threads, console):
+        self.console, self.coordinator = console, coordinator
+        self.started, self.said = time.monotonic(), "starting the workers ..."
+        console.line(f"starting: {len(devices)} worker{'s' if len(devices) > 1 else ''} on {', '.join(devices)} ...")
+        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access) for i, device in enumerate(devices)]
+
+    def watch(self):
+        """Reads what the workers report and starts again those that died. Raises TrainError where that does not help."""
+        for child in self.children:
+            for kind, what in child.reports():
+                if kind == "error":
+                    raise TrainError(what)
+                if kind == "say":
+                    self.said = what
+                    self.console.line(f"starting: {what}")
+                if kind == "ready":
+                    child.ready = what
+                    self.console.line(f"worker: {what}, ready after {time.monotonic() - child.started:.1f} s")
+            if child.process.exitcode is not None:
+                self._bury(child)
+        if not any(child.ready for child in self.children):
+            self.console.progress(f"starting: {self.said} {time.monotonic() - self.started:.0f} s")
+
+    def _bury(self, child):
+        code = child.process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        child.deaths += 1
+        if child.deaths > RESTARTS:
+            raise TrainError(f"the worker on {child.arguments[2]} {how}, for the {child.deaths}th time; "
+                             f"the {self.coordinator.run.step} completed steps are kept")
+        self.console.line(f"the worker on {child.arguments[2]} {how}: starting it again")
+        child.pipe.close()
+        child.start()
+
+    def final(self):
+        """Final of the first worker that is there, None without one."""
+        for child in self.children:
+            if child.ready and child.process.is_alive():
+                child.pipe.send("finish")
+                until = time.monotonic() + FINAL_SECONDS
+                while child.process.is_alive() and time.monotonic() < until:
+                    multiprocessing.connection.wait([child.pipe, child.process.sentinel], 1.0)
+                    for kind, what in child.reports():
+                        if kind == "final":
+                            return what
+        return None
+
+    def end(self):
+        for child in self.children:
+            child.pipe.close()                       # all at once, then wait for each
+        for child in self.children:
+            child.end()
+
+
+class TrainSummary(NamedTuple):
+    """What `train` did. before, after: validation figures in `unit`, None without validation; references: the same of simple models;
+    final: a Final, None where no worker was there at the end."""
+    coordinator: egg_net.Summary
+    before: object
+    after: object
+    unit: object
+    references: dict
+    final: object
+
+
+def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None, log_json=None,
+          tensorboard=None):
+    """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or Ctrl-C;
+    prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads: cores of a CPU worker,
+    default all. http, log_json, tensorboard: see egg_net.run_coordinator.
+
+    Raises DataError, EngineError, HistoryError, NetError, TrainError; completed steps are kept whatever happens."""
+    console = console or egg_net.Console()
+    devices = hardware.devices(cfg)
+    data = open_data(cfg, lambda line: console.line("warning: " + line))
+    run = history.open_run(cfg, save_dir, load_dir)
+    with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
+        for line in run.said:
+            events.warn(line)
+        # nobody else on this machine may take part: the workers are given a secret with their work
+        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
+                                          access=auth.Access(os.urandom(32)), events=events, http=http)
+        training = None
+        try:
+            references = say_references(cfg, data, console)
+            if references:
+                events.tell("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
+            if coordinator.finished:
+                console.line(f"the run has its {run.step} steps already: raise --steps to go on")
+                return TrainSummary(coordinator.summary(), None, None, None, references, None)
+            if coordinator.page:
+                console.line(coordinator.page.invitation())
+            with egg_net.stop_signals() as stopped:
+                training = Training(cfg, coordinator, devices, threads, console)
+                while not coordinator.finished and not stopped:
+                    coordinator.poll()
+                    training.watch()
+                if stopped:
+                    console.line("stopping (once more to stop at once) ...")
+                coordinator.drain(APPLY_SECONDS)
+                coordinator.close()
+                final = training.final()
+        finally:
+            coordinator.close()
+            if training is not None:
+                training.end()
+        if final is not None:
+            _tell_final(events, final, data, coordinator.tokens_a_step)
+        summary = _summary(coordinator, references, final, data)
+        _say_summary(summary, console)
+        events.tell("stop", egg_net.farewell(run), step=run.step)
+        return summary
+
+
+def _tell_final(events, final, data, tokens_a_step):
+    """The last validation and sample, like those of the steps before."""
+    if final.figure is not None:
+        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6), unit=data.validation.unit)
+    prompt, _, text = final.sample.partition(" >>> ")
+    events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+
+
+def _summary(coordinator, references, final, data):
+    said = coordinator.summary()
+    before = said.first_validation[1] if said.first_validation else None
+    unit = data.validation.unit if data.validation else None
+    return TrainSummary(said, before, final.figure if final else None, unit, references, final)
+
+
+def _say_summary(summary, console):
+    did, final = summary.coordinator, summary.final
+    speed = f" in {did.seconds:.1f} s, {did.tokens / did.seconds:,.0f} tokens/s" if did.seconds else ""
+    console.line(f"\nsteps {did.first_step} to {did.step}: {egg_net.count_text(did.tokens)} tokens evaluated{speed}")
+    if summary.before is not None and summary.after is not None:
+        references = ", ".join(f"{name} {figure:.2f}" for name, figure in summary.references.items())
+        console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after ({references})")
+    if final is not None:
+        console.line(f"sample after {final.step} steps:\n{console.sample(egg_net.printable(final.sample))}")
