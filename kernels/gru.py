@@ -18,6 +18,7 @@ import numpy as np
 from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
 from kernels import gru_hopper
+from kernels import gru_narrow
 from model import parameters
 from kernels import ptx
 from egg_kernels import (A8, A32, A64, AF64, AU32, CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, PLAN, TILE, _chunk, _Packing, _tile_functions,
@@ -803,10 +804,16 @@ class Forward:
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         fast = gru_hopper.fits(cfg, cc, shared_limit)
-        self._noisy = gru_hopper.Hopper(cfg, self._packing, silent) if fast else _Pass(cfg, True, shared_limit, silent)
+        narrow = gru_narrow.fits(cfg, cc, shared_limit)
+        if fast:
+            self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
+        elif narrow:
+            self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
+        else:
+            self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
         self._token, self._logits, self._gather = _token_kernel(cfg), _logits_kernel(cfg), _gather_kernel()
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast or narrow else self._packing.bytes, cfg.HIDDEN_DIM
         own = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0),
                (self._gather, GATHER_TYPES, 0)]
         self.kernels = own + self._noisy.kernels + self._clean.kernels

@@ -5,6 +5,8 @@ consecutive k as bytes. In a warp, g = lane // 4 and q = lane % 4. Operands lie 
 128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16] (`core_offset` in egg_kernels).
 """
 
+from types import SimpleNamespace
+
 from llvmlite import ir
 from numba import types
 from numba.cuda.extending import intrinsic
@@ -42,7 +44,7 @@ def _operation(text, result, operands, doc, side_effect=False):
     sig = result(*operands)
     makers = {
         0: lambda ctx: (sig, codegen), 1: lambda ctx, a: (sig, codegen), 2: lambda ctx, a, b: (sig, codegen),
-        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen),
+        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen), 5: lambda ctx, a, b, c, d, e: (sig, codegen),
     }
     f = intrinsic(makers[len(operands)])
     f.__doc__ = doc
@@ -96,6 +98,9 @@ clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t;
 low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,), "The int8 0 and 1 of a word as two int16.")
 high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,), "The int8 2 and 3 of a word as two int16.")
 bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2, "Four int16, two to a word, as int8.")
+minimum = _operation("min.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The smaller of two float32.")
+maximum = _operation("max.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The larger of two float32.")
+reciprocal = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,), "1 / x, within a unit in the last place.")
 saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2, "Two int32 clipped to int16, the first low.")
 dp2a_low = _operation("dp2a.lo.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 0 and 1 of b, summed.")
 dp2a_high = _operation("dp2a.hi.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 2 and 3 of b, summed.")
@@ -103,6 +108,18 @@ dp2a_low_u8 = _operation("dp2a.lo.s32.u32 $0, $1, $2, 0;", types.int32, (types.i
 dp2a_high_u8 = _operation("dp2a.hi.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
 distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                        "c + the sum of the distances of four uint8 pairs of a and b.")
+
+
+def int16_pairs(cc):
+    """add2, min2, max2 of two int16 in a word on a card of this compute capability."""
+    if cc[0] >= 9:
+        return SimpleNamespace(add2=add2, min2=min2, max2=max2)
+    both, words = types.int32, (types.int32,) * 2
+    return SimpleNamespace(
+        add2=_operation("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; add.u32 t, t, u; xor.b32 u, $1, $2; "
+                        "and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }", both, words, add2.__doc__),
+        min2=_operation("vmin2.s32.s32.s32 $0, $1, $2, 0;", both, words, min2.__doc__),
+        max2=_operation("vmax2.s32.s32.s32 $0, $1, $2, 0;", both, words, max2.__doc__))
 
 
 # --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
@@ -127,6 +144,64 @@ def _mma(kind):
 # c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. Returns the four c.
 mma_s8 = _mma("s8.s8")
 mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
+
+
+def mma_product(columns, steps, shared, keep=False):
+    """Intrinsic f(acc, a, b, start): acc = start + 16 rows x `columns` (a multiple of 16) over 32 * `steps` of K, of one warp, cc >= 8.0; with
+    `keep` acc + the product.
+
+    a: a local int32 array of 4 * steps, as in wgmma_product. acc: a local array of columns / 2: acc[4 j], acc[4 j + 1] = row g, columns
+    8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8. b: core matrices of 32 * steps bytes a row, one row a column of the
+    product, at a shared address (int32, with `shared`) or at a global one (int64)."""
+    count, row = columns // 2, 32 * steps
+
+    @intrinsic
+    def emit(ctx, acc, a, b, start):
+        address = types.int32 if shared else types.int64
+        sig = types.void(acc, a, address, types.int32)
+
+        def codegen(context, builder, sig, args):
+            def cells_of(i, n):
+                data = context.make_array(sig.args[i])(context, builder, args[i]).data
+                return [builder.gep(data, [I64(k)]) for k in range(n)]
+
+            cells = cells_of(0, count)
+            operands = [builder.load(c) for c in cells] if keep else []
+            at_a = count + len(operands)
+            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] + [args[2], args[3]]
+            at_b, start = at_a + 4 * steps, at_a + 4 * steps + 1
+            lane, p = "%laneid", "s" if shared else "d"
+            text = ["{ .reg .b32 l, t, b0, b1, b2, b3; .reg .b64 d; .reg .b32 s;", f"mov.u32 l, {lane};"]
+            if shared:                                       # what ldmatrix wants: row l % 8 of core matrix l / 8
+                text += ["and.b32 t, l, 7;", "shl.b32 t, t, 4;", f"add.s32 s, ${at_b}, t;", "and.b32 t, l, 8;", "shl.b32 t, t, 4;", "add.s32 s, s, t;",
+                         "shr.u32 t, l, 4;", f"mad.lo.s32 s, t, {8 * row}, s;"]
+            else:
+                text += ["shl.b32 t, l, 2;", "cvt.u64.u32 d, t;", f"add.s64 d, d, ${at_b};"]
+            for j in range(columns // 16):
+                for k in range(steps):
+                    at = 16 * row * j + 256 * k
+                    if shared:
+                        text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [{p}+{at}];")
+                    else:
+                        for i, more in enumerate((0, 128, 8 * row, 8 * row + 128)):
+                            text.append(f"ld.global.nc.b32 b{i}, [{p}+{at + more}];")
+                    for half in range(2):
+                        out = ",".join(f"${8 * j + 4 * half + i}" for i in range(4))
+                        if k or keep:
+                            old = out if k else ",".join(f"${count + 8 * j + 4 * half + i}" for i in range(4))
+                        else:
+                            old = ",".join([f"${start}"] * 4)
+                        left = ",".join(f"${at_a + 4 * k + i}" for i in range(4))
+                        text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {{{out}}}, {{{left}}}, {{b{2 * half},b{2 * half + 1}}}, {{{old}}};")
+            text.append("}")
+            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps) + ["r" if shared else "l", "r", "~{memory}"]
+            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands], ",".join(constraints), side_effect=True)
+            r = builder.call(f, operands)
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
 
 
 @intrinsic
@@ -188,6 +263,43 @@ def store4(ctx, array, index, a, b, c, d):
 
 
 @intrinsic
+def load2(ctx, array, index):
+    """Two int32 from array[index...], global memory, index even."""
+    sig = types.UniTuple(types.int32, 2)(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args)
+        v = builder.load(builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 2))), align=8)
+        return context.make_tuple(builder, sig.return_type, [builder.extract_element(v, I32(i)) for i in range(2)])
+    return sig, codegen
+
+
+@intrinsic
+def store2(ctx, array, index, a, b):
+    """array[index...] = a, b (int32), global memory, index even."""
+    sig = types.void(array, types.int64, types.int32, types.int32)
+
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args[:2])
+        v = ir.Constant(ir.VectorType(I32, 2), ir.Undefined)
+        for i in range(2):
+            v = builder.insert_element(v, args[2 + i], I32(i))
+        builder.store(v, builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 2))), align=8)
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+@intrinsic
+def global_address(ctx, array, index):
+    """Address (int64) of array[index], global memory."""
+    sig = types.int64(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
+    return sig, codegen
+
+
+@intrinsic
 def prefetch(ctx, array, index):
     """Brings the line of array[index], which must exist, into the second-level cache."""
     sig = types.void(array, types.int64)
@@ -200,6 +312,8 @@ def prefetch(ctx, array, index):
 
 
 store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
+store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
+                           "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
 
 
 # --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------------------
