@@ -738,13 +738,15 @@ def loss_function(cfg):
         distance = int64(top) - int64(target)
         if not EXACT:
             return (((e - BIT) * 16) >> 1) + distance
-        m = uint64(total) << uint64(31 - e) if e <= 31 else uint64(total) >> uint64(e - 31)
-        fraction = int64(0)
-        for _ in range(16):
-            m = uint64(m * m) >> uint64(31)
-            bit = uint64(m >> uint64(32))
-            m = uint64(m >> bit)
-            fraction = 2 * fraction + int64(bit)
+        m = uint32(uint64(total) << uint64(31 - e) if e <= 31 else uint64(total) >> uint64(e - 31))
+        fraction = int32(0)
+        for _ in range(16):                                  # m * m >> 31, and once more where that has 33 bits
+            square = uint64(uint64(m) * uint64(m))
+            m = uint32(square >> uint64(32))
+            bit = int32(m >> uint32(31))
+            if bit == 0:
+                m = uint32(uint32(m << uint32(1)) | uint32(uint32(square) >> uint32(31)))
+            fraction = int32(int32(2 * fraction) + bit)
         return (((((e - BIT) << 16) + fraction) * UNIT) >> 32) + distance * 256
 
     return loss

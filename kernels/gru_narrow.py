@@ -252,9 +252,9 @@ def _norm(cfg, nz, cc, streams):
 
 
 def _weights(threads, columns, steps, resident, keep=False):
-    """(bring, product): device functions that copy the weights of a kernel into shared memory, and that multiply by `columns` of them, which
-    begin `at` bytes into the packed words from `first` on."""
-    multiply = ptx.mma_product(columns, steps, resident, keep)
+    """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on, into shared memory if
+    they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of them that begin `at` bytes further."""
+    multiply, ROW = ptx.mma_product(columns, steps, resident, keep), 32 * steps
 
     @device
     def bring(base, packed, first, size, t):
@@ -266,13 +266,29 @@ def _weights(threads, columns, steps, resident, keep=False):
 
     if resident:
         @device
-        def product(acc, a, base, packed, first, at, start):
-            multiply(acc, a, int32(base + at), int32(start))
+        def origin(base, packed, first, t):
+            return int32(base + (t & 7) * 16 + ((t >> 3) & 1) * 128 + ((t >> 4) & 1) * (8 * ROW))
+
+        @device
+        def product(acc, a, at_weights, at, start):
+            multiply(acc, a, int32(at_weights + at), start)
     else:
         @device
-        def product(acc, a, base, packed, first, at, start):
-            multiply(acc, a, ptx.global_address(packed, first + at // 4), int32(start))
-    return bring, product
+        def origin(base, packed, first, t):
+            return ptx.global_address(packed, first + (t & 31))
+
+        @device
+        def product(acc, a, at_weights, at, start):
+            multiply(acc, a, int64(at_weights + at), start)
+    return bring, origin, product
+
+
+@device
+def begin_with(start, value):
+    """start = four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
+    zero = int32(cuda.gridDim.z - 1)
+    for i in range(4):
+        start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
 
 
 @device
@@ -322,7 +338,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
 
     at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in kernels.gru."""
     H, T, N, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
-    THREADS, WEIGHTS, AT, TABLE, W = 32 * size.warps, size.weights, size.at, size.table, size.warps
+    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_LN, AT_B = 8 * H, 24 * H
     TILE_B = input_bytes(cfg, H, 4)
     AT_OTHER = AT_B + 2 * TILE_B
@@ -331,7 +347,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     (fill_input, _), load_rows = _inputs(cfg, nz, H, 4), _load_rows(H)
     quotients = _quotients(cfg, nz, cc, H)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
-    bring, product = _weights(THREADS, 32, STEPS, size.resident)
+    bring, origin, product = _weights(THREADS, 32, STEPS, size.resident)
     clipped = _clips(cc, True)[0](1, 255)
 
     @device
@@ -378,9 +394,12 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
+        at_weights = origin(base, packed, at, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, row_x, n = cuda.local.array(16, int32), cuda.local.array(4 * STEPS, int32), cuda.local.array(4 * STEPS, int32)
+        acc, row_x, n = cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
+        start = cuda.local.array(4, int32)
+        begin_with(start, START)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -421,11 +440,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 f1, h1 = norm(row_x, n, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1 = factor(f0, 0), factor(f1, 1)
                 for b in range(STEPS):
-                    product(acc, n, base, packed, at, b * (32 * H), START)
+                    product(acc, n, at_weights, b * (32 * H), start)
                     store_block(acc, f_out, row, b, s0, s1, int32(table + b * 128 + q * 16), q)
                 s0, s1 = factor(h0, 0), factor(h1, 1)
                 for b in range(STEPS):
-                    product(acc, n, base, packed, at, H * H + b * (32 * H), START)
+                    product(acc, n, at_weights, H * H + b * (32 * H), start)
                     store_block(acc, h_out, row, b, s0, s1, int32(table + 4 * H + b * 128 + q * 16), q)
 
     return gates_and_candidates, size.bytes
@@ -439,7 +458,7 @@ def _recur_kernel(cfg, nz, cc, size):
 
     at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as words."""
     H, T, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32
-    THREADS, WEIGHTS, AT, TABLE, W = 32 * size.warps, size.weights, size.at, size.table, size.warps
+    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns]; then input noise
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
@@ -448,7 +467,7 @@ def _recur_kernel(cfg, nz, cc, size):
     fill_input, add = _inputs(cfg, nz, H, 32)
     quotients = _quotients(cfg, nz, cc, H)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
-    bring, product = _weights(THREADS, 32, STEPS, size.resident)
+    bring, origin, product = _weights(THREADS, 32, STEPS, size.resident)
     two = ptx.int16_pairs(cc)
     add2, min2, max2 = two.add2, two.min2, two.max2
     FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
@@ -519,11 +538,13 @@ def _recur_kernel(cfg, nz, cc, size):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
+        at_weights = origin(base, packed, at, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(4 * STEPS, int32), cuda.local.array(4 * STEPS, int32),
-                           cuda.local.array(4 * STEPS, int32))
-        old, both_x = cuda.local.array(4 * STEPS, int32), cuda.local.array(4 * STEPS, int32)
+        acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32),
+                           cuda.local.array(WORDS, int32))
+        old, both_x, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        begin_with(start, START)
         for eight in range(cuda.blockIdx.x * W + (t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
             pair = min(eight * 8 + g, units - 1)
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
@@ -558,7 +579,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0, s1 = add(h[2 * k], int32(table + AT_B), k, lane, s0), add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 for b in range(STEPS):
-                    product(acc, h, base, packed, at, b * (32 * H), START)
+                    product(acc, h, at_weights, b * (32 * H), start)
                     gate(acc, b, 0, table, lane, s0, s1, old, h, f, past)
                     gate(acc, b, 1, table, lane, s0, s1, old, h, f, past)
                 load(old, candidates, at_row, q)
@@ -569,7 +590,7 @@ def _recur_kernel(cfg, nz, cc, size):
                               add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1))
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 for b in range(STEPS):
-                    product(acc, past, base, packed, at, H * H + b * (32 * H), START)
+                    product(acc, past, at_weights, H * H + b * (32 * H), start)
                     advance(acc, b, 0, table, lane, s0, s1, old, h, f, both_x)
                     advance(acc, b, 1, table, lane, s0, s1, old, h, f, both_x)
                 for m in range(2):
@@ -590,17 +611,17 @@ def _mlp_kernel(cfg, nz, cc, size):
 
     at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
     H, T, STEPS, INNER = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, 4 * cfg.HIDDEN_DIM
-    THREADS, WEIGHTS, AT, TABLE, W = 32 * size.warps, size.weights, size.at, size.table, size.warps
+    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_LN, AT_B, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
-    AT_INNER = AT_DOWN + 4 * H
+    AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
     noise, load_rows = nz.noise, _load_rows(H)
     fill_norm, norm = _norm(cfg, nz, cc, 1)
     (fill_input, _), (fill_inner, add) = _inputs(cfg, nz, H, 4), _inputs(cfg, nz, INNER, 4)
     up_q, down_q = _quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127), _quotients(cfg, nz, cc, INNER)
     up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
     down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
-    bring, up = _weights(THREADS, 32, STEPS, size.resident)
-    _, down = _weights(THREADS, H, 1, size.resident, True)
+    bring, origin, up = _weights(THREADS, 32, STEPS, size.resident)
+    _, origin_down, down = _weights(THREADS, H, 1, size.resident, True)
     two = ptx.int16_pairs(cc)
     add2, min2, max2 = two.add2, two.min2, two.max2
     HIGHEST, LOWEST = both(OFFSET + 255), both(OFFSET + 1)
@@ -630,10 +651,12 @@ def _mlp_kernel(cfg, nz, cc, size):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
+        at_weights, at_down = origin(base, packed, at, t), origin_down(int32(base + INNER * H), packed, at + INNER * H // 4, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, sums, u = cuda.local.array(16, int32), cuda.local.array(16 * STEPS, int32), cuda.local.array(4, int32)
-        row_x, n = cuda.local.array(4 * STEPS, int32), cuda.local.array(4 * STEPS, int32)
+        acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
+        row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        begin_with(start, UP_START)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -659,9 +682,9 @@ def _mlp_kernel(cfg, nz, cc, size):
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
                 for c in range(INNER // 32):
-                    up(acc, n, base, packed, at, c * (32 * H), UP_START)
+                    up(acc, n, at_weights, c * (32 * H), start)
                     t0, t1 = inner(acc, u, c, s0, s1, int32(table + c * 128 + q * 16), int32(table + AT_INNER), q, t0, t1)
-                    down(sums, u, base, packed, at, INNER * H + c * (32 * H), 0)
+                    down(sums, u, at_down, c * (32 * H), start)
                 s0, s1 = down_factor(quad_sum(t0), 0), down_factor(quad_sum(t1), 1)
                 for k in range(2 * STEPS):
                     finish(sums, k, 0, s0, int32(table + AT_DOWN + q * 16), row_x)
@@ -682,7 +705,7 @@ def _head_kernel(cfg, nz, cc, size):
 
     at: packed word of the matrix, columns padded to a multiple of 32. plan rows: as in kernels.gru."""
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
-    THREADS, WEIGHTS, AT, TABLE, W = 32 * size.warps, size.weights, size.at, size.table, size.warps
+    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     AT_LN, AT_B = 128 * VB, 128 * VB + 16 * H
     AT_Z, PAD, MASKED = AT_B + input_bytes(cfg, H, 4), 32 * VB - V, 0x01010101
@@ -691,7 +714,7 @@ def _head_kernel(cfg, nz, cc, size):
     fill_input, _ = _inputs(cfg, nz, H, 4)
     quotients = _quotients(cfg, nz, cc, H, add=128)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
-    bring, product = _weights(THREADS, 32, STEPS, size.resident)
+    bring, origin, product = _weights(THREADS, 32, STEPS, size.resident)
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
     LOWEST = both(OFFSET + 1)
 
@@ -738,13 +761,15 @@ def _head_kernel(cfg, nz, cc, size):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
+        at_weights = origin(base, packed, at, t)
         for i in range(t, 256 * 32, THREADS):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         table, at_exps = int32(base + mine), int32(base + AT_EXPS + lane * 4)
         at_z = int32(table + AT_Z + lane * 16)
         acc, z = cuda.local.array(16, int32), cuda.local.array(4, int32)
-        row_x, n = cuda.local.array(4 * STEPS, int32), cuda.local.array(4 * STEPS, int32)
+        row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        begin_with(start, START)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -759,7 +784,9 @@ def _head_kernel(cfg, nz, cc, size):
                 stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
-            loss = int64(0)                                  # of lanes with q = 0 the even member's, with q = 1 the odd one's
+            # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second the others
+            member = q & 1
+            loss, total, distance, some = int64(0), int32(1), int32(0), False
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T), q)
@@ -770,7 +797,7 @@ def _head_kernel(cfg, nz, cc, size):
                 top0, top1 = int32(LOWEST), int32(LOWEST)
                 cuda.syncwarp()                              # nobody looks for the last target any more
                 for b in range(VB):
-                    product(acc, n, base, packed, at, b * (32 * H), START)
+                    product(acc, n, at_weights, b * (32 * H), start)
                     at_noise = int32(table + b * 128 + q * 16)
                     for i in range(2):
                         top0 = logits(acc, z, b, i, 0, s0, at_noise, q, top0)
@@ -784,16 +811,19 @@ def _head_kernel(cfg, nz, cc, size):
                     a = ptx.load_shared4(int32(at_z + b * 512))
                     total0, total1 = weigh(a[2], most0, at_exps, weigh(a[0], most0, at_exps, total0)), weigh(a[3], most1, at_exps, weigh(a[1], most1, at_exps, total1))
                 total0, total1 = quad_sum(total0), quad_sum(total1)
-                member = q & 1
-                total, top = (total1, top1) if member else (total0, top0)
-                if PAD:
-                    total = int32(total - int32(int32(PAD) * ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))))
-                # the target's byte is in the word of lane 4 g + (token / 4) % 4
-                at_target = AT_Z + mine + (token >> 5) * 512 + (lane & 28) * 16 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8 + member * 4 + (token & 3)
-                target = int32(int32(bytes_[at_target]) & int32(255))
-                if q < 2 and first + g < T:
-                    loss += position_loss(int64(total), top, target)
-            for k in (4, 8, 16):
+                if (q >> 1) == ((first >> 3) & 1):
+                    total, top = (total1, top1) if member else (total0, top0)
+                    if PAD:
+                        total = int32(total - int32(int32(PAD) * ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))))
+                    # the target's byte is in the word of lane 4 g + (token / 4) % 4
+                    at_target = int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8
+                    distance = int32(top - int32(int32(bytes_[at_target + member * 4 + (token & 3)]) & int32(255)))
+                    some = first + g < T
+                if (first >> 3) & 1 or first + 8 >= T:
+                    if some:
+                        loss += position_loss(int64(total), distance, 0)
+                    some = False
+            for k in (2, 4, 8, 16):
                 loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
             if lane < 2:
                 losses[2 * unit + lane] = loss

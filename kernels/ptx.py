@@ -150,15 +150,17 @@ def mma_product(columns, steps, shared, keep=False):
     """Intrinsic f(acc, a, b, start): acc = start + 16 rows x `columns` (a multiple of 16) over 32 * `steps` of K, of one warp, cc >= 8.0; with
     `keep` acc + the product.
 
+    start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every tile.
     a: a local int32 array of 4 * steps, as in wgmma_product. acc: a local array of columns / 2: acc[4 j], acc[4 j + 1] = row g, columns
     8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8. b: core matrices of 32 * steps bytes a row, one row a column of the
-    product, at a shared address (int32, with `shared`) or at a global one (int64)."""
+    product: where this lane reads, a shared address (int32, with `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1
+    and 3 are 16 inputs further, 2 and 3 eight columns) or a global one (int64: that of word `lane`)."""
     count, row = columns // 2, 32 * steps
 
     @intrinsic
     def emit(ctx, acc, a, b, start):
         address = types.int32 if shared else types.int64
-        sig = types.void(acc, a, address, types.int32)
+        sig = types.void(acc, a, address, start)
 
         def codegen(context, builder, sig, args):
             def cells_of(i, n):
@@ -168,33 +170,27 @@ def mma_product(columns, steps, shared, keep=False):
             cells = cells_of(0, count)
             operands = [builder.load(c) for c in cells] if keep else []
             at_a = count + len(operands)
-            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] + [args[2], args[3]]
-            at_b, start = at_a + 4 * steps, at_a + 4 * steps + 1
-            lane, p = "%laneid", "s" if shared else "d"
-            text = ["{ .reg .b32 l, t, b0, b1, b2, b3; .reg .b64 d; .reg .b32 s;", f"mov.u32 l, {lane};"]
-            if shared:                                       # what ldmatrix wants: row l % 8 of core matrix l / 8
-                text += ["and.b32 t, l, 7;", "shl.b32 t, t, 4;", f"add.s32 s, ${at_b}, t;", "and.b32 t, l, 8;", "shl.b32 t, t, 4;", "add.s32 s, s, t;",
-                         "shr.u32 t, l, 4;", f"mad.lo.s32 s, t, {8 * row}, s;"]
-            else:
-                text += ["shl.b32 t, l, 2;", "cvt.u64.u32 d, t;", f"add.s64 d, d, ${at_b};"]
+            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] + [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
+            at_b = at_a + 4 * steps
+            text = ["{ .reg .b32 b0, b1, b2, b3;"]
             for j in range(columns // 16):
                 for k in range(steps):
                     at = 16 * row * j + 256 * k
                     if shared:
-                        text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [{p}+{at}];")
+                        text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [${at_b}+{at}];")
                     else:
                         for i, more in enumerate((0, 128, 8 * row, 8 * row + 128)):
-                            text.append(f"ld.global.nc.b32 b{i}, [{p}+{at + more}];")
+                            text.append(f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];")
                     for half in range(2):
                         out = ",".join(f"${8 * j + 4 * half + i}" for i in range(4))
                         if k or keep:
                             old = out if k else ",".join(f"${count + 8 * j + 4 * half + i}" for i in range(4))
                         else:
-                            old = ",".join([f"${start}"] * 4)
+                            old = ",".join(f"${at_b + 1 + i}" for i in range(4))
                         left = ",".join(f"${at_a + 4 * k + i}" for i in range(4))
                         text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {{{out}}}, {{{left}}}, {{b{2 * half},b{2 * half + 1}}}, {{{old}}};")
             text.append("}")
-            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps) + ["r" if shared else "l", "r", "~{memory}"]
+            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps) + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"]
             f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands], ",".join(constraints), side_effect=True)
             r = builder.call(f, operands)
             for i, c in enumerate(cells):
