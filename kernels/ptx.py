@@ -146,32 +146,36 @@ mma_s8 = _mma("s8.s8")
 mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
 
 
-def mma_product(columns, steps, shared, keep=False):
-    """Intrinsic f(acc, a, b, start): acc = start + 16 rows x `columns` (a multiple of 16) over 32 * `steps` of K, of one warp, cc >= 8.0; with
-    `keep` acc + the product.
+def mma_product(columns, steps, shared, keep=False, tiles=1):
+    """Intrinsic f(acc, a, b, start): acc = start + 16 * `tiles` rows x `columns` (a multiple of 16) over 32 * `steps` of K, of one warp,
+    cc >= 8.0; with `keep` acc + the product.
 
     start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every tile.
-    a: a local int32 array of 4 * steps, as in wgmma_product. acc: a local array of columns / 2: acc[4 j], acc[4 j + 1] = row g, columns
-    8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8. b: core matrices of 32 * steps bytes a row, one row a column of the
-    product: where this lane reads, a shared address (int32, with `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1
-    and 3 are 16 inputs further, 2 and 3 eight columns) or a global one (int64: that of word `lane`)."""
-    count, row = columns // 2, 32 * steps
+    a: a local int32 array of 4 * steps for each 16 rows, as in wgmma_product. acc: a local array of columns / 2 for each 16 rows:
+    acc[4 j], acc[4 j + 1] = row g, columns 8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8.
+    b: core matrices of 32 * steps bytes a row, one row a column of the product: where this lane reads, a shared address (int32, with
+    `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16 inputs further, 2 and 3 eight columns) or a
+    global one (int64: that of word `lane`)."""
+    each, row = columns // 2, 32 * steps
+    count = each * tiles
 
     @intrinsic
     def emit(ctx, acc, a, b, start):
-        address = types.int32 if shared else types.int64
-        sig = types.void(acc, a, address, start)
+        sig = types.void(acc, a, types.int32 if shared else types.int64, start)
 
         def codegen(context, builder, sig, args):
             def cells_of(i, n):
                 data = context.make_array(sig.args[i])(context, builder, args[i]).data
                 return [builder.gep(data, [I64(k)]) for k in range(n)]
 
+            def quad(first):
+                return "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
+
             cells = cells_of(0, count)
             operands = [builder.load(c) for c in cells] if keep else []
             at_a = count + len(operands)
-            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] + [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
-            at_b = at_a + 4 * steps
+            operands += [builder.load(c) for c in cells_of(1, 4 * steps * tiles)] + [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
+            at_b = at_a + 4 * steps * tiles
             text = ["{ .reg .b32 b0, b1, b2, b3;"]
             for j in range(columns // 16):
                 for k in range(steps):
@@ -179,18 +183,16 @@ def mma_product(columns, steps, shared, keep=False):
                     if shared:
                         text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [${at_b}+{at}];")
                     else:
-                        for i, more in enumerate((0, 128, 8 * row, 8 * row + 128)):
-                            text.append(f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];")
-                    for half in range(2):
-                        out = ",".join(f"${8 * j + 4 * half + i}" for i in range(4))
-                        if k or keep:
-                            old = out if k else ",".join(f"${count + 8 * j + 4 * half + i}" for i in range(4))
-                        else:
-                            old = ",".join(f"${at_b + 1 + i}" for i in range(4))
-                        left = ",".join(f"${at_a + 4 * k + i}" for i in range(4))
-                        text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {{{out}}}, {{{left}}}, {{b{2 * half},b{2 * half + 1}}}, {{{old}}};")
+                        text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];" for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
+                    for tile in range(tiles):
+                        for half in range(2):
+                            here = each * tile + 8 * j + 4 * half
+                            old = quad(here if k else count + here if keep else at_b + 1)
+                            text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {quad(here)}, {quad(at_a + 4 * (steps * tile + k))}, "
+                                        f"{{b{2 * half},b{2 * half + 1}}}, {old};")
             text.append("}")
-            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps) + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"]
+            constraints = (["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps * tiles)
+                           + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"])
             f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands], ",".join(constraints), side_effect=True)
             r = builder.call(f, operands)
             for i, c in enumerate(cells):
@@ -216,6 +218,9 @@ def load_matrix4(ctx, address):
 
 load_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,),
                          "An int32 at a shared address. For tables only: nothing orders it but the address it depends on.")
+
+
+read_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,), "The same, in order with stores.", side_effect=True)
 
 
 @intrinsic
