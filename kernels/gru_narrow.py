@@ -16,26 +16,25 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_sum, vector_function
-from kernels import gru_parts, ptx
+from kernels import gru_head, gru_parts, ptx
 from kernels.gru_parts import BITS, OFFSET, SIGNS, begin_with, both, input_bytes
 from model import parameters
 
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
-WARPS = 16                                  # of a block, at most
-WIDEST = 192                                # beyond, 16 rows a warp read the weights too often
-LARGEST_V = 1024                            # logits that a warp keeps
+WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
+LARGEST_V = 1024                            # logits that a warp keeps; beyond, kernels.gru_head
 
 
 def fits(cfg, cc, shared_limit):
     """Whether this path serves a configuration on a device."""
-    if cfg.HIDDEN_DIM > WIDEST or cfg.VOCAB_SIZE > LARGEST_V:
+    if cfg.HIDDEN_DIM > WIDEST:
         return False
     try:
         for inputs in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM):
             gru_parts.floor_constants(parameters.divisor(cfg, inputs), 0)
     except ValueError:
         return False
-    return all(part.warps for part in _sizes(cfg, shared_limit).values())
+    return all(part.warps > 0 for part in _sizes(cfg, shared_limit).values())
 
 
 @device
@@ -54,26 +53,39 @@ def _load_rows(H):
     return load_rows
 
 
+def _load_tile(cfg):
+    """What gru_head.head_kernel loads rows with."""
+    T, load_rows = cfg.SEQ_LEN, _load_rows(cfg.HIDDEN_DIM)
+
+    @device
+    def load_tile(x, source, unit, position, q):
+        load_rows(x, source, row_of(unit, position, T), q)
+    return load_tile
+
+
 # --- shared memory ----------------------------------------------------------------------------------------------------------------
 
 def _sizes(cfg, limit):
     """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a block, all bytes."""
     H, V = cfg.HIDDEN_DIM, blocks(cfg.VOCAB_SIZE, 32) * 32
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
-    exps = 256 * 32 * 4
-    plans = dict(
-        gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0),
-        recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0),
-        mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0),
-        head=(H * V, 4 * V + 16 * H + tile + 16 * V, exps))
+    plans = dict(                                            # weights, tables of a warp, what all warps share, most warps (for their registers)
+        gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
+        recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
+        mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0, 16 if H <= 64 else 12 if H <= 128 else 8),
+        head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
+    if cfg.VOCAB_SIZE > LARGEST_V:
+        del plans["head"]
     out = {}
-    for name, (weights, table, more) in plans.items():
+    for name, (weights, table, more, most) in plans.items():
         free = limit - 1024 - more                           # 1,024: what the driver and static arrays take
         resident = (free - weights) // table >= 4
-        warps = min(WARPS, (free - (weights if resident else 0)) // table)
+        warps = min(most, (free - (weights if resident else 0)) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
         out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps,
                                     bytes=(weights if resident else 0) + more + warps * table, at=(weights if resident else 0) + more)
+    if cfg.VOCAB_SIZE > LARGEST_V:
+        out["head"] = gru_head.size_of(cfg, limit)
     return out
 
 
@@ -134,7 +146,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, x, f_out,
-                             h_out):
+                             h_out, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -150,6 +162,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
+            if first_layer and lane < 2:
+                losses[2 * unit + lane] = 0
             for i in range(lane, H, 32):
                 k, l, e = i >> 4, (i >> 2) & 3, i & 3
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
@@ -580,22 +594,6 @@ def _head_kernel(cfg, nz, cc, size):
 
 # --- the pass ------------------------------------------------------------------------------------------------------------------------
 
-def _pack_kernel():
-    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16 and
-    padded with zeros."""
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, depth, n, padded, size):
-        i = cuda.grid(1)
-        if i < size:
-            chunk, j = i // (padded * depth // 4), i % (padded * depth // 4)
-            block, rest = j // (2 * depth), j % (2 * depth)
-            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
-            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
-            packed[target + i] = weights[source + k4 * n + column] if column < n else 0
-
-    return pack
-
-
 def _pack_rows_kernel():
     """The embedding, canonical [H / 4, n, 4], as n rows of H bytes in the order of the threads, + 128."""
     @cuda.jit(launch_bounds=256)
@@ -609,11 +607,10 @@ def _pack_rows_kernel():
     return pack_rows
 
 
-GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A32)
+GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32)
 HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64, int64)
 PACK_ROWS_TYPES = (A32, A32, int64, int64, int64, int64)
 MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")        # in this order: what a kernel uses lies together
 
@@ -634,12 +631,15 @@ class Narrow:
         self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first), GATES_TYPES) for first in firsts]
         self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]), RECUR_TYPES)
         self.mlp = add(_mlp_kernel(cfg, nz, cc, self.sizes["mlp"]), MLP_TYPES)
-        self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
-        self.pack, self.pack_rows = add(_pack_kernel(), PACK_TYPES), add(_pack_rows_kernel(), PACK_ROWS_TYPES)
+        if cfg.VOCAB_SIZE > LARGEST_V:
+            self.head = add(gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)), gru_head.TYPES)
+        else:
+            self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
+        self.pack, self.pack_rows = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES), add(_pack_rows_kernel(), PACK_ROWS_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes
         tensors = parameters.tensors(cfg)
         for t in sorted((t for t in tensors if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
-            padded = blocks(t.cols, 32) * 32
+            padded = gru_head.columns(cfg) if t.name == "head" else t.cols
             self.at[t.name, t.layer] = end // 4
             self.copies.append((t.weights // 4, end // 4, 32 if t.name == "w_down" else H, t.cols, padded, t.rows * padded // 4))
             end += t.rows * padded
@@ -661,8 +661,9 @@ class Narrow:
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
                per_group, begin, keep, losses):
+        cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
-        packed, processors = packed.view(np.int32), cuda.get_current_device().MULTIPROCESSOR_COUNT
+        packed = packed.view(np.int32)
 
         def run(which, name, work, *args):
             kernel, shared = which
@@ -671,12 +672,13 @@ class Narrow:
 
         for i, layer in enumerate(plan.layers):
             run(self.gates[min(i, 1)], "gates", units, plan.embed, layer.norm_1, layer.gates, self.at["w_f", i], self.rows_at, tables.plan, weights,
-                packed, overlay, tokens, width, skip, job, offset, units, x, gates, candidates)
-            part = states.size // self.cfg.N_LAYERS
+                packed, overlay, tokens, width, skip, job, offset, units, x, gates, candidates, losses)
+            part = states.size // cfg.N_LAYERS
             mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
             run(self.recur, "recur", blocks(units, 8), layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units,
                 job, offset, gates, candidates, x, mine, per_group, begin)
             run(self.mlp, "mlp", units, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], tables.plan, weights, packed, overlay,
                 job, offset, units, x)
-        run(self.head, "head", units, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay, tokens, width, skip, job,
+        tasks = units * gru_head.tasks(cfg, self.sizes["head"]) if cfg.VOCAB_SIZE > LARGEST_V else units
+        run(self.head, "head", tasks, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay, tokens, width, skip, job,
             offset, units, tables.exps, x, losses)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from egg_kernels import byte, clip, device, quad_sum, vector_function
+from egg_kernels import A32, byte, clip, device, quad_sum, vector_function
 from kernels import ptx
 from model import parameters
 
@@ -25,6 +25,7 @@ MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k
 BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
 LIMIT_K = 260                               # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
 SIGNS = 0x80808080 - (1 << 32)
+PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64, int64)
 
 
 def both(x):
@@ -271,3 +272,19 @@ def begin_with(start, value):
     zero = int32(cuda.gridDim.z - 1)
     for i in range(4):
         start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
+
+
+def pack_kernel():
+    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16 and
+    padded with zeros."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, depth, n, padded, size):
+        i = cuda.grid(1)
+        if i < size:
+            chunk, j = i // (padded * depth // 4), i % (padded * depth // 4)
+            block, rest = j // (2 * depth), j % (2 * depth)
+            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
+            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
+            packed[target + i] = weights[source + k4 * n + column] if column < n else 0
+
+    return pack
