@@ -59,9 +59,9 @@ def worker(cfg, args):
 
 def status(cfg, args):
     import json
-    import egg_net
-    told = egg_net.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
-    print(json.dumps(told, indent=1) if args.json else egg_net.describe_status(told))
+    from cluster import status
+    report = status.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
+    print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
 
 
 def access_to(args):

@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 
-import egg_net
+from cluster.console import one_line
 from cluster import event_log
 from cluster.event_log import WatchError
 
@@ -120,7 +120,7 @@ class Tree:
 
 def word(name):
     """The name of an island, which is a stranger's text."""
-    return egg_net.one_line(name, NAME) or "?"
+    return one_line(name, NAME) or "?"
 
 
 def some(words):
