@@ -7,8 +7,8 @@ import sys
 import textwrap
 
 import egg_net
-from cluster import event_log
 from cluster.event_log import WatchError
+from tools.curves import read_curve
 
 ROWS = 12                  # lines of one chart in the terminal
 LABEL = 8                  # columns for the numbers left of it
@@ -25,7 +25,7 @@ POINTS = 2000              # of a curve that are drawn at most, each the mean of
 def plot(runs, x="tokens", out=None):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps". out: a picture's file, None
     for the terminal. Raises WatchError."""
-    curves = _named([event_log.read_curve(run) for run in runs], runs)
+    curves = _named([read_curve(run) for run in runs], runs)
     charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
     tree = Tree(curves, charts[0])
     if out is None:
@@ -93,10 +93,10 @@ class Tree:
             theirs = next((whose for step, digest, whose in reversed(lives[m.peer]) if step < m.peer_step or digest == m.theirs),
                           lives[m.peer][0][2])
             ours = lives[name][-1][2]
-            mixed = {k: (1 - m.part) * ours.get(k, 0.0) + m.part * theirs.get(k, 0.0) for k in ours | theirs}
+            mixed = {k: (1 - m.share) * ours.get(k, 0.0) + m.share * theirs.get(k, 0.0) for k in ours | theirs}
             lives[name].append((m.step, m.digest, {k: share for k, share in mixed.items() if share}))
             self.edges.append((m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
-        self.pushes = [(name, x(name, step)) for name, curve in self.here.items() for step, in curve.pushes]
+        self.pushes = [(name, x(name, step)) for name, curve in self.here.items() for step, in curve.rejuvenations]
         self.lanes = {}
         for name, life in lives.items():
             starts = [x(name, step, 0.0) for step, _, _ in life]
