@@ -123,7 +123,7 @@ def merged_share(event, alpha):
     if event["kind"] != "recombine":                 # "clone", or "undo": a complete state
         return 1.0
     ours, theirs = _numbers(event, "ours", "theirs")
-    worse = merging.worse_part(alpha, ours, theirs) / (1 << merging.PART)
+    worse = merging.worse_share(alpha, ours, theirs) / (1 << merging.SHARE_BITS)
     return worse if ours <= theirs else 1 - worse
 
 
