@@ -101,8 +101,8 @@ class Run:
         size = RECORD.unpack(self._pread(RECORD.size, at))[0]
         body = self._pread(size + 4, at + HEAD)
         if _crc(body[:size]) != body[size:]:
-            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it from "
-                               "a copy")
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
+                               "from a copy")
         return self._remember(step, body[:size])
 
     def record(self, step):
