@@ -396,14 +396,14 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
 def test_the_family_of_islands(tmp_path):
     paths = archipelago(tmp_path, "far")
     tree = charts(paths)[2]
-    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)] and list(tree.here) == ["a", "b", "c"]
+    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)] and list(tree.runs) == ["a", "b", "c"]
     assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
     part = 1 - 0.25 * 6 / 8
     assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4), "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
                                        "far": pytest.approx(0.25, abs=1e-4)}
     assert [(giver, taker) for giver, _, taker, _ in tree.edges] == [("a", "b"), ("b", "c"), ("far", "c")]
     assert [[pytest.approx(x, abs=1e-9) for x in (start, end)] for _, start, _, end in tree.edges] == [[2, 3], [4, 5], [6, 6]]      # thousand tokens
-    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0} and tree.pushes == [("a", 7)]
+    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0} and tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
     # at step 30 of b there are two states: the digest says which one was given
     for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
