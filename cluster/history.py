@@ -39,7 +39,6 @@ HEAD = RECORD.size + 4                   # a record up to its body
 RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
 WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # what others have packed may take so much memory to unpack (level 1 needs 2 ** 19)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure; cluster.snapshots has the format
-NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
@@ -447,8 +446,7 @@ def unzip(data, size):
 
 def kept(cfg):
     """The constants that make the model what it is, as JSON gives them back."""
-    constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
-    return json.loads(json.dumps(constants))
+    return json.loads(json.dumps(cfg.saved()))
 
 
 def essential(cfg):
