@@ -80,7 +80,6 @@ def make(cfg, tokens, device="cpu", threads=None):
     Raises EngineError where the device cannot do it."""
     try:
         if device == "cpu":
-            os.environ["EGG_SIMD"] = cfg.SIMD       # numba compiles for it when the module is loaded
             from engine import cpu_engine
             return cpu_engine.CpuEngine(cfg, tokens, threads)
         from engine import cuda_engine
