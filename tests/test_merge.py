@@ -15,7 +15,7 @@ from model import state_digest
 from islands import merging
 from model import parameters
 from cluster import snapshots
-from test_net import HERE
+from kit import HERE
 
 SHAPE = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32)
 MERGES, OPTIMIZERS = ("clone", "recombine"), ("reset", "copy", "interpolate")

@@ -30,12 +30,8 @@ from tools import train
 from cluster import event_log
 from cluster import wire
 from cluster.wire import LOG_MESSAGE, VALIDATION
-from test_cluster import certificates, changed, cluster
-from test_net import CFG, HERE, FakeEngine, Lines, Peer, Server, compiled, small, until, work_in_thread
+from kit import CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread
 
-assert compiled and small and certificates           # fixtures
-
-SECRET = b"sixteen bytes or more"
 EVERYBODY = live_page.Where("127.0.0.1", 0, b"", None)
 MASTER = live_page.Where("127.0.0.1", 0, SECRET, None)
 
