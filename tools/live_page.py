@@ -21,6 +21,7 @@ from typing import NamedTuple
 from cluster import auth
 from cluster import event_log
 from cluster import hub
+from tools import curves
 
 MOST_CLIENTS = 128         # connections
 MOST_HEADER = 8192         # bytes of a request
@@ -145,7 +146,7 @@ class Page:
         with open(PAGE, "rb") as file:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
-        self.loss, self.validation = event_log.Thinned(POINTS), event_log.Thinned(POINTS)
+        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.seconds, self.step, self.references = 0.0, None, {}
         self.last_validation = self.best = self.unit = None
         self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
@@ -163,7 +164,7 @@ class Page:
         if run.directory is None or not run.step:
             return
         with contextlib.suppress(event_log.WatchError):          # a run of before there were events, say
-            curve = event_log.read_curve(run.directory)
+            curve = curves.read_curve(run.directory)
             for step, tokens, seconds, value in curve.loss:
                 if step < run.step:
                     self.loss.add(tokens, seconds, value)
@@ -173,7 +174,7 @@ class Page:
                     self._validated(step, tokens, seconds, value, curve.unit)
             self.references = curve.references
             for merge in curve.merges:
-                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.part)
+                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
 
     def _validated(self, step, tokens, seconds, value, unit):
         self.validation.add(tokens, seconds, value)
@@ -224,7 +225,7 @@ class Page:
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
         if kind == "merge":
             self._merged(event["step"], event["step"] * self.coordinator.progress.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
-                         event_log.part(event, self.coordinator.cfg.RECOMBINE_ALPHA))
+                         curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA))
         if kind in self.counts:
             self.counts[kind] += 1
 
