@@ -1,7 +1,7 @@
 """The introduction, HELLO, CHALLENGE, JOIN, WELCOME (PROTOCOL.md), from both sides and without sockets.
 
 A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
-takes the other's frames and says what to send next.
+takes the other's frames and returns what to send next.
 """
 
 import json
@@ -113,4 +113,4 @@ class Host:
 
 
 def out_of_order(opcode):
-    return FrameError(f"{wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+    return FrameError(f"{wire.name(opcode)} before the introduction is complete")
