@@ -23,11 +23,7 @@ import time
 
 import numpy as np
 
-from cluster import auth
-from cluster import event_log
-from cluster import history
-from cluster import snapshots
-from cluster import trust
+from cluster import auth, event_log, history, snapshots, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
@@ -41,8 +37,7 @@ from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
                           NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
                           SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
-from model import data_files
-from model import parameters
+from model import data_files, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 

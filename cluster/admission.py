@@ -6,10 +6,7 @@ import json
 import os
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import greeting
-from cluster import history
-from cluster import wire
+from cluster import auth, greeting, history, wire
 from cluster.console import one_line
 from cluster.session import Role, Session
 from cluster.wire import BANNED, ERROR, FAILED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2

@@ -7,8 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from cluster import leases
-from cluster import wire
+from cluster import leases, wire
 from cluster.console import printable
 from cluster.session import Role
 from cluster.wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE,

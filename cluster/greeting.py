@@ -8,8 +8,7 @@ import json
 import os
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import wire
+from cluster import auth, wire
 from cluster.console import one_line
 from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, Refused,
                           WELCOME, WELCOMED)

@@ -7,8 +7,7 @@ the peer is let in: worker (cluster.dispatch.RemoteWorker), reader of the status
 import contextlib
 import time
 
-from cluster import hub
-from cluster import wire
+from cluster import hub, wire
 from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, V2, next_frame
 
 FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one

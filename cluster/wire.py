@@ -9,8 +9,7 @@ import struct
 from typing import NamedTuple
 
 from cluster import history
-from model import parameters
-from model import state_digest
+from model import parameters, state_digest
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
