@@ -148,14 +148,14 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
-OTHERS = [kind for kind in simd.KINDS if kind in simd.available() and kind != simd.KIND]
+OTHERS = simd.available()[1:]       # this process uses the first
 
 
 @pytest.fixture(scope="module")
 def others():
     """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
-    code = "import test_egg; from engine import simd; assert simd.KIND == {!r}; test_egg.hold_against_recording('A')"
-    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind, "PYTHONPATH": "tests"},
+    code = "import test_egg; from engine import simd; simd.use({!r}); test_egg.hold_against_recording('A')"
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
     for process in started.values():

@@ -29,7 +29,7 @@ PARTS = 5                   # of the random configurations: a run that is cut of
 
 def compile_for(cc):
     """[(name, PTX, dynamic shared bytes)] of every kernel for one card."""
-    every = cuda_engine.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]
+    every = sum(cuda_engine.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2].values(), [])
     target = (9, 0, "a") if cc == (9, 0) else cc
     return [(name, cuda.compile_ptx(dispatcher.py_func, signature, cc=target)[0], shared) for name, dispatcher, signature, shared in every]
 
@@ -129,8 +129,8 @@ def no_gpu(monkeypatch):
         return launch
 
     def compile_all(every, *_):
-        for _, dispatcher, signature, _ in every:
-            dispatcher.expected = signature
+        for kernel in every:
+            kernel.dispatcher.expected = kernel.signature
         return 0.0
 
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
@@ -409,6 +409,7 @@ def test_recorded_generation(step):
     engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
+    engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
     rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
@@ -455,11 +456,15 @@ def test_more_positions_than_the_memory_holds():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("engine.cpu_engine.CACHE", str(tmp_path / "cpu"))
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    first = cuda_engine.CudaEngine(cfg)
+    """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
+    monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
+    shape = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
+    first = cuda_engine.CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(cfg)
-    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     fitness = np.ones(cfg.N_PAIRS, np.int8)
     assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    assert first.digest() == second.digest()
+    assert capfd.readouterr().err.count("egg: compiling 1 of 1 CUDA kernels") == 1
