@@ -19,10 +19,9 @@ from engine import cuda_engine
 from engine import hardware
 from model import parameters
 from kernels import update
+from kit import CARDS, SEED, compare
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}    # KiB of shared memory a block can have
-SEED = 20240607
 PARTS = 5                   # of the random configurations: a run that is cut off has compared some
 
 
@@ -386,43 +385,6 @@ def random_configurations(count):
         if len(out) < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
             out.append(c)
     return out
-
-
-def compare(constants, seed):
-    """What differs between the engines on one configuration: a text, empty where nothing does."""
-    from engine import cpu_engine
-    cuda_engine.COMPILERS = 1                                   # this process is one of many
-    rng = np.random.default_rng(seed)
-    cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
-    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-    cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
-    state = cpu.state()
-    state.seed = int(rng.integers(2 ** 32))
-    cpu.load(state)
-    gpu.load(state)
-    wrong = []
-    for step in range(3):
-        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
-        if not np.array_equal(*losses):
-            wrong.append(f"losses of step {step}")
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
-        if cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests() or cpu.seed != gpu.seed:
-            wrong.append(f"update {step}")
-        if cpu.digest() != gpu.digest():
-            wrong.append(f"digest after update {step}")
-    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
-    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
-    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
-        wrong.append(f"validation {nats} {nats_gpu}")
-    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
-    settings = {name: float(rng.choice(values)) for name, values in
-                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
-    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
-    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
-    if sequences[0] != sequences[1]:
-        wrong.append(f"tokens {sequences} with {settings}")
-    return ", ".join(wrong)
 
 
 @pytest.mark.gpu

@@ -20,11 +20,8 @@ from kernels import muon
 from model import transforms
 from tools import train
 from tools.debug import Reading
-from test_cluster import cluster
-from test_egg import loss_of, random_config
-from test_gpu import CARDS
+from kit import CARDS, HERE, cluster, loss_of, random_config
 
-HERE = pathlib.Path(__file__).parent.parent
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0,
              SAMPLE_EVERY=0, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0)
 
