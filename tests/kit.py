@@ -3,6 +3,7 @@ peers that speak frame by frame, a cluster in which everything goes wrong, and t
 are in conftest.py."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 
 import numpy as np
@@ -511,11 +513,85 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         run.close()
 
 
-# --- both engines -----------------------------------------------------------------------------------------------------
+# --- CUDA kernels, without a GPU -----------------------------------------------------------------------------------------
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
+
+def kernels_of(constants, cc):
+    """(forward pass, [(name, dispatcher, signature, dynamic shared bytes)]) of a configuration, for one card."""
+    from numba import uint32
+
+    from engine import cuda_engine
+    forward, _, every = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    return forward, every
+
+
+def identity(value, within=()):
+    """What a function is compiled from, as something that can be compared: its code, the values that it holds, and those
+    of all functions that it calls. Objects of unknown kinds are like themselves alone."""
+    value = getattr(value, "py_func", getattr(value, "_defn", value))            # a dispatcher, an intrinsic
+    if id(value) in within:
+        return "itself"
+    inside = functools.partial(identity, within=(*within, id(value)))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__module__, inside(value.__code__), inside(cells), inside(value.__defaults__)
+    if isinstance(value, types.CodeType):
+        return value.co_code, inside(value.co_consts), value.co_names
+    if isinstance(value, types.MethodType):
+        return inside(value.__func__), inside(value.__self__)
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, *map(inside, value)
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if type(value).__module__.split(".")[0] in ("types", "egg_kernels", "kernels"):
+        return type(value).__name__, inside(sorted(vars(value).items()))
+    return repr(value)
+
+
+def compile_kernel(constants, cc, index):
+    """The PTX of one of `kernels_of`."""
+    from numba import cuda
+    _, dispatcher, signature, _ = kernels_of(constants, cc)[1][index]
+    return cuda.compile_ptx(dispatcher.py_func, signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
+
+
+class Compiler:
+    """Compiles kernels for every card, each distinct one once: what is the same on several cards, or in several
+    configurations, is compiled for the first of them."""
+
+    def __init__(self, pool):
+        self.pool, self.made = pool, {}
+
+    def __call__(self, constants, cc, wanted=lambda name: True, forward_only=False):
+        """[(name, the card it is compiled for, future of its PTX, dynamic shared bytes)] of the kernels of a
+        configuration on one card."""
+        forward, every = kernels_of(constants, cc)
+        out = []
+        for index, (name, dispatcher, signature, shared) in enumerate(every):
+            if wanted(name) and (not forward_only or index >= len(every) - len(forward.kernels)):
+                key = identity(dispatcher), repr(signature)
+                if key not in self.made:
+                    self.made[key] = cc, self.pool.submit(compile_kernel, constants, cc, index)
+                out.append((name, *self.made[key], shared))
+        return out
+
+
+def hold_against_every_card(compiler, constants, **which):
+    """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
+    the shared memory. Returns {card: [names]}."""
+    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    for cc, kernels in made.items():
+        for name, card, ptx, shared in kernels:
+            assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
+            assert not re.search(r"\.local\b", ptx.result()), f"{name} for {card} uses local memory"
+            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory on {cc}"
+    return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
+
+
+# --- both engines -----------------------------------------------------------------------------------------------------
 
 SEED = 20240607
 
