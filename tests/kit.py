@@ -471,7 +471,7 @@ class Chaos:
             self.process.wait()
             kills += 1
             run = history.open_run(self.cfg, self.directory)
-            done, left = run.step, run.said
+            done, left = run.step, run.notices
             run.close()
             assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
             seen = done

@@ -745,7 +745,7 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     assert process.returncode == 1 and kept, err
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
     run = history.open_run(CFG, tmp_path)
-    assert run.step == int(kept[1]) > 60 and run.said == []
+    assert run.step == int(kept[1]) > 60 and run.notices == []
     run.close()
 
 

@@ -17,6 +17,7 @@ from engine import hardware
 from cluster import history
 from model import parameters
 import egg_net
+from tools import prepare
 from tools import train
 import kit
 from tools.debug import hashes, truncated, wrap
@@ -312,7 +313,7 @@ def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
     """`prepare --vocab-size 256` and `train --preset nano-egg`, with few members, stopped and continued."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
-    data_files.prepare(["text"], 256, say=lambda line: None)
+    prepare.prepare(["text"], 256, say=lambda line: None)
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu", "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
     cfg, lines = egg_config.load("nano-egg", defines, {}), kit.Lines()
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))

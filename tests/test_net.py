@@ -403,7 +403,7 @@ def test_history_keeps_every_step(tmp_path):
     for k in range(150):
         seed = parameters.next_seed(seed, k)
     assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
-    assert run.said == [] and len(run._recent) <= history.RECENT
+    assert run.notices == [] and len(run._recent) <= history.RECENT
     run.append(packed[0], 1 << 62, 1)
     run.close()
     again = history.open_run(CFG, tmp_path)
@@ -433,7 +433,7 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.said) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.said)
+            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data
@@ -507,7 +507,7 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     run.append(packed[0], 1, 1)
     run.close()
     run = history.open_run(CFG, tmp_path)
-    assert whole(run) == packed + packed[:1] and run.said == []
+    assert whole(run) == packed + packed[:1] and run.notices == []
     run.close()
 
 

@@ -227,7 +227,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     run = history.open_run(cfg, save_dir, load_dir)
     with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
-        for line in run.said:
+        for line in run.notices:
             events.warn(line)
         # nobody else on this machine may take part: the workers are given a secret with their work
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
