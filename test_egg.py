@@ -149,14 +149,14 @@ def hold_against_recording(name):
 
 
 # tests/test_simd.py holds the operations of every kind against NumPy; a whole run is repeated with those of any processor
-OTHERS = ["portable"] if simd.KIND != "portable" else []
+OTHERS = [kind for kind in simd.available()[1:] if kind == "portable"]       # this process uses the first
 
 
 @pytest.fixture(scope="module")
 def others():
     """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
-    code = "import test_egg; from engine import simd; assert simd.KIND == {!r}; test_egg.hold_against_recording('A')"
-    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind, "PYTHONPATH": "tests"},
+    code = "import test_egg; from engine import simd; simd.use({!r}); test_egg.hold_against_recording('A')"
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
     for process in started.values():

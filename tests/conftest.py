@@ -17,7 +17,7 @@ from kit import CFG
 def compiled():
     """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
     from engine import cpu_engine
-    cpu_engine.warm_up(CFG, lambda line: None)
+    cpu_engine.warm_up(CFG, lambda line: None, cpu_engine.VERBS)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ peers that speak frame by frame, a cluster in which everything goes wrong, and t
 are in conftest.py."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import zlib
 
 import numpy as np
@@ -520,42 +518,21 @@ CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0)
 
 
 def kernels_of(constants, cc):
-    """(forward pass, [(name, dispatcher, signature, dynamic shared bytes)]) of a configuration, for one card."""
+    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a card."""
     from numba import uint32
 
     from engine import cuda_engine
-    forward, _, every = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
-    return forward, every
-
-
-def identity(value, within=()):
-    """What a function is compiled from, as something that can be compared: its code, the values that it holds, and those
-    of all functions that it calls. Objects of unknown kinds are like themselves alone."""
-    value = getattr(value, "py_func", getattr(value, "_defn", value))            # a dispatcher, an intrinsic
-    if id(value) in within:
-        return "itself"
-    inside = functools.partial(identity, within=(*within, id(value)))
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__module__, inside(value.__code__), inside(cells), inside(value.__defaults__)
-    if isinstance(value, types.CodeType):
-        return value.co_code, inside(value.co_consts), value.co_names
-    if isinstance(value, types.MethodType):
-        return inside(value.__func__), inside(value.__self__)
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, *map(inside, value)
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if type(value).__module__.split(".")[0] in ("types", "egg_kernels", "kernels"):
-        return type(value).__name__, inside(sorted(vars(value).items()))
-    return repr(value)
+    _, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
+    every = list(every.values())
+    return every, [kernel for kernel in every if kernel.dispatcher not in own.values()]
 
 
 def compile_kernel(constants, cc, index):
     """The PTX of one of `kernels_of`."""
     from numba import cuda
-    _, dispatcher, signature, _ = kernels_of(constants, cc)[1][index]
-    return cuda.compile_ptx(dispatcher.py_func, signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
+    kernel = kernels_of(constants, cc)[0][index]
+    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
 
 
 class Compiler:
@@ -568,14 +545,14 @@ class Compiler:
     def __call__(self, constants, cc, wanted=lambda name: True, forward_only=False):
         """[(name, the card it is compiled for, future of its PTX, dynamic shared bytes)] of the kernels of a
         configuration on one card."""
-        forward, every = kernels_of(constants, cc)
-        out = []
-        for index, (name, dispatcher, signature, shared) in enumerate(every):
-            if wanted(name) and (not forward_only or index >= len(every) - len(forward.kernels)):
-                key = identity(dispatcher), repr(signature)
+        from engine import kernel_cache
+        (every, forward), known, out = kernels_of(constants, cc), {}, []
+        for index, kernel in enumerate(every):
+            if wanted(kernel.name) and (not forward_only or kernel in forward):
+                key = kernel_cache.key(known, kernel.dispatcher, kernel.signature)
                 if key not in self.made:
                     self.made[key] = cc, self.pool.submit(compile_kernel, constants, cc, index)
-                out.append((name, *self.made[key], shared))
+                out.append((kernel.name, *self.made[key], kernel.shared))
         return out
 
 

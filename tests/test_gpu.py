@@ -17,9 +17,10 @@ from numba import cuda, uint32
 import egg_config
 from engine import cuda_engine
 from engine import hardware
+from engine import kernel_cache
 from model import parameters
 from kernels import update
-from kit import CARDS, SEED, compare, hold_against_every_card, identity, kernels_of
+from kit import CARDS, SEED, compare, hold_against_every_card, kernels_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PARTS = 5                   # of the random configurations: a run that is cut off has compared some
@@ -35,13 +36,14 @@ def test_every_kernel_compiles(compiler):
 
 
 def test_kernels_that_differ_are_told_apart():
-    """The comparison of kernels that saves compiling: by code, by what is compiled in, and by that of called functions."""
-    def identities(cc=(8, 0), **constants):
-        return {name: identity(dispatcher) for name, dispatcher, _, _ in kernels_of(constants, cc)[1]}
+    """What saves compiling above: kernels are the same if their code is, what is compiled in, and that of all they call."""
+    def keys(cc=(8, 0), **constants):
+        known = {}
+        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
 
-    base, again, mask, newer = identities(), identities(), identities(DEVICE_MASK=7), identities((9, 0))
-    assert base == again == identities(VALIDATE_EVERY=7)
-    assert {"operands", "rows"} <= {name for name in base if base[name] != mask[name]}
+    base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
+    assert base == keys(VALIDATE_EVERY=7)
+    assert "operands" in {name for name in base if base[name] != mask[name]}
     assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
 
 
@@ -125,8 +127,8 @@ def no_gpu(monkeypatch):
         return launch
 
     def compile_all(every, *_):
-        for _, dispatcher, signature, _ in every:
-            dispatcher.expected = signature
+        for kernel in every:
+            kernel.dispatcher.expected = kernel.signature
         return 0.0
 
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
@@ -405,6 +407,7 @@ def test_recorded_generation(step):
     engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
+    engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
     rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
@@ -451,11 +454,15 @@ def test_more_positions_than_the_memory_holds():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("engine.cpu_engine.CACHE", str(tmp_path / "cpu"))
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    first = cuda_engine.CudaEngine(cfg)
+    """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
+    monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
+    shape = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
+    first = cuda_engine.CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(cfg)
-    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     fitness = np.ones(cfg.N_PAIRS, np.int8)
     assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    assert first.digest() == second.digest()
+    assert capfd.readouterr().err.count("egg: compiling 1 of 1 CUDA kernels") == 1

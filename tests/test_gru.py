@@ -11,7 +11,6 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import data_files
 from tools import debug
 from engine import hardware
 from cluster import history

@@ -249,8 +249,8 @@ def muon_digest():
 
 
 def test_threads_and_vector_widths_give_the_same_bits():
-    code = "import sys; sys.path.insert(0, 'tests'); import test_switches as t; from engine import simd; assert simd.KIND == 'portable'; print(t.product_digest())"
-    other = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"EGG_SIMD": "portable", "PATH": "", "HOME": str(pathlib.Path.home())},
+    code = "import sys; sys.path.insert(0, 'tests'); import test_switches as t; from engine import simd; simd.use('portable'); print(t.product_digest())"
+    other = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"PATH": "", "HOME": str(pathlib.Path.home())},
                            capture_output=True, text=True)
     assert other.stdout.split() == [product_digest()], other.stderr
     assert muon_digest()
