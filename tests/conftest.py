@@ -1,10 +1,15 @@
 """Fixtures that several test files use."""
 
+import concurrent.futures
+import multiprocessing
+import os
 import subprocess
 
 import pytest
 
 import egg_config
+import kit
+from engine import hardware
 from kit import CFG
 
 
@@ -33,3 +38,12 @@ def certificates(tmp_path_factory):
                     "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
                     "-keyout", at / "key", "-out", at / "cert"], check=True, capture_output=True)
     return at / "cert", at / "key"
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A kit.Compiler on as many processes as this one has cores for itself."""
+    cores = 1 if "PYTEST_XDIST_WORKER" in os.environ else hardware.cores()
+    with concurrent.futures.ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        yield kit.Compiler(pool)
+        pool.shutdown(cancel_futures=True)

@@ -511,11 +511,64 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         run.close()
 
 
-# --- both engines -----------------------------------------------------------------------------------------------------
+# --- CUDA kernels, without a GPU -----------------------------------------------------------------------------------------
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
+
+def kernels_of(constants, cc):
+    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a card."""
+    from numba import uint32
+
+    from engine import cuda_engine
+    _, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
+    every = list(every.values())
+    return every, [kernel for kernel in every if kernel.dispatcher not in own.values()]
+
+
+def compile_kernel(constants, cc, index):
+    """The PTX of one of `kernels_of`."""
+    from numba import cuda
+    kernel = kernels_of(constants, cc)[0][index]
+    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
+
+
+class Compiler:
+    """Compiles kernels for every card, each distinct one once: what is the same on several cards, or in several
+    configurations, is compiled for the first of them."""
+
+    def __init__(self, pool):
+        self.pool, self.made = pool, {}
+
+    def __call__(self, constants, cc, wanted=lambda name: True, forward_only=False):
+        """[(name, the card it is compiled for, future of its PTX, dynamic shared bytes)] of the kernels of a
+        configuration on one card."""
+        from engine import kernel_cache
+        (every, forward), known, out = kernels_of(constants, cc), {}, []
+        for index, kernel in enumerate(every):
+            if wanted(kernel.name) and (not forward_only or kernel in forward):
+                key = kernel_cache.key(known, kernel.dispatcher, kernel.signature)
+                if key not in self.made:
+                    self.made[key] = cc, self.pool.submit(compile_kernel, constants, cc, index)
+                out.append((kernel.name, *self.made[key], kernel.shared))
+        return out
+
+
+def hold_against_every_card(compiler, constants, **which):
+    """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
+    the shared memory. Returns {card: [names]}."""
+    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    for cc, kernels in made.items():
+        for name, card, ptx, shared in kernels:
+            assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
+            assert not re.search(r"\.local\b", ptx.result()), f"{name} for {card} uses local memory"
+            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory on {cc}"
+    return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
+
+
+# --- both engines -----------------------------------------------------------------------------------------------------
 
 SEED = 20240607
 

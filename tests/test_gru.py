@@ -2,7 +2,6 @@
 and a cluster that trains it."""
 
 import concurrent.futures
-import functools
 import math
 import multiprocessing
 import re
@@ -12,7 +11,6 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import data_files
 from tools import debug
 from engine import hardware
 from cluster import history
@@ -343,45 +341,8 @@ def test_it_learns():
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------------------------
 
-def compile_for(cc):
-    """[(name, PTX)] of a sixth of the forward pass' kernels for one card, so that each is compiled for one: what they need of a card is the
-    same as in the kernels that test_gpu compiles for all."""
-    from kernels import gru
-    from numba import cuda
-    limit, number = kit.CARDS[cc] * 1024, list(kit.CARDS).index(cc)
-    every = {id(kernel): (kernel, *more) for some in gru.Forward(egg_config.make(**SMALL), cc, limit).kernels.values()
-             for kernel, *more in some}
-    assert all(shared <= limit for _, _, shared in every.values())
-    target = (9, 0, "a") if cc == (9, 0) else cc
-    return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
-            for kernel, signature, _ in list(every.values())[number::len(kit.CARDS)]]
-
-
 FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400,
         "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
-
-
-def compile_fast(number):
-    """(name, PTX) of a kernel of the fast path, None beyond the last."""
-    from kernels import gru_hopper
-    from egg_kernels import _Packing
-    from numba import cuda
-    cfg, limit = egg_config.make(**FAST), kit.CARDS[9, 0] * 1024
-    assert gru_hopper.fits(cfg, (9, 0), limit)
-    kernels = gru_hopper.Hopper(cfg, _Packing(cfg), False).kernels
-    if number >= len(kernels):
-        return None
-    kernel, signature, shared = kernels[number]
-    assert shared <= limit
-    return kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=(9, 0, "a"))[0]
-
-
-def test_every_kernel_of_the_fast_path_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        made = list(pool.map(compile_fast, range(7)))
-    assert made[-1] is None and [name for name, _ in made[:-1]] == ["embed", "wide", "wide", "recur", "mlp", "pack"]
-    for name, ptx in made[:-1]:
-        assert ".target sm_90a" in ptx and not re.search(r"\.local\b", ptx), name
 
 
 def test_where_the_fast_path_serves():
@@ -397,11 +358,9 @@ def test_where_the_fast_path_serves():
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-def test_every_kernel_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        for cc, kernels in zip(kit.CARDS, pool.map(compile_for, kit.CARDS)):
-            for name, ptx in kernels:
-                assert f".target sm_{cc[0]}{cc[1]}" in ptx and not re.search(r"\.local\b", ptx), (cc, name)
+@pytest.mark.parametrize("constants", [SMALL, FAST], ids=["general", "fast"])
+def test_every_kernel_compiles(constants, compiler):
+    kit.hold_against_every_card(compiler, constants, forward_only=True)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
