@@ -80,30 +80,31 @@ def flag(name, help):
     return name, {"help": help, "action": "store_true"}
 
 
+PORT = number(int, 0, 65535, "a port from 0 to 65535")
 TOKENS = number(int, 1, 1 << 40, "a number of tokens, 1 or more")
+CORES = hardware.cores()
 COMMON = dict([
-    option("--port", f"TCP port (default: PORT, {egg_config.PORT})", "N", number(int, 0, 65535, "a port from 0 to 65535")),
+    option("--port", f"TCP port (default: PORT, {egg_config.PORT})", "N", PORT),
     option("--steps", "stop when the run has N steps", "N", number(int, 1, 1 << 40, "a number of steps, 1 or more")),
     option("--minutes", "stop after N minutes", "N", number(float, 1e-3, 1e7, "a number of minutes")),
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
-    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for the secret "
-           "if there is one", "[HOST:]PORT", parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for the "
+           "secret if there is one", "[HOST:]PORT", parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",
-           number(int, 1, hardware.cores(), f"a number of cores of this machine, 1 to {hardware.cores()}")),
-    option("--secret-file", "file with the secret that coordinator and workers share (default: variable EGG_SECRET)",
-           "FILE"),
+           number(int, 1, CORES, f"a number of cores of this machine, 1 to {CORES}")),
+    option("--secret-file", "the secret that coordinator and workers share (default: variable EGG_SECRET)", "FILE"),
     option("--tls-cert", "own certificate, PEM", "FILE"),
     option("--tls-key", "key of the own certificate", "FILE"),
-    option("--tls-ca", "certificate of the other side or of its signer; with it a coordinator refuses workers without a "
-           "certificate", "FILE"),
+    option("--tls-ca", "certificate of the other side or of its signer; with it a coordinator refuses workers without "
+           "a certificate", "FILE"),
     option("--gpu", "the GPU to use (default: the first)", "N", number(int, 0, 1023, "the number of a GPU, 0 or more")),
 ])
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
-SAVED_RUN = (option("--load-dir", "directory of the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
+SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
 COMMANDS = []                  # (function, options, constants of the saved run)
 
@@ -136,18 +137,18 @@ def train(cfg, args):
         print(f"try it: {command_line()} generate --load-dir {directory} --prompt 'The king said'")
 
 
-@command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"), "--port",
-         "--steps", "--minutes", *RUN, *TLS,
+@command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
+         "--port", "--steps", "--minutes", *RUN, *TLS,
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
-         option("--island", "be an island of this name; every island needs its own -D ISLAND_SEED=N, here and at its workers",
+         option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
                 "NAME", parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer", "coordinator of another island; can be repeated, and all islands may be given the same list",
                 "HOST:PORT", parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
          flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth", "most bytes of states per second, sent and received; k and M are understood, 0: no "
-                "limit (default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth", "bytes a second, 1k or "
-                                                           "more, like 500k or 2.5M; 0: no bound")),
+         option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
+                "(default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth",
+                                                     "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          flag("--no-accept", "give states to peers, but never take one"))
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
@@ -163,8 +164,7 @@ def coordinator(cfg, args):
     from islands import gossip
     access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                          args.insecure)
-    # an island calls its peers with the certificate that it shows to workers, and expects one signed by --tls-ca, or
-    # the same
+    # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
@@ -173,7 +173,8 @@ def coordinator(cfg, args):
                             tensorboard=args.tensorboard, island=island)
 
 
-@command(option("host", "name or address of the coordinator", "HOST"), "--port", "--threads", "--gpu", "--secret-file", *TLS,
+@command(option("host", "name or address of the coordinator", "HOST"),
+         "--port", "--threads", "--gpu", "--secret-file", *TLS,
          option("--name", "name of this worker at the coordinator (default: its host and device)"),
          option("--protocol", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)", type=int,
                 choices=(1, 2), default=0),
@@ -194,8 +195,8 @@ def worker(cfg, args):
                name=args.name)
 
 
-@command(option("host", "name or address of the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"),
-         "--port", "--secret-file", *TLS, flag("--json", "all of it, for programs"))
+@command(option("host", "the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"), "--port",
+          "--secret-file", *TLS, flag("--json", "all of it, for programs"))
 def status(cfg, args):
     """what a coordinator is doing, and with which workers
 
@@ -237,8 +238,8 @@ def generate(cfg, args):
 
 
 @command(*SAVED_RUN, option("file", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", "FILE", nargs="?"),
-         option("--tokens", "read at most N tokens of it, in evenly spread windows (default: all)", "N", TOKENS, default=0),
-         saved=of_run)
+         option("--tokens", "read at most N tokens of it, in evenly spread windows (default: all)", "N", TOKENS,
+                default=0), saved=of_run)
 def eval_(cfg, args):
     """measure a saved run on held-out text: bits per byte, beside simple models
 
@@ -316,8 +317,8 @@ def arch(cfg, args):
 
 
 @command(option("texts", "files of text (or any bytes), read one after the other, also .zst", "TEXT", nargs="+"),
-         option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: plain "
-                "bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
+         option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
+                "plain bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
          option("--val", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)", "FILE"),
          option("--out", "directory for the three files (default: this one)", "DIR", default="."))
 def prepare(cfg, args):
@@ -397,8 +398,8 @@ class Parser(argparse.ArgumentParser):
 def parser():
     """The whole command line, from COMMANDS."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by evolution "
-                  "strategies, on any number of machines.", epilog=EXAMPLES, **layout)
+    main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
+                  "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for function, options, saved in COMMANDS:
         summary, _, examples = inspect.getdoc(function).partition("\n\n")
@@ -407,7 +408,7 @@ def parser():
         sub.set_defaults(function=function, saved=saved)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
-        sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made set of constants")
+        sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
         for item in options:
             if isinstance(item, str) and item not in COMMON:
                 group = sub.add_argument_group(*item.split(": ", 1))

@@ -40,7 +40,6 @@ HEAD = RECORD.size + 4                   # a record up to its body
 RECENT = 64                              # newest steps whose fitness stays in memory
 WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure (cluster.snapshots)
-NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that do not change the model: a run continues when they change
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
@@ -454,8 +453,7 @@ def unzip(data, size):
 
 def kept(cfg):
     """The constants that determine the model, as JSON returns them."""
-    constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
-    return json.loads(json.dumps(constants))
+    return json.loads(json.dumps(cfg.saved()))
 
 
 def essential(cfg):

@@ -29,7 +29,7 @@ def small(tmp_path, monkeypatch):
 def certificates(tmp_path_factory):
     """(certificate, key) files of localhost, signed by itself."""
     at = tmp_path_factory.mktemp("tls")
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-                    "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", at / "key", "-out", at / "cert"],
-                   check=True, capture_output=True)
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+                    "-keyout", at / "key", "-out", at / "cert"], check=True, capture_output=True)
     return at / "cert", at / "key"

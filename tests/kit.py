@@ -1,5 +1,6 @@
-"""What several test files share: recordings and plain readings of the SPEC, fake engines, a coordinator in a thread, peers that
-speak frame by frame, a cluster in which everything goes wrong, and the comparison of both engines. Fixtures are in conftest.py."""
+"""What several test files share: recordings and plain readings of the SPEC, fake engines, a coordinator in a thread,
+peers that speak frame by frame, a cluster in which everything goes wrong, and the comparison of both engines. Fixtures
+are in conftest.py."""
 
 import contextlib
 import hashlib
@@ -43,12 +44,14 @@ def golden(name):
 
 
 def population_fitness(cfg, losses):
-    return np.concatenate([parameters.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
+    chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
+    return np.concatenate([parameters.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
 def loss_of(reading, window, seed, sign):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp, z = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)], reading.logits(window[:-1], seed, sign)
+    cfg, exp = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)]
+    z = reading.logits(window[:-1], seed, sign)
     total = 0
     for row, target in zip(z, window[1:]):
         q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
@@ -65,30 +68,35 @@ def random_config(rng, **more):
     """A small configuration drawn over what validate() admits."""
     head = int(rng.choice([32, 64, 128]))
     mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
-    settings = dict(HIDDEN_DIM=head * int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2)), HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
-                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])), CHUNK_SIZE=8, POPULATION_SIZE=8,
-                    ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian, DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)),
-                    HOST_GAUSSIAN=int(rng.integers(2)), HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
-                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)), SHIFT_LOGIT=int(rng.integers(6, 10)),
-                    SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])), SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])),
-                    LOSS=str(rng.choice(["deggs", "exact"])), USE_SAME_DATA=int(rng.integers(2)),
-                    CHUNK_MEAN_FILTER=int(rng.integers(2)), USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
+    heads = int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2))
+    settings = dict(HIDDEN_DIM=head * heads, HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
+                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])),
+                    CHUNK_SIZE=8, POPULATION_SIZE=8, ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian,
+                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), HOST_GAUSSIAN=int(rng.integers(2)),
+                    HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
+                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)),
+                    SHIFT_LOGIT=int(rng.integers(6, 10)), SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])),
+                    SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])), LOSS=str(rng.choice(["deggs", "exact"])),
+                    USE_SAME_DATA=int(rng.integers(2)), CHUNK_MEAN_FILTER=int(rng.integers(2)),
+                    USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
     return egg_config.make(**{**settings, **more})
 
 
 def recorded_generation(engine_type, step):
-    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt). Every state on the way
-    is the recorded one.
+    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt).
+    Every state on the way is the recorded one.
 
-    E.npz has the fitness of step 0 and digests of the others; E_fitness.npz has these, as our losses gave them but for single digits (in
-    E a few losses are not the recorded ones), which were turned until the digest was the recorded one: so it is checked here."""
+    E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
+    that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
+    losses are not the recorded ones. So the digest is checked here."""
     cfg, tokens, z = golden("E")
     engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
     for k in range(step):
         fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
-        assert engine.state().digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+        parts = "model_sha256", "adam_sha256", "scales_sha256"
+        assert engine.state().digests() == tuple(str(z[part][k]) for part in parts), k
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
@@ -98,8 +106,9 @@ def recorded_generation(engine_type, step):
 # --- protocol 1 -------------------------------------------------------------------------------------------------------
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
-CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=128,
-                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, AUDIT_RATE=0.0)
+CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
+                      POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
+                      AUDIT_RATE=0.0)
 
 
 class FakeEngine:
@@ -147,7 +156,8 @@ def expected(steps, cfg=CFG, kind=None):
     """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
     engine, packed = (kind or FakeEngine)(cfg), []
     for _ in range(steps):
-        chunks = [parameters.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
+        losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
+        chunks = [parameters.chunk_fitness(x, cfg) for x in losses]
         packed.append(parameters.pack_ternary(np.concatenate(chunks)))
         engine.update(np.concatenate(chunks))
     return packed, engine.state().digests()
@@ -178,7 +188,8 @@ class Server:
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = history.open_run(cfg, directory if save else None)
         console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console, **options)
+        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console,
+                                               **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.thread = threading.Thread(target=self._serve)
 
@@ -254,7 +265,8 @@ def until(condition, seconds=10):
 
 def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
     options.update(retry=retry, console=egg_net.Console(lines or Lines()))
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
+    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options,
+                              daemon=retry)
     thread.start()
     return thread
 
@@ -291,7 +303,8 @@ def coordinator_process(directory, port=0, cfg=CFG):
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
                "except egg_net.EggError as error:\n"
                "    sys.exit(f'egg: {error}')\n")
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     first = process.stdout.readline()
     return process, int(re.search(r":(\d+), step", first)[1]) if first else None
 
@@ -306,8 +319,8 @@ def changed(**constants):
 
 
 def card(cfg=CFG, **values):
-    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil", "config": history.kept(cfg), "data": "",
-            **values}
+    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
+            "config": history.kept(cfg), "data": "", **values}
 
 
 class Peer2(Peer):
@@ -362,7 +375,8 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
 
     def serve(engine, name, lines):
         with contextlib.suppress(egg_net.EggError):
-            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name, console=egg_net.Console(lines))
+            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name,
+                               console=egg_net.Console(lines))
 
     for i, engine in enumerate(engines):
         threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
@@ -375,20 +389,24 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
 
 
 class Chaos:
-    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in mid-frame, stop,
-    crawl or say everything twice, and a coordinator that is killed."""
+    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in
+    mid-frame, stop, crawl or say everything twice, and a coordinator that is killed.
 
-    def __init__(self, directory, seed, honest=3, kills=4):
-        self.directory, self.random, self.kills = directory, random.Random(seed), kills
+    cfg: an egg_config.Config. kinds: the classes of the engines that are honest, that drift and that lie."""
+
+    def __init__(self, directory, seed, cfg, kinds, honest=3, kills=4):
+        self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
         self.stop, self.threads, self.engines = False, [], []
-        self.process, self.port = coordinator_process(directory, 0, CHAOS)
+        self.kind, drifting, liar = kinds
+        self.process, self.port = coordinator_process(directory, 0, cfg)
         self.collect()
         for i in range(honest):
-            self.start(FakeEngine(CHAOS, 0.001 * (1 + 3 * i)), f"honest{i}")
-        self.start(Drifting(CHAOS, after=self.random.randrange(5, 30), pause=0.002), "drifting")
-        self.start(Liar(CHAOS, start=self.random.randrange(3, 20), pause=0.002), "liar")
+            self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
+        self.start(drifting(cfg, after=self.random.randrange(5, 30), pause=0.002), "drifting")
+        self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
         for i in range(3):
-            thread = threading.Thread(target=self.misbehave, args=(random.Random(seed * 10 + i), f"rogue{i}"), daemon=True)
+            dice = random.Random(seed * 10 + i)
+            thread = threading.Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True)
             self.threads.append(thread)
             thread.start()
 
@@ -404,8 +422,8 @@ class Chaos:
             lives = 0
             while not self.stop:
                 with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
-                    egg_net.run_worker(CHAOS, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
-                                          console=egg_net.Console(Lines()))
+                    egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
+                                       console=egg_net.Console(Lines()))
                 lives += 1
                 time.sleep(0.05)
 
@@ -416,8 +434,8 @@ class Chaos:
     def misbehave(self, dice, name):
         while not self.stop:
             with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
-                peer = Peer2(self.port, CHAOS, name=f"{name}.{dice.random()}")
-                peer.ask(0, FakeEngine(CHAOS).digest())
+                peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
+                peer.ask(0, self.kind(self.cfg).digest())
                 what, step = dice.randrange(7), peer.answer(1)[1]
                 if what == 0:
                     peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
@@ -438,6 +456,10 @@ class Chaos:
                 peer.link.close()
             time.sleep(dice.random() * 0.1)
 
+    def printed(self):
+        """How many steps this coordinator has told of."""
+        return sum(line.startswith("Step") for line in list(self.lines))
+
     def run(self, steps):
         """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
         started, kills, seen = time.monotonic(), 0, 0
@@ -446,19 +468,19 @@ class Chaos:
             self.process.kill()
             self.process.wait()
             kills += 1
-            run = history.open_run(CHAOS, self.directory)
+            run = history.open_run(self.cfg, self.directory)
             done, left = run.step, run.notices
             run.close()
             assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
             seen = done
-            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
             if done >= steps and kills >= self.kills:
                 break
-            self.process, _ = coordinator_process(self.directory, self.port, CHAOS)
+            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            self.process, _ = coordinator_process(self.directory, self.port, self.cfg)
             self.collect()
             if kills >= self.kills:
                 end = time.monotonic() + 30
-                while time.monotonic() < end and sum(line.startswith("Step") for line in list(self.lines)) + seen < steps + 2:
+                while time.monotonic() < end and self.printed() + seen < steps + 2:
                     time.sleep(0.02)
         self.stop = True
         return kills
@@ -467,20 +489,21 @@ class Chaos:
 CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
 
 
-def chaos(directory, seed, steps, kills):
-    """Runs it and compares every step with an undisturbed run; steps, kills done."""
-    trouble = Chaos(directory, seed, kills=kills)
+def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting, Liar)):
+    """Runs Chaos until it has so many steps and kills, and compares every step with an undisturbed run: (steps, kills)
+    done."""
+    trouble = Chaos(directory, seed, cfg, kinds, kills=kills)
     try:
         done = trouble.run(steps)
     finally:
         trouble.stop = True
         trouble.process.kill()
         trouble.process.communicate()
-    run = history.open_run(CHAOS, directory)
+    run = history.open_run(cfg, directory)
     try:
-        packed, digests = expected(run.step, CHAOS)
+        packed, digests = expected(run.step, cfg, kinds[0])
         assert whole(run) == packed
-        engine = FakeEngine(CHAOS)
+        engine = kinds[0](cfg)
         history.replay(run, engine)
         assert engine.state().digests() == digests
         return run.step, done
@@ -490,7 +513,8 @@ def chaos(directory, seed, steps, kills):
 
 # --- both engines -----------------------------------------------------------------------------------------------------
 
-CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}    # KiB of shared memory a block can have
+# compute capability -> KiB of shared memory that a block can have
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
 SEED = 20240607
@@ -502,7 +526,8 @@ def compare(constants, seed):
     cuda_engine.COMPILERS = 1                                   # this process is one of many
     rng = np.random.default_rng(seed)
     cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
-    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200)
+    tokens = tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
     state = cpu.state()
     state.seed = int(rng.integers(2 ** 32))
@@ -515,7 +540,8 @@ def compare(constants, seed):
         if not np.array_equal(*losses):
             wrong.append(f"losses of step {step}")
         fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
-        if cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests() or cpu.seed != gpu.seed:
+        if (cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests()
+                or cpu.seed != gpu.seed):
             wrong.append(f"update {step}")
         if cpu.digest() != gpu.digest():
             wrong.append(f"digest after update {step}")
@@ -536,7 +562,8 @@ def compare(constants, seed):
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 def weights_of(cfg, z, seen, temp, min_p, penalty):
-    """int64 [V]: the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11); float [V] scores beside them."""
+    """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
+    the scores that they are made of."""
     scores = z.astype(np.float32)
     scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
     if temp == 0:
@@ -563,11 +590,14 @@ def settings_of(rng):
 
 
 def hold_draws_against_the_distribution(engine_type):
-    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its 1 - 1e-4 quantile."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
+    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
+    1 - 1e-4."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2,
+                          SOFTMAX_EXP_SCALE=20.0)
     engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
     weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
-    counts = np.bincount([next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)], minlength=cfg.VOCAB_SIZE)
+    draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
+    counts = np.bincount(draws, minlength=cfg.VOCAB_SIZE)
     expected = 4000 * weights / weights.sum()
     assert not counts[weights == 0].any()
     common = expected >= 5
