@@ -202,9 +202,9 @@ def status(cfg, args):
 
     example: python egg.py status 10.0.0.1 --secret-file secret"""
     import json
-    import egg_net
-    report = egg_net.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
-    print(json.dumps(report, indent=1) if args.json else egg_net.describe_status(report))
+    from cluster import status
+    report = status.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
+    print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
 
 
 def of_run(args):
