@@ -82,16 +82,16 @@ def random_config(rng, **more):
     return egg_config.make(**{**settings, **more})
 
 
-def recorded_generation(engine_type, step):
-    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt).
-    Every state on the way is the recorded one.
+def recorded_generation(engine, step):
+    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates: (what d-eggs wrote then:
+    int32 [SEQ_LEN + 1], length of its prompt). Every state on the way is the recorded one.
 
     E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
     that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
     losses are not the recorded ones. So the digest is checked here."""
     cfg, tokens, z = golden("E")
-    engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
-    for k in range(step):
+    later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
+    for k in range(engine.step, step):
         fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
@@ -100,7 +100,7 @@ def recorded_generation(engine_type, step):
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
-    return engine, recorded, prompt
+    return recorded, prompt
 
 
 # --- protocol 1 -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from numba import cuda, uint32
 
 import egg_config
+import kit
 from engine import cuda_engine
 from engine import kernel_cache
 from model import parameters
@@ -419,7 +420,8 @@ def test_random_configurations_against_the_cpu_engine(compared):
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
+    engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
     engine._ready("generate")
