@@ -1,4 +1,4 @@
-"""Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
+"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain reading of the SPEC.
 
 `tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
 """

@@ -301,7 +301,7 @@ def coordinator_process(directory, port=0, cfg=CFG):
                f"cfg = egg_config.make(**{constants!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
-               "except egg_net.EggError as error:\n"
+               "except egg_config.EggError as error:\n"
                "    sys.exit(f'egg: {error}')\n")
     process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -374,7 +374,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
     threads, said = [], [Lines() for _ in engines]
 
     def serve(engine, name, lines):
-        with contextlib.suppress(egg_net.EggError):
+        with contextlib.suppress(egg_config.EggError):
             egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name,
                                console=egg_net.Console(lines))
 
@@ -421,7 +421,7 @@ class Chaos:
         def serve():
             lives = 0
             while not self.stop:
-                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
+                with contextlib.suppress(egg_config.EggError):      # a banned one comes back, under another name
                     egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
                                        console=egg_net.Console(Lines()))
                 lives += 1
@@ -433,7 +433,7 @@ class Chaos:
 
     def misbehave(self, dice, name):
         while not self.stop:
-            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
+            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
                 peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
                 peer.ask(0, self.kind(self.cfg).digest())
                 what, step = dice.randrange(7), peer.answer(1)[1]

@@ -283,7 +283,7 @@ def test_golden(name):
 
 @pytest.mark.gpu
 def test_golden_default_configuration():
-    """All 327,680 members of all six steps, against d-eggs with its data race mended (README, Exactness); and against its recording as far
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its recording as far
     as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
     import pyzstd
     recorded, mended = golden("E"), golden("E_mended")
