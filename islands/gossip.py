@@ -52,6 +52,7 @@ MOST_PEERS = 1024
 LINEAGE = 200              # epochs that `status` lists at most
 BANDWIDTH = 16e6           # bytes a second, unless told otherwise
 
+
 class IslandError(EggError):
     """About a peer's address, or what an island needs."""
 

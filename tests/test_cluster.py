@@ -95,7 +95,7 @@ def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other,
 
 
 def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
-    """PROTOCOL.md in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
+    """SPEC 16 in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
     from engine import cpu_engine
     most = (1 << 64) - 1
     cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
