@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import random
 import re
 import resource
 import shutil
@@ -18,22 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from cluster import admission
-from cluster import auth
-from cluster import dispatch
-from cluster import greeting
 import egg_config
-from model import state_digest
-from cluster import history
-from model import parameters
 import egg_net
-from cluster import snapshots
-from cluster import leases
-from cluster import status
-from cluster import wire
-from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, V2, WELCOME
+from cluster import admission, auth, dispatch, greeting, history, leases, snapshots, status, wire
+from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WELCOME
+from model import parameters, state_digest
+from tools import load
 from kit import (CFG, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
-                 cluster, coordinator_process, expected, filled, until, whole, work_in_thread)
+                 cluster, expected, filled, until, whole, work_in_thread)
 
 LIMITS = wire.limits(CFG)
 

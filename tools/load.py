@@ -67,7 +67,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
     """(results, seconds, [answer time], [the same just after a step])."""
     poll, times, rush, due, done = select.epoll(), [], [], [], 0
     dice, asked, after_step, given = random.Random(1), {}, {}, {}
-    digits = parameters.packed_size(cfg.CHUNK_SIZE // 2)
+    limits, digits = wire.limits(cfg), parameters.packed_size(cfg.CHUNK_SIZE // 2)
     # ternary digits as often as in a run of the default configuration
     some = [parameters.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=cfg.CHUNK_SIZE // 2), np.int8))
             for _ in range(256)]
@@ -88,7 +88,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
         for number, _ in poll.poll(max(0.0, min(0.1, due[0][0] - now)) if due else 0.1):
             sock, inbox = sockets[number]
             inbox += sock.recv(1 << 16)
-            if not (got := wire.next_frame(inbox, {V2: {}})):
+            if not (got := wire.next_frame(inbox, limits)):
                 continue
             (_, step, position, size), now = wire.RESPONSE.unpack_from(got[2]), time.perf_counter()
             if size:                                 # the fitness of a step that has just been completed
