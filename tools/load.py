@@ -31,12 +31,13 @@ def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     An answer time is that from sending a result and the next request to having the next chunk. Answers that are held
     back until a step is complete, or a chunk is late, are not counted. Those just after the end of a step, when all
     workers ask at once, are counted apart."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
-                          POPULATION_SIZE=32 * CHUNKS, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0,
-                          CONNECTIONS_PER_ADDRESS=2 * workers)
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
+                     POPULATION_SIZE=32 * CHUNKS, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0,
+                     CONNECTIONS_PER_ADDRESS=2 * workers)
+    cfg = egg_config.make(**constants)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    defines = [f"-D{name}={egg_config.text(value)}" for name, value in egg_config.changed(cfg).items()]
+    defines = [f"-D{name}={value}" for name, value in constants.items()]
     command = [sys.executable, EGG, "coordinator", "--port", "0", "--save-dir", str(directory), *defines]
     process = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True)
     try:
