@@ -566,8 +566,8 @@ def bench(cfg, tokens, device):
 
     def rate(what, count, seconds):
         speed = count / seconds
-        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} of "
-              f"the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
+              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
 
     chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
     noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))

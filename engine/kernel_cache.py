@@ -117,17 +117,18 @@ def _parts(value, known):
         return "partial", of(value.func), of(value.args), of(value.keywords)
     if isinstance(value, types.ModuleType):
         return "module", value.__name__
-    ours = (value if hasattr(value, "__qualname__") else kind).__module__.partition(".")[0] not in COMPILERS
+    module = getattr(value if hasattr(value, "__qualname__") else kind, "__module__", None) or ""
+    ours = module.partition(".")[0] not in COMPILERS
     if isinstance(value, types.FunctionType) and ours:
         return "function", of(value.__code__), of(value.__defaults__), [*map(of, _captured(value))]
     if isinstance(value, type):
         own = [of(f) for _, f in sorted(vars(value).items()) if isinstance(f, types.FunctionType)] if ours else []
-        return "class", value.__module__, value.__qualname__, getattr(value, "_fields", ()), own
+        return "class", module, value.__qualname__, getattr(value, "_fields", ()), own
     if hasattr(value, "__qualname__"):
-        return "name", value.__module__, value.__qualname__
+        return "name", module, value.__qualname__
     if ours or kind is types.SimpleNamespace:
         return "object", of(kind), of(vars(value))
-    text = f"{kind.__module__}.{kind.__qualname__} {value}"
+    text = f"{module}.{kind.__qualname__} {value}"
     if re.search(r" at 0x[0-9a-f]", text):
         raise TypeError(f"{text}: the cache of kernels cannot tell what this compiles to")
     return "object", text

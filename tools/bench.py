@@ -91,7 +91,8 @@ def bench_steps(cfg, tokens, device, threads):
             shape = egg_config.make(**{**settings, "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
         with tempfile.TemporaryDirectory() as directory:
             data = pathlib.Path(directory) / "tokens.bin"
-            (tokens % shape.VOCAB_SIZE).astype(np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32).tofile(data)
+            kind = np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32
+            (np.asarray(tokens, np.uint32) % shape.VOCAB_SIZE).astype(kind).tofile(data)
             quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                          DEVICE=device.partition(":")[0])
             settings = egg_config.make(**{**shape.constants(), **quiet})
