@@ -154,10 +154,12 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
         engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+        later = {"validate", "generate", "digest"}           # compiled at their first use
+        assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
             assert engine.evaluate(8, 8).shape == (8,)
         every_verb(cfg, engine, tokens)
-        assert engine.step == 1
+        assert engine.step == 1 and not engine._waiting
 
 
 def every_verb(cfg, engine, tokens):
