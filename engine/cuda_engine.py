@@ -1,17 +1,16 @@
-"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `engine.cpu_engine`.
+"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as
+`engine.cpu_engine`.
 
-Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory, compiled kernels kept
-on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
-"""
+Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory,
+compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device. """
 
 import fcntl
-import hashlib
-import os
 import pathlib
 import pickle
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import numpy as np
 from cuda.bindings import driver
@@ -19,14 +18,15 @@ from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
-from numba.cuda.serialize import dumps
 
-from engine import cpu_engine
-from model import state_digest
 import egg_kernels
-from model import parameters
+from engine import hardware
+from engine import kernel_cache
+from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
+from model import parameters
+from model import state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -36,43 +36,12 @@ DIGESTERS = 1024            # blocks that make a digest, at most
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
-COMPILERS = 8               # processes that compile kernels at once, at most
+COMPILERS = 8               # most processes that compile kernels at once
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
 
 
-# --- compiled kernels on disk ----------------------------------------------------------------------------------------------
-
-class KernelCache:
-    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled
-    cells, which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
-
-    def __init__(self, path):
-        self.cache_path = path
-
-    def load_overload(self, signature, context):
-        context.refresh()
-        try:
-            return pickle.loads(self.cache_path.read_bytes())
-        except (OSError, EOFError, pickle.UnpicklingError):
-            return None
-
-    def save_overload(self, signature, kernel):
-        try:
-            part = self.cache_path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(dumps(kernel))
-            part.replace(self.cache_path)
-        except OSError as error:                             # a full disk costs time, nothing else
-            _tell(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}\n")
-
-
-def cache_directory(cfg, device):
-    """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted([*ROOT.glob("egg_*.py"), *(path for folder in ("model", "kernels", "engine") for path in (ROOT / folder).glob("*.py"))])))
-    import numba_cuda
-    versions = device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version
-    key.update(repr((cfg.fingerprint(), *versions)).encode())
-    return pathlib.Path(cpu_engine.CACHE).parent / f"cuda-{key.hexdigest()[:16]}"
-
+# --- compiling -------------------------------------------------------------------------------------------------------
 
 def limits(gpu):
     """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
@@ -80,82 +49,94 @@ def limits(gpu):
 
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
-    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all).
+    """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
+    "load", "step" (evaluate and update), "validate", "generate" and "digest".
 
     silent: evaluation without noise (egg_kernels.build_noise)."""
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
-    own = update.build(cfg, cc[0] == 9) | build(cfg, token_type)
-    made = {name: cuda.jit(function) for name, (function, _) in own.items()}
-    every = [(name, made[name], signature, update.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
-    return forward, made, every + [(k.py_func.__name__, k, signature, shared) for k, signature, shared in forward.kernels]
+    forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
+    for verb, some in forward.kernels.items():
+        every[verb] = [Kernel(k.py_func.__name__, k, signature, shared) for k, signature, shared in some]
+    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
+        made[name] = cuda.jit(function)
+        kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
+        every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
+    return forward, made, every
 
 
-def compile_all(every, directory, what, job):
-    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where something is compiled.
-    job: (cfg, device, name of the token type, silent), for the processes that help. Returns the seconds it took."""
-    started = time.monotonic()
-    paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
-    missing, keep = sum(not path.exists() for path in paths), True
+class Kernel(NamedTuple):
+    """A kernel to be compiled for one signature; shared: bytes of dynamic shared memory."""
+    name: str
+    dispatcher: object
+    signature: tuple
+    shared: int
+
+
+def compile_all(every, capability, what, job):
+    """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
+    stderr says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same
+    kernels."""
+    started, known = time.monotonic(), {}
+    paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
+    missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
     if missing:
-        _tell(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}\n")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with open(directory / "lock", "w") as lock:      # workers that start together compile once
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                _share_out([(i, path) for i, path in enumerate(paths) if not path.exists()], job)
-        except OSError as error:
-            keep = False
-            _tell(f"egg: cannot keep them there: {error.strerror}\n")
-    for (_, dispatcher, signature, shared), path in zip(every, paths):
-        if keep:
-            dispatcher._cache = KernelCache(path)
-        ptx.allow_shared(dispatcher, signature, shared)
-        dispatcher.disable_compile()
+        where = kernel_cache.directory()
+        tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
+        name = kernel_cache.key({}, [path.name for _, path in missing])
+        with open(where / f"lock-{name}", "w") as lock:      # processes that start together compile once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _share_out([(i, path) for i, path in missing if not path.exists()], job)
+    for i, (kernel, path) in enumerate(zip(every, paths)):
+        if not path.exists():
+            _progress(i, len(every), started)
+        kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+        ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
+        kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        _tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
+        _progress()
+        tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
 def _share_out(missing, job):
-    """Has kernels, [(index, file)], compiled into their files by several processes; with one core there is nothing to share."""
-    count = min(COMPILERS, len(os.sched_getaffinity(0)), len(missing))
+    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core."""
+    count = min(COMPILERS, hardware.cores(), len(missing))
     if count < 2:
         return
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
     compilers = []
     for share in range(count):
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, "-c", COMPILER], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         process.stdin.write(pickle.dumps((job, missing[share::count])))
         process.stdin.close()
         compilers.append(process)
-    started, terminal = time.monotonic(), sys.stderr.isatty()
+    started = time.monotonic()
     while any(process.poll() is None for process in compilers):
         time.sleep(0.1)
-        if terminal:
-            done = sum(path.exists() for _, path in missing)
-            _tell(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
-    if terminal:
-        _tell("\r\x1b[K")
+        _progress(sum(path.exists() for _, path in missing), len(missing), started)
 
 
-def _tell(text):
-    print(text, end="", file=sys.stderr, flush=True)
+def _progress(done=0, total=0, started=0.0):
+    """Shows on a terminal how many kernels are compiled; without arguments it clears that line."""
+    if sys.stderr.isatty():
+        tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
 
 def compile_share():
-    """A compiling process: its share comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
-    (cfg, device, token_type, silent), share = pickle.load(sys.stdin.buffer)
+    """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
+    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
+    left."""
+    (cfg, device, token_type, silent, verb), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
-    gpu = cuda.get_current_device()
-    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    gpu, known = cuda.get_current_device(), {}
+    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2][verb]
     for i, path in share:
-        _, dispatcher, signature, _ = every[i]
-        dispatcher._cache = KernelCache(path)
-        dispatcher.compile(signature)
+        name, dispatcher, signature, _ = every[i]
+        if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
+            dispatcher._cache = kernel_cache.CudaCache(path)
+            dispatcher.compile(signature)
 
 
-# --- kernels of this file --------------------------------------------------------------------------------------------------
+# --- kernels of this file --------------------------------------------------------------------------------------------
 
 A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
 I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
@@ -180,7 +161,8 @@ def build(cfg, token_type):
         return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
 
     def cut_windows(tokens, place, windows):
-        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0] (model.parameters.windows)."""
+        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
+        (model.parameters.windows)."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
@@ -189,9 +171,9 @@ def build(cfg, token_type):
             windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
-        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
-        logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d
-        kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
+        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
+        draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units;
+        floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
         top_of = cuda.shared.array(CHOOSERS, float32)
         sums = cuda.shared.array(CHOOSERS, int64)
         best = cuda.shared.array(1, int32)
@@ -232,7 +214,8 @@ def build(cfg, token_type):
                 step *= 2
             cuda.syncthreads()
             if temp > 0:
-                threshold = int64(hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)) % sums[CHOOSERS - 1]
+                random = hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)
+                threshold = int64(random) % sums[CHOOSERS - 1]
                 running = sums[t] - total
                 if running <= threshold and threshold < sums[t]:
                     for v in range(t, V, H):
@@ -247,8 +230,8 @@ def build(cfg, token_type):
             at[0] = position + 1
 
     def digest(weights, moments, overlay, out):
-        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights, moments: as uint64 words;
-        overlay int8, zeros beyond. Any grid."""
+        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
+        moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
         sums = cuda.shared.array((2, BLOCK), uint64)
         t = cuda.threadIdx.x
         a, b = uint64(0), uint64(0)
@@ -284,8 +267,8 @@ def build(cfg, token_type):
 
 
 class Replay:
-    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time,
-    replayed from then on."""
+    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second
+    time, replayed from then on."""
 
     def __init__(self, stream, enqueue):
         self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
@@ -315,14 +298,14 @@ def _driver(result):
     return result[1] if len(result) > 1 else None
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------------
+# --- the engine ------------------------------------------------------------------------------------------------------
 
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
-    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits
-    easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises ValueError (one line) where the
-    device is missing or too small."""
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
+    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises
+    ValueError (one line) where the device is missing or too small."""
 
     def __init__(self, cfg, tokens=None, device=0, silent=False):
         try:
@@ -334,22 +317,31 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type, silent)
-        directory = cache_directory(cfg, gpu) / (token_type.name + ("-silent" if silent else ""))
-        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name, silent))
+        self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
+        self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
+        for verb in ("load", "step") if tokens is not None else ("load",):
+            self._ready(verb)
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
 
+    def _ready(self, verb):
+        """Compiles or loads the kernels of a verb of `kernels` before they are first launched."""
+        if verb in self._waiting:
+            every, capability = self._waiting.pop(verb), self._gpu.compute_capability
+            self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
+
     def _reserve(self):
-        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
+        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
+        left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         free = cuda.current_context().get_memory_info().free
         need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
-        self._weights, self._overlay = cuda.device_array(n, np.int8), cuda.device_array(parameters.n_overlay(cfg), np.int8)
+        self._weights = cuda.device_array(n, np.int8)
+        self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
@@ -378,11 +370,12 @@ class CudaEngine:
 
     def state(self):
         """A copy of the State."""
-        return parameters.State(self.cfg, self._weights.copy_to_host(), self._moments.copy_to_host(), self._overlay.copy_to_host(),
-                               self.step, self.seed)
+        arrays = (array.copy_to_host() for array in (self._weights, self._moments, self._overlay))
+        return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host."""
+        self._ready("digest")
         words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
         blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
         self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
@@ -395,6 +388,7 @@ class CudaEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
+        self._ready("step")
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
@@ -411,7 +405,8 @@ class CudaEngine:
         return out
 
     def _evaluation(self, pairs):
-        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free memory."""
+        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
+        memory."""
         forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
         weights, packed, overlay = self._weights, self._packed, self._overlay
         tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
@@ -426,12 +421,13 @@ class CudaEngine:
                 cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
-                forward.evaluate(stream, weights, packed, overlay, windows[at * width:(at + n) * width], job, at, n, scratch,
-                                 losses[2 * at:2 * (at + n)])
+                some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
+                forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
         return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        self._ready("step")
         self._set_update(fitness)
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
@@ -457,18 +453,19 @@ class CudaEngine:
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
         [n, SEQ_LEN + 1] windows (gru: of any length)."""
+        self._ready("validate")
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
-        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), cuda.current_context().get_memory_info().free // 2)
+        free = cuda.current_context().get_memory_info().free
+        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), free // 2)
         if len(windows) and not most:
             raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
         scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
-            nats = cuda.device_array(len(part) * T, np.float64)
-            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), T, scratch,
-                             nats)
+            nats, given = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
+            forward.validate(self.stream, self._weights, self._packed, given, len(part), T, scratch, nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T
@@ -477,6 +474,7 @@ class CudaEngine:
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration.
 
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
+        self._ready("generate")
         cfg, forward, stream = self.cfg, self._forward, self.stream
         s, prompt = parameters.sampling(cfg, temp, min_p, penalty), parameters.checked_prompt(cfg, prompt)
         total = len(prompt) + count
@@ -486,9 +484,11 @@ class CudaEngine:
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
         rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
-        cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
+        cache = cuda.device_array(forward.cache_bytes(total), np.int8)
+        scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
         z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
-        settings, floor = cuda.to_device(np.array([s.temp, s.penalty], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+        settings = cuda.to_device(np.array([s.temp, s.penalty], np.float32))
+        floor = cuda.to_device(np.array([s.floor], np.int64))
         draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
 
         def enqueue():
@@ -496,21 +496,22 @@ class CudaEngine:
             self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
 
         advance = Replay(stream, enqueue)                    # lives as long as this generator
-        done, told = 0, len(prompt)
-        while told < total:
+        done, given = 0, len(prompt)
+        while given < total:
             reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
             for _ in range(done, reach):
                 advance()
             done = reach
             new = tokens.copy_to_host(stream=stream)
             stream.synchronize()
-            for token in new[told:done + 1]:
+            for token in new[given:done + 1]:
                 yield int(token)
-            told = done + 1
+            given = done + 1
 
 
 def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too large."""
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
+    large."""
     low, high = 0, most
     while low < high:
         n = (low + high + 1) // 2
@@ -518,13 +519,15 @@ def largest(size, most, budget):
     return low
 
 
-# --- figures for `bench` -----------------------------------------------------------------------------------------------------
+# --- figures for `bench` ---------------------------------------------------------------------------------------------
 
-OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}   # int8 operations a clock and multiprocessor, dense; other cards: 2048
+# dense int8 operations a clock and multiprocessor; other cards: 2048
+OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}
 
 
 def update_times(engine, fitness, repeats=5):
-    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real updates)."""
+    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real
+    updates)."""
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
@@ -558,11 +561,13 @@ def bench(cfg, tokens, device):
     gpu = cuda.get_current_device()
     peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
     work = 2 * parameters.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock {peak / 1e12:.0f} TOP/s")
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+          f"{peak / 1e12:.0f} TOP/s")
 
     def rate(what, count, seconds):
-        print(f"{what:26s} {count / seconds / 1e6:8.2f} M tokens/s, {count / seconds * work / 1e12:5.0f} TOP/s, "
-              f"{count / seconds * work / peak:.1%} of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        speed = count / seconds
+        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
+              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
 
     chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
     noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
@@ -583,4 +588,5 @@ def bench(cfg, tokens, device):
     seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
     print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
     memory = cuda.current_context().get_memory_info()
-    print(f"device memory in use {(memory.total - memory.free) / 2**30:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)
+    used, total = memory.total - memory.free, memory.total
+    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)

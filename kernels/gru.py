@@ -704,7 +704,7 @@ class _Pass:
     """The forward pass with or without noise: its kernels and their launches."""
 
     def __init__(self, cfg, noisy, shared_limit, silent=False):
-        self.cfg, self.noisy, self.kernels = cfg, noisy, []
+        self.cfg, self.noisy, self.kernels, self.packers, self.packed_bytes = cfg, noisy, [], [], 0      # nothing beyond the common packing
         nz, losses = build_noise(cfg, silent), A64 if noisy else AF64
         self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
 
@@ -803,20 +803,21 @@ class Forward:
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        fast = gru_hopper.fits(cfg, cc, shared_limit)
-        narrow = gru_narrow.fits(cfg, cc, shared_limit)
-        if fast:
+        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
+            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+        if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
-        elif narrow:
+        elif gru_narrow.fits(cfg, cc, shared_limit):
             self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
         else:
             self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
         self._token, self._logits, self._gather = _token_kernel(cfg), _logits_kernel(cfg), _gather_kernel()
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast or narrow else self._packing.bytes, cfg.HIDDEN_DIM
-        own = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0),
-               (self._gather, GATHER_TYPES, 0)]
-        self.kernels = own + self._noisy.kernels + self._clean.kernels
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes or self._packing.bytes, cfg.HIDDEN_DIM
+        states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
+        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers, "step": self._noisy.kernels + states,
+                        "validate": self._clean.kernels,
+                        "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
         cfg = self.cfg

@@ -679,7 +679,7 @@ class Hopper:
             self.head = add(_wide_kernel(cfg, nz, True), WIDE_TYPES)
         self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
         self.pack = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES)
-        self.at, self.copies, end = {}, [], packing.bytes
+        self.packers, self.at, self.copies, end = [self.kernels[-1]], {}, [], packing.bytes
         for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
             self.at[t.name, t.layer] = end // 4
             padded = gru_head.columns(cfg) if t.name == "head" else t.cols

@@ -636,7 +636,7 @@ class Narrow:
         else:
             self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
         self.pack, self.pack_rows = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES), add(_pack_rows_kernel(), PACK_ROWS_TYPES)
-        self.at, self.copies, end = {}, [], packing.bytes
+        self.packers, self.at, self.copies, end = self.kernels[-2:], {}, [], packing.bytes
         tensors = parameters.tensors(cfg)
         for t in sorted((t for t in tensors if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
             padded = gru_head.columns(cfg) if t.name == "head" else t.cols

@@ -1,4 +1,5 @@
-"""Wire format, coordinator, worker, history, local training. A fake engine (crc, no model) where only the protocol matters."""
+"""Wire format, coordinator, worker, history, local training. A fake engine (crc, no model) where the model does not
+matter."""
 
 import json
 import multiprocessing
@@ -12,186 +13,25 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 
 import numpy as np
 import pytest
 
 import egg_config
-from model import state_digest
 from cluster import history
 from model import parameters
 import egg_net
 from tools import train
+from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame,
+                 until, whole, work_in_thread)
 
-HERE = pathlib.Path(__file__).parent.parent
 SPAWN = multiprocessing.get_context("spawn")
 
-# 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
-CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=128,
-                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, AUDIT_RATE=0.0)
 
-
-class FakeEngine:
-    """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
-
-    name = "fake"
-
-    def __init__(self, cfg=CFG, pause=0.0):
-        self.cfg, self.pause, self.evaluated, self.loads = cfg, pause, [], -1
-        self.load(parameters.initial_state(cfg))
-
-    def load(self, state):
-        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
-        self.loads += 1
-
-    def state(self):
-        weights = np.concatenate([self.weights, self.whole.weights[8:]])
-        return parameters.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
-
-    def digest(self):
-        return state_digest.of_state(self.state())
-
-    def evaluate(self, first, count):
-        assert first % 2 == count % 2 == 0 and count > 0
-        self.evaluated.append((self.step, first, count))
-        time.sleep(self.pause)
-        x = parameters.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
-        return (x % 1000).astype(np.int64)
-
-    def update(self, fitness):
-        assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
-        digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
-        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = parameters.next_seed(self.seed, self.step), self.step + 1
-        return 100 + self.step
-
-    def validate(self, windows):
-        return float(self.step + 1), windows.shape[0] * (windows.shape[1] - 1)
-
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        yield from [65 + self.step] * count
-
-
-def expected(steps, cfg=CFG, kind=None):
-    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
-    engine, packed = (kind or FakeEngine)(cfg), []
-    for _ in range(steps):
-        chunks = [parameters.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
-        packed.append(parameters.pack_ternary(np.concatenate(chunks)))
-        engine.update(np.concatenate(chunks))
-    return packed, engine.state().digests()
-
-
-class Lines:
-    """A stream that remembers what was printed."""
-
-    encoding = "utf-8"
-
-    def __init__(self):
-        self.text = ""
-
-    def isatty(self):
-        return False
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-class Server:
-    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
-
-    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
-        self.lines, self.drain, self.stay = Lines(), drain, stay
-        self.run = history.open_run(cfg, directory if save else None)
-        console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console, **options)
-        self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
-        self.thread = threading.Thread(target=self._serve)
-
-    def _serve(self):
-        try:
-            while not self.stopping and (self.stay or not self.coordinator.finished):
-                self.coordinator.poll(0.02)
-            self.coordinator.drain(self.drain if self.coordinator.finished else 0)
-        except Exception as error:
-            self.failure = error
-        self.coordinator.close()
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind, *_):
-        self.stopping = kind is not None or self.stopping or self.stay or self.coordinator.steps is None
-        self.thread.join(20)
-        self.run.close()
-        assert kind or not self.failure, self.failure
-
-    def stop(self):
-        self.stopping = True
-        self.thread.join(10)
-
-
-class Peer:
-    """A worker spoken byte by byte."""
-
-    def __init__(self, port, cfg=CFG):
-        self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
-
-    def ask(self, step):
-        self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
-
-    def answer(self, timeout=5):
-        return self.link.response(timeout)
-
-    def chunk(self, step):
-        self.ask(step)
-        seed, its_step, position, packed = self.answer()
-        assert (its_step, packed) == (step, b"")
-        return position
-
-    def result(self, step, position, packed=None, updates=0, loss=5, size=None):
-        packed = parameters.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
-        head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
-        self.link.send(wire.frame(RESULT, head, packed))
-
-    def silent(self, seconds=0.15):
-        """Nothing comes, and the connection stays."""
-        try:
-            self.answer(seconds)
-        except TimeoutError:
-            return True
-        return False
-
-    def closed(self):
-        self.link.sock.settimeout(5)
-        try:
-            return self.link.sock.recv(1) == b""
-        except ConnectionResetError:
-            return True
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-
-
-def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
-    options.update(retry=retry, console=egg_net.Console(lines or Lines()))
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
-    thread.start()
-    return thread
-
-
-# --- frames ---------------------------------------------------------------------------------------------------------------
+# --- frames ----------------------------------------------------------------------------------------------------------
 
 def test_frames_are_those_of_the_specification():
     assert wire.frame(JOB_REQUEST, wire.REQUEST.pack(1, 2, 0)).hex() == (
@@ -212,14 +52,6 @@ def test_frames_come_out_whole_however_the_bytes_arrive():
         while one := wire.next_frame(buffer, limits):
             got.append(one[1:])
     assert got == sent and not buffer
-
-
-GOOD = parameters.pack_ternary(np.ones(16, np.int8))
-
-
-def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
-    size = len(packed) if size is None else size
-    return wire.frame(RESULT, wire.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
 
 
 REFUSED = {
@@ -277,7 +109,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
 
 
 def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net, "HALF_FRAME_TIMEOUT", 0.3)
+    monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
     with Server(tmp_path) as server:
         honest, slow = Peer(server.port), Peer(server.port)
         assert honest.chunk(0) == 0
@@ -289,7 +121,7 @@ def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
         assert honest.chunk(0) == 32
 
 
-# --- serving --------------------------------------------------------------------------------------------------------------
+# --- serving ---------------------------------------------------------------------------------------------------------
 
 def test_requests_are_held_and_woken(tmp_path):
     with Server(tmp_path) as server:
@@ -308,7 +140,8 @@ def test_requests_are_held_and_woken(tmp_path):
         for position in mine:
             a.result(0, position)
         seed, step, _, packed = late.answer()
-        assert step == 1 and seed == parameters.next_seed(42, 0) and parameters.unpack_ternary(packed, CFG.N_PAIRS).all()
+        assert step == 1 and seed == parameters.next_seed(42, 0) and \
+            parameters.unpack_ternary(packed, CFG.N_PAIRS).all()
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
@@ -344,7 +177,8 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
-                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| Val: 1\.00 bits/byte$",
+                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
+                     r"Val: 1\.00 bits/byte$",
                      server.lines.text, re.M), server.lines.text
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
@@ -382,7 +216,8 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
     program = ("import sys, egg_net, egg_config; from cluster import history\n"
                "assert not {m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'engine')}\n"
                "cfg = egg_config.make()\n"
-               f"coordinator = egg_net.Coordinator(cfg, history.open_run(cfg), '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
+               "run = history.open_run(cfg)\n"
+               f"coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
                "print(coordinator.address[1], flush=True)\ncoordinator.poll(5)\n")
     times = [1.0]
     while min(times) >= 0.5 and len(times) < 6:                  # other tests may keep the machine busy for a moment
@@ -395,7 +230,7 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
     assert min(times) < 0.5, times
 
 
-# --- the worker -----------------------------------------------------------------------------------------------------------
+# --- the worker ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
@@ -438,7 +273,8 @@ def test_validation_and_samples_reach_the_console(tmp_path):
     assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.lines.text
     assert "sample at step 2: ab\u23ced >>> CCC\n" in server.lines.text
     lines = [x for x in server.lines.text.splitlines() if x.startswith("Step")]
-    assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]      # (step + 1) / ln 2 / 12
+    # (step + 1) / ln 2 / 12
+    assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]
 
 
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
@@ -452,7 +288,8 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
     with Server(tmp_path / "a", port=port, save=True, steps=engine.step + 3) as server:      # goes on where it was
         until(lambda: server.run.step == server.coordinator.steps)
     assert engine.loads == 0 and "the coordinator is gone, trying again" in lines.text
-    with Server(tmp_path / "b", port=port, save=True, steps=4) as server:                    # another run, behind the worker
+    # another run, behind the worker
+    with Server(tmp_path / "b", port=port, save=True, steps=4) as server:
         until(lambda: server.run.step == 4)
         assert [server.run.fitness(k) for k in range(4)] == packed
         until(lambda: engine.step == 4)
@@ -487,7 +324,8 @@ def response(seed, step, position, packed=b""):
 def serve_fake(engine, *responses):
     """Requests and results that the worker sent while it was given these responses."""
     fake = FakeCoordinator(*responses)
-    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1, console=egg_net.Console(Lines()))
+    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1,
+                                console=egg_net.Console(Lines()))
     return chunks, fake.requests
 
 
@@ -502,7 +340,8 @@ def test_the_worker_serves_a_coordinator_that_polls():
     results = [wire.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
     losses = FakeEngine.evaluate(engine, 64, 32)
     assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
-    assert [p for op, p in requests if op == RESULT][0][44:] == parameters.pack_ternary(parameters.chunk_fitness(losses, CFG))
+    fitness = parameters.chunk_fitness(losses, CFG)
+    assert [p for op, p in requests if op == RESULT][0][44:] == parameters.pack_ternary(fitness)
     asked = [wire.REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
 
@@ -519,7 +358,8 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
     with pytest.raises(egg_net.NetError, match="does not fit this worker: it answers for step 1 with seed"):
         serve_fake(FakeEngine(), catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1 + 1, 1, 0))
     with pytest.raises(egg_net.NetError, match="answers for step 0 with seed 0"):
-        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))         # the C++ answer "too far behind"
+        # the C++ answer "too far behind"
+        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))
 
 
 @pytest.mark.parametrize("reason, answer", [
@@ -564,22 +404,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
             assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * seconds + 2)
 
 
-# --- history --------------------------------------------------------------------------------------------------------------
-
-def filled(directory, steps=5, cfg=CFG):
-    """[packed fitness] of a run that was written to `directory`."""
-    rng, packed = np.random.default_rng(steps), []
-    run = history.open_run(cfg, directory)
-    for k in range(steps):
-        packed.append(parameters.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
-        run.append(packed[-1], -k * 1000, k)
-    run.close()
-    return packed
-
-
-def whole(run):
-    return [run.fitness(k) for k in range(run.step)]
-
+# --- history ---------------------------------------------------------------------------------------------------------
 
 def test_history_keeps_every_step(tmp_path):
     packed = filled(tmp_path, 150)                                     # more than stay in memory
@@ -588,7 +413,7 @@ def test_history_keeps_every_step(tmp_path):
     for k in range(150):
         seed = parameters.next_seed(seed, k)
     assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
-    assert run.said == [] and len(run._recent) <= history.RECENT
+    assert run.notices == [] and len(run._recent) <= history.RECENT
     run.append(packed[0], 1 << 62, 1)
     run.close()
     again = history.open_run(CFG, tmp_path)
@@ -618,7 +443,8 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.said) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.said)
+            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line
+                                                                  for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data
@@ -655,7 +481,8 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
         history.open_run(other, tmp_path)
     harmless = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 7, "SAMPLING_TEMP": 0.1, "PORT": 1})
     history.open_run(harmless, tmp_path).close()
-    for words, content in (("not a fitness history", b"something else"), ("cut short in its header, after 0 bytes", b""),
+    for words, content in (("not a fitness history", b"something else"),
+                           ("cut short in its header, after 0 bytes", b""),
                            ("cut short in its header", data[:50]), ("cut short in its header", data[:4]),
                            ("damaged in its header", data[:60] + b"!" + data[61:])):
         file.write_bytes(content)
@@ -668,7 +495,8 @@ def test_directories_that_cannot_be_used_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     run = history.open_run(CFG, tmp_path / "run")
     for words, save, load in (("in use by another coordinator", tmp_path / "run", None),
-                              ("Not a directory|File exists", tmp_path / "file", None), ("Not a directory", tmp_path / "file" / "x", None),
+                              ("Not a directory|File exists", tmp_path / "file", None),
+                              ("Not a directory", tmp_path / "file" / "x", None),
                               ("no such directory", None, tmp_path / "none"),
                               ("holds no run", tmp_path / "new", tmp_path)):
         with pytest.raises(history.HistoryError, match=words) as caught:
@@ -692,7 +520,7 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     run.append(packed[0], 1, 1)
     run.close()
     run = history.open_run(CFG, tmp_path)
-    assert whole(run) == packed + packed[:1] and run.said == []
+    assert whole(run) == packed + packed[:1] and run.notices == []
     run.close()
 
 
@@ -716,19 +544,13 @@ def test_load_dir_continues_here_or_elsewhere(tmp_path):
     run.close()
 
 
-# --- C++ checkpoints, golden runs -----------------------------------------------------------------------------------------
+# --- C++ checkpoints, golden runs ------------------------------------------------------------------------------------
 
 def golden_a():
     """(Config, recorded arrays) of golden configuration A."""
     recorded = np.load(HERE / "tests" / "golden" / "A.npz")
-    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0), recorded
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(CFG, lambda line: None)
+    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                           AUDIT_RATE=0.0), recorded
 
 
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
@@ -738,12 +560,14 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine import cpu_engine
     cfg, recorded = golden_a()
     run = history.open_run(cfg, tmp_path / "run", CHECKPOINTS)
-    assert all((parameters.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all() for k in range(6))
+    assert all((parameters.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
+               for k in range(6))
     engine = cpu_engine.CpuEngine(cfg)
     history.replay(run, engine)
     run.close()
     assert (engine.state().weights == recorded["model_6"].view(np.int8).ravel()).all()
-    assert engine.state().digests() == tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
+    assert engine.state().digests() == tuple(str(recorded[name][5])
+                                             for name in ("model_sha256", "adam_sha256", "scales_sha256"))
     assert history.open_run(cfg, tmp_path / "run").step == 6
 
 
@@ -816,7 +640,7 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     with server:
         until(flag.exists, 60)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.work.done) == 7, 60)
+        until(lambda: len(server.coordinator.dispatcher.work.done) == 7, 60)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
         until(lambda: server.run.step == 4, 30)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
@@ -844,21 +668,7 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
     assert speed > 50, f"{speed:.0f} chunks/s"
 
 
-# --- the coordinator as a command, and training ------------------------------------------------------------------------------
-
-def coordinator_process(directory, port=0, cfg=CFG):
-    """A coordinator in a process of its own: (process, port)."""
-    constants = cfg.constants()
-    program = ("import sys, egg_net, egg_config\n"
-               f"cfg = egg_config.make(**{constants!r})\n"
-               "try:\n"
-               f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
-               "except egg_net.EggError as error:\n"
-               "    sys.exit(f'egg: {error}')\n")
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    first = process.stdout.readline()
-    return process, int(re.search(r":(\d+), step", first)[1]) if first else None
-
+# --- the coordinator as a command, and training ----------------------------------------------------------------------
 
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
@@ -871,25 +681,17 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     refused, nothing = coordinator_process(tmp_path, 0)
     assert nothing is None and "in use by another coordinator" in refused.communicate()[1] and refused.returncode == 1
     refused, nothing = coordinator_process(tmp_path / "other", port)
-    assert nothing is None and refused.communicate()[1].startswith(f"egg: port {port} is in use") and refused.returncode == 1
+    assert nothing is None and refused.communicate()[1].startswith(f"egg: port {port} is in use")
+    assert refused.returncode == 1
     before = engine.step
     until(lambda: engine.step >= before + 3)
     second.send_signal(signal.SIGTERM)
     out, err = second.communicate(timeout=10)
-    assert second.returncode == 0 and not err and f"the run lies in {tmp_path}: continue it with --load-dir {tmp_path}" in out
+    assert second.returncode == 0 and not err
+    assert f"the run lies in {tmp_path}: continue it with --load-dir {tmp_path}" in out
     run = history.open_run(CFG, tmp_path)
     assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
     run.close()
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A configuration that trains in a moment, in a directory with its data."""
-    text = (b"the quick brown fox jumps over the lazy dog. " * 200)
-    (tmp_path / "input.bin").write_bytes(text)
-    (tmp_path / "val.bin").write_bytes(text[:500])
-    monkeypatch.chdir(tmp_path)
-    return egg_config.make(**{**CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64})
 
 
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
@@ -900,7 +702,8 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
     second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert (second.coordinator.first_step, second.coordinator.step) == (3, 5)
     assert second.before == pytest.approx(first.after, abs=1e-12)
-    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (uniform 8.00",
+    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
+                  "bits/byte after (uniform 8.00",
                   "sample after 5 steps", "the run lies in run: continue it with --load-dir run"):
         assert words in lines.text, words
     third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
