@@ -118,8 +118,8 @@ def int16_pairs(cc):
     return SimpleNamespace(
         add2=_operation("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; add.u32 t, t, u; xor.b32 u, $1, $2; "
                         "and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }", both, words, add2.__doc__),
-        min2=_operation("vmin2.s32.s32.s32 $0, $1, $2, 0;", both, words, min2.__doc__),
-        max2=_operation("vmax2.s32.s32.s32 $0, $1, $2, 0;", both, words, max2.__doc__))
+        min2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmin2.s32.s32.s32 $0, $1, $2, z; }", both, words, min2.__doc__),
+        max2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmax2.s32.s32.s32 $0, $1, $2, z; }", both, words, max2.__doc__))
 
 
 # --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
