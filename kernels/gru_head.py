@@ -11,7 +11,7 @@ from numba import cuda, int8, int32, int64, uint32
 
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, device, loss_function, quad_max, quad_sum
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, begin_with, input_bytes
+from kernels.gru_parts import OFFSET, begin_with, input_bytes, unrolled
 
 STAGE, STAGES = 64, 3                       # columns of a stage; stages of the ring
 ENTRIES = 256                               # of the table of exponentials; the last is 0, for columns beyond the vocabulary
@@ -100,14 +100,44 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         return int32(int32(y & int32(0xFFFF)) - int32(OFFSET))
 
     @device
-    def target_sum(n, tile, m, packed, at, token, q):
+    def target_sum(n, m, packed, at, token, q):
         """The product of row m with the column of a token."""
         column = (token & ~15) | ((token & 12) >> 1) | ((token & 2) << 2) | (token & 1)
         first = at + int64(column >> 3) * (2 * H) + (column & 7) * 4 + q
         total = int32(0)
         for k in range(2 * STEPS):
-            total = ptx.dp4a(n[WORDS * tile + 2 * k + m], packed[first + k * 32], total)
+            total = ptx.dp4a(n[2 * k + m], packed[first + k * 32], total)
         return int32(quad_sum(total) + int32(START))
+
+    @device
+    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, row_n, n, s, top, total, target):
+        """A tile's n, sums, and logits of the targets."""
+        position = min(position0 + 8 * tile, T - 1)
+        load_rows(row_x, x, unit, position, q)
+        token = tokens[at_token + position + 1]
+        column = word_of(noise(stream, token), overlay[at_overlay + token], stream, token)
+        for m in range(2):
+            sb, _ = norm(row_x, row_n, m, table, int32(table + AT_B), q)
+            s[2 * tile + m], top[2 * tile + m], total[2 * tile + m] = factor(sb, m), int32(LEAST), int64(0)
+        for k in range(WORDS):
+            n[WORDS * tile + k] = row_n[k]
+        for m in range(2):
+            target[2 * tile + m] = logit(noisy(target_sum(row_n, m, packed, at, token, q), s[2 * tile + m], column))
+
+    @device
+    def largest_part(i, acc, s, at_noise, top, c):
+        """top of all rows after 16 columns from c on."""
+        n = ptx.load_shared4(int32(at_noise + i * 64))
+        for r in range(ROWS):
+            top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, top[r], int32(c + i * 16))
+
+    @device
+    def weigh_part(i, acc, s, at_noise, most, exps, total, c):
+        n = ptx.load_shared4(int32(at_noise + i * 64))
+        for r in range(ROWS):
+            total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, most[r], exps, int32(c + i * 16))
+
+    enter_all, largest_all, weigh_all = unrolled(TILES, enter), unrolled(2, largest_part), unrolled(2, weigh_part)
 
     @cuda.jit(launch_bounds=THREADS)
     def stream_head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
@@ -140,18 +170,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-            for tile in range(TILES):
-                position = min(position0 + 8 * tile, T - 1)
-                load_rows(row_x, x, unit, position, q)
-                token = tokens[int64(unit) * width + skip + position + 1]
-                column = word_of(noise(stream, token), overlay[plan[call * PLAN + 2] + token], stream, token)
-                for m in range(2):
-                    sb, _ = norm(row_x, row_n, m, table, int32(table + AT_B), q)
-                    s[2 * tile + m], top[2 * tile + m], total[2 * tile + m] = factor(sb, m), int32(LEAST), int64(0)
-                for k in range(WORDS):
-                    n[WORDS * tile + k] = row_n[k]
-                for m in range(2):
-                    target[2 * tile + m] = logit(noisy(target_sum(n, tile, m, packed, at, token, q), s[2 * tile + m], column))
+            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit, position0, table, q, row_x, row_n, n,
+                      s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()
                 cuda.syncthreads()
@@ -170,15 +190,11 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 at_weights = origin(int32(base + (step % STAGES) * BYTES), packed, at, t)
                 for half in range(STAGE // 32):
                     product(acc, n, at_weights, half * (32 * H), start)
-                    for i in range(2):
-                        noises = ptx.load_shared4(int32(table + AT_NOISE + half * 128 + i * 64 + q * 16))
-                        c = int32(column0 + half * 32 + i * 16 + q * 4)
-                        if step < PARTS:
-                            for r in range(ROWS):
-                                top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], noises, top[r], c)
-                        else:
-                            for r in range(ROWS):
-                                total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], noises, most[r], at_exps, c)
+                    at_noise, c = int32(table + AT_NOISE + half * 128 + q * 16), int32(column0 + half * 32 + q * 4)
+                    if step < PARTS:
+                        largest_all(acc, s, at_noise, top, c)
+                    else:
+                        weigh_all(acc, s, at_noise, most, at_exps, total, c)
             # lane q of the four that share the rows makes the loss of row q
             mine_total, mine_distance = int64(1), int32(0)
             for r in range(ROWS):

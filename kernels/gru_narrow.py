@@ -17,7 +17,7 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_sum, vector_function
 from kernels import gru_head, gru_parts, ptx
-from kernels.gru_parts import BITS, OFFSET, SIGNS, begin_with, both, input_bytes
+from kernels.gru_parts import BITS, OFFSET, SIGNS, begin_with, both, input_bytes, unrolled
 from model import parameters
 
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
@@ -285,6 +285,20 @@ def _recur_kernel(cfg, nz, cc, size):
             x[j] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
 
     @device
+    def gate_block(b, acc, h, at_weights, start, table, lane, s0, s1, old, f, past):
+        product(acc, h, at_weights, b * (32 * H), start)
+        gate(acc, b, 0, table, lane, s0, s1, old, h, f, past)
+        gate(acc, b, 1, table, lane, s0, s1, old, h, f, past)
+
+    @device
+    def advance_block(b, acc, past, at_weights, start, table, lane, s0, s1, old, h, f, x):
+        product(acc, past, at_weights, H * H + b * (32 * H), start)
+        advance(acc, b, 0, table, lane, s0, s1, old, h, f, x)
+        advance(acc, b, 1, table, lane, s0, s1, old, h, f, x)
+
+    gate_all, advance_all = unrolled(STEPS, gate_block), unrolled(STEPS, advance_block)
+
+    @device
     def load(out, source, at, q):
         for m in range(2):
             for b in range(STEPS):
@@ -339,10 +353,7 @@ def _recur_kernel(cfg, nz, cc, size):
                 for k in range(KS):
                     s0, s1 = add(h[2 * k], int32(table + AT_B), k, lane, s0), add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
-                for b in range(STEPS):
-                    product(acc, h, at_weights, b * (32 * H), start)
-                    gate(acc, b, 0, table, lane, s0, s1, old, h, f, past)
-                    gate(acc, b, 1, table, lane, s0, s1, old, h, f, past)
+                gate_all(acc, h, at_weights, start, table, lane, s0, s1, old, f, past)
                 load(old, candidates, at_row, q)
                 load(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
@@ -350,10 +361,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0, s1 = (add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0),
                               add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1))
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
-                for b in range(STEPS):
-                    product(acc, past, at_weights, H * H + b * (32 * H), start)
-                    advance(acc, b, 0, table, lane, s0, s1, old, h, f, both_x)
-                    advance(acc, b, 1, table, lane, s0, s1, old, h, f, both_x)
+                advance_all(acc, past, at_weights, start, table, lane, s0, s1, old, h, f, both_x)
                 for m in range(2):
                     for b in range(STEPS):
                         ptx.store2(x, at_row + m * (2 * H) + b * 8 + q * 2, both_x[4 * b + m], both_x[4 * b + 2 + m])

@@ -12,6 +12,7 @@ member's sign and n the noise of the column; a second one gives BASE + quotient,
 LIMIT_K inputs), integers add the noise first.
 """
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,6 +265,16 @@ def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
         def product(acc, a, at_weights, at, start):
             multiply(acc, a, int64(at_weights + at), start)
     return bring, origin, product
+
+
+def unrolled(count, body):
+    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A compiler would not unroll
+    a loop with a large body, and arrays that it indexes would not stay in registers."""
+    names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
+    calls = "".join(f"        body({k}, {names})\n" for k in range(count))
+    made = {}
+    exec(f"def make(body):\n    def run({names}):\n{calls}    return run\n", made)
+    return device(made["make"](body))
 
 
 @device
