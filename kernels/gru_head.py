@@ -100,42 +100,51 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         return int32(int32(y & int32(0xFFFF)) - int32(OFFSET))
 
     @device
-    def target_sum(n, m, packed, at, token, q):
-        """The product of row m with the column of a token."""
+    def target_sum(n, at_n, packed, at, token, q):
+        """The product of the row whose words are n[at_n], n[at_n + 2]... with the column of a token."""
         column = (token & ~15) | ((token & 12) >> 1) | ((token & 2) << 2) | (token & 1)
         first = at + int64(column >> 3) * (2 * H) + (column & 7) * 4 + q
         total = int32(0)
         for k in range(2 * STEPS):
-            total = ptx.dp4a(n[2 * k + m], packed[first + k * 32], total)
+            total = ptx.dp4a(n[at_n + 2 * k], packed[first + k * 32], total)
         return int32(quad_sum(total) + int32(START))
 
     @device
-    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, row_n, n, s, top, total, target):
-        """A tile's n, sums, and logits of the targets."""
+    def enter_row(m, tile, packed, at, token, column, table, q, row_x, n, s, top, total, target):
+        """n, the sums, and the target's logit of member m of a tile."""
+        r, at_n = 2 * tile + m, WORDS * tile
+        sb, _ = norm(row_x, n, at_n, m, table, int32(table + AT_B), q)
+        s[r], top[r], total[r] = factor(sb, m), int32(LEAST), int64(0)
+        target[r] = logit(noisy(target_sum(n, at_n + m, packed, at, token, q), s[r], column))
+
+    enter_rows = unrolled(2, enter_row)
+
+    @device
+    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, n, s, top, total, target):
         position = min(position0 + 8 * tile, T - 1)
         load_rows(row_x, x, unit, position, q)
         token = tokens[at_token + position + 1]
         column = word_of(noise(stream, token), overlay[at_overlay + token], stream, token)
-        for m in range(2):
-            sb, _ = norm(row_x, row_n, m, table, int32(table + AT_B), q)
-            s[2 * tile + m], top[2 * tile + m], total[2 * tile + m] = factor(sb, m), int32(LEAST), int64(0)
-        for k in range(WORDS):
-            n[WORDS * tile + k] = row_n[k]
-        for m in range(2):
-            target[2 * tile + m] = logit(noisy(target_sum(row_n, m, packed, at, token, q), s[2 * tile + m], column))
+        enter_rows(tile, packed, at, token, column, table, q, row_x, n, s, top, total, target)
+
+    @device
+    def largest_row(r, acc, i, s, n, top, c):
+        top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, top[r], c)
+
+    @device
+    def weigh_row(r, acc, i, s, n, most, exps, total, c):
+        total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, most[r], exps, c)
+
+    largest_rows, weigh_rows = unrolled(ROWS, largest_row), unrolled(ROWS, weigh_row)
 
     @device
     def largest_part(i, acc, s, at_noise, top, c):
-        """top of all rows after 16 columns from c on."""
-        n = ptx.load_shared4(int32(at_noise + i * 64))
-        for r in range(ROWS):
-            top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, top[r], int32(c + i * 16))
+        """top of all rows after 16 columns from c + 16 i on."""
+        largest_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), top, int32(c + i * 16))
 
     @device
     def weigh_part(i, acc, s, at_noise, most, exps, total, c):
-        n = ptx.load_shared4(int32(at_noise + i * 64))
-        for r in range(ROWS):
-            total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, most[r], exps, int32(c + i * 16))
+        weigh_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), most, exps, total, int32(c + i * 16))
 
     enter_all, largest_all, weigh_all = unrolled(TILES, enter), unrolled(2, largest_part), unrolled(2, weigh_part)
 
@@ -151,7 +160,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             words[AT_EXPS // 4 + i] = exps[i >> 5] if i < (ENTRIES - 1) * 32 else 0
         acc, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
         begin_with(start, START)
-        row_x, row_n, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(ALL, int32)
+        row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(ALL, int32)
         s, top, most, total, target = (cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32),
                                        cuda.local.array(ROWS, int64), cuda.local.array(ROWS, int32))
         every = int64(units) * TASKS
@@ -170,7 +179,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit, position0, table, q, row_x, row_n, n,
+            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit, position0, table, q, row_x, n,
                       s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()

@@ -197,8 +197,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                             ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m], row_x[4 * b + 2 + m])
                 else:
                     load_rows(row_x, x, row, q)
-                f0, h0 = norm(row_x, n, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                f1, h1 = norm(row_x, n, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1 = factor(f0, 0), factor(f1, 1)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
@@ -445,8 +445,8 @@ def _mlp_kernel(cfg, nz, cc, size):
                 position = min(first + g, T - 1)
                 row = row_of(unit, position, T)
                 load_rows(row_x, x, row, q)
-                s0, _ = norm(row_x, n, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1, t0, t1 = up_factor(s0, 0), up_factor(s1, 1), int32(0), int32(0)
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
@@ -559,8 +559,8 @@ def _head_kernel(cfg, nz, cc, size):
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T), q)
-                s0, _ = norm(row_x, n, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1 = factor(s0, 0), factor(s1, 1)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)

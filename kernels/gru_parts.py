@@ -205,8 +205,8 @@ def norm_functions(cfg, nz, cc, streams):
                                                                 ptx.as_bits(float32(b * float32(-(MAGIC + 128)))))
 
     @device
-    def part(x, n, m, k, address, q, reciprocal):
-        """n of 16 columns of row m."""
+    def part(x, n, first, m, k, address, q, reciprocal):
+        """n[first + ...] of 16 columns of row m."""
         word, at = x[2 * k + m], int32(address + m * (4 * H) + k * 64 + q * 16)
         w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
         u = cuda.local.array(4, float32)
@@ -214,11 +214,11 @@ def norm_functions(cfg, nz, cc, streams):
             f = cuda.fma(ptx.as_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.as_float(w[e]), ptx.as_float(v[e]))
             u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
         y, z = clipped(u[0], u[1], u[2], u[3])
-        n[2 * k + m] = ptx.bytes4(y, z)
+        n[first + 2 * k + m] = ptx.bytes4(y, z)
 
     @device
-    def norm(x, n, m, address, at_inputs, q):
-        """n = ln of row m of x, both words [16 columns k][row]; the sums sb."""
+    def norm(x, n, at_n, m, address, at_inputs, q):
+        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
         total = int32(0)
         for k in range(2 * STEPS):
             total = ptx.distance4(x[2 * k + m], int32(SIGNS), total)
@@ -226,10 +226,10 @@ def norm_functions(cfg, nz, cc, streams):
         reciprocal = ptx.reciprocal(float32(mean))
         first, second = int32(0), int32(0)
         for k in range(2 * STEPS):
-            part(x, n, m, k, address, q, reciprocal)
-            first = add(n[2 * k + m], at_inputs, k, q, first)
+            part(x, n, at_n, m, k, address, q, reciprocal)
+            first = add(n[at_n + 2 * k + m], at_inputs, k, q, first)
             if streams > 1:
-                second = add(n[2 * k + m], int32(at_inputs + SIZE), k, q, second)
+                second = add(n[at_n + 2 * k + m], int32(at_inputs + SIZE), k, q, second)
         return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
 
     return fill, norm
