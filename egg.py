@@ -431,10 +431,8 @@ def main(argv=None):
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except egg_config.ConfigError as error:
-        return fail(error, 2)
     except EggError as error:
-        return fail(error, 1)
+        return fail(error, error.status)
     except MemoryError:
         return fail("not enough memory: take a smaller configuration, or a shorter text", 1)
     except OSError as error:

@@ -257,10 +257,17 @@ FACTS = _facts(
 
 
 class EggError(Exception):
-    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program."""
+    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program.
+    status: the exit status of a command that ends with it."""
+    status = 1
 
 
-class ConfigError(EggError):
+class UsageError(EggError):
+    """A wrong use: the same command can never work."""
+    status = 2
+
+
+class ConfigError(UsageError):
     """One line: which constant, what was wrong, what is allowed."""
 
 

@@ -929,7 +929,7 @@ def test_status_as_a_table_and_as_json(tmp_path):
     assert told["step"] >= 2 and told["chunks"] == 4 and told["steps"] is None and told["tokens_per_second"] > 0
     worker, = told["workers"]
     assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2 and worker["chunks"] >= 8 and worker["last_seen"] < 5
-    assert without.returncode == 1 and without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
+    assert without.returncode == 2 and without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
 
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
