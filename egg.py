@@ -90,7 +90,8 @@ COMMON = dict([
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
     option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT", parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+           "the secret if there is one", "[HOST:]PORT",
+           parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",
@@ -106,13 +107,14 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
-COMMANDS = []                  # (function, options, constants of the saved run)
+NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
+COMMANDS = []                  # (function, options, source of the saved constants)
 
 
-def command(*options, saved=lambda args: {}):
+def command(*options, saved=lambda args: ({}, None)):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
-    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is
-    about."""
+    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is about,
+    and the directory of that run if they must stay as they are."""
     def register(function):
         COMMANDS.append((function, options, saved))
         return function
@@ -121,8 +123,18 @@ def command(*options, saved=lambda args: {}):
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
+def of_directory(args):
+    """The constants of the run that --save-dir or --load-dir continues; none where a run begins."""
+    if args.save_dir or args.load_dir:
+        from cluster import history
+        for directory in filter(None, (args.save_dir, args.load_dir)):
+            if history.holds_run(directory):
+                return history.configuration(directory), directory
+    return {}, None
+
+
 @command("--steps", "--minutes", *RUN, "--threads",
-         flag("--insecure", "show the page of --http to anybody who can reach it"))
+         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
@@ -132,9 +144,10 @@ def train(cfg, args):
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http,
                        log_json=args.log_json, tensorboard=args.tensorboard)
+    invite_to_continue(done.coordinator.directory)
     if done.final is not None and done.coordinator.directory:
-        directory = shlex.quote(done.coordinator.directory)
-        print(f"try it: {command_line()} generate --load-dir {directory} --prompt 'The king said'")
+        directory = done.coordinator.directory
+        print("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
 @command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -149,7 +162,7 @@ def train(cfg, args):
          option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
                 "(default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth",
                                                      "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
-         flag("--no-accept", "give states to peers, but never take one"))
+         flag("--no-accept", "give states to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
 
@@ -168,9 +181,10 @@ def coordinator(cfg, args):
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
-    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes,
-                            access=access, http=page(args, access), log_json=args.log_json,
-                            tensorboard=args.tensorboard, island=island)
+    done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
+                                   args.minutes, access=access, http=page(args, access), log_json=args.log_json,
+                                   tensorboard=args.tensorboard, island=island)
+    invite_to_continue(done.directory)
 
 
 @command(option("host", "name or address of the coordinator", "HOST"),
@@ -211,7 +225,8 @@ def of_run(args):
     """The constants of the saved run that a command is about."""
     from cluster import history
     args.load_dir = args.load_dir or history.newest()
-    return history.configuration(args.load_dir)
+    saved = history.configuration(args.load_dir)
+    return saved, args.load_dir if saved else None
 
 
 @command(*SAVED_RUN,
@@ -264,7 +279,7 @@ def export(cfg, args):
 def of_file(args):
     """The constants in a file of `egg.py export`."""
     from tools import use
-    return use.read_config(args.file)
+    return use.read_config(args.file), None
 
 
 @command(option("file", "a file of `egg.py export`; its configuration is used, -D changes it", "FILE"),
@@ -276,9 +291,7 @@ def import_(cfg, args):
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
     print(use.import_(cfg, args.file, args.save_dir))
-    changed = egg_config.changed(cfg).items()
-    constants = " ".join(shlex.quote(f"-D{name}={egg_config.text(value)}") for name, value in changed)
-    print(f"next: {command_line()} train --save-dir {shlex.quote(args.save_dir)} {constants}".rstrip())
+    print("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
 @command(*SAVED_RUN, option("--json", "append them to FILE, as one line of JSON", "FILE"), saved=of_run)
@@ -377,14 +390,37 @@ def console(stream):
     return egg_net.Console(stream)
 
 
-def command_line():
-    """How this program is called from here, with the Python that runs it."""
-    python = os.path.relpath(sys.executable)
-    if sys.executable == shutil.which("python"):
-        python = "python"
+def command_line(*arguments):
+    """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
+    name, python = os.path.basename(sys.executable), os.path.relpath(sys.executable)
+    if sys.executable == shutil.which(name):
+        python = name
     elif python.startswith(".."):
         python = sys.executable
-    return f"{shlex.quote(python)} {shlex.quote(os.path.relpath(__file__))}"
+    return shlex.join([python, os.path.relpath(__file__), *map(str, arguments)])
+
+
+def as_called(text):
+    """`text` with commands as they work in this directory, with the Python that runs it."""
+    return text.replace("python egg.py", command_line())
+
+
+def invite_to_continue(directory):
+    """Prints the command that goes on with the run in `directory` (None: it is not kept): this one, without its limits
+    and without the constants that the run has kept."""
+    if directory is None:
+        return
+    args = vars(parser(typed=False).parse_args(sys.argv[1:]))
+    kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
+    command, defines = args["function"].__name__, args["defines"]
+    args = {name: value for name, value in args.items() if value and name not in NOT_CONTINUED}
+    args |= {"save_dir": directory, "D": [define for define in defines if define.partition("=")[0].strip() not in kept]}
+    words = []
+    for name, value in args.items():
+        option = "-D" if name == "D" else "--" + name.replace("_", "-")
+        for one in value if isinstance(value, list) else [value]:
+            words += [option] if one is True else [option, one]
+    print("continue it: " + command_line(command, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -392,11 +428,14 @@ def command_line():
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """A wrong use is one line, not the whole usage."""
-        self.exit(2, f"egg: {message} (see python {self.prog} --help)\n")
+        self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
+
+    def format_help(self):
+        return as_called(super().format_help())
 
 
-def parser():
-    """The whole command line, from COMMANDS."""
+def parser(typed=True):
+    """The whole command line, from COMMANDS; typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
@@ -414,7 +453,7 @@ def parser():
                 group = sub.add_argument_group(*item.split(": ", 1))
             else:
                 name, values = (item, COMMON[item]) if isinstance(item, str) else item
-                group.add_argument(name, **values)
+                group.add_argument(name, **{k: v for k, v in values.items() if typed or k != "type"})
     return main
 
 
@@ -422,7 +461,8 @@ def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
     try:
         args = parser().parse_args(argv)
-        args.function(egg_config.load(args.preset, args.defines, saved=args.saved(args)), args)
+        saved, run = args.saved(args)
+        args.function(egg_config.load(args.preset, args.defines, saved=saved, run=run), args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -440,7 +480,7 @@ def main(argv=None):
 
 
 def fail(message, status):
-    print("egg: " + " ".join(str(message).split()), file=sys.stderr)
+    print("egg: " + as_called(" ".join(str(message).split())), file=sys.stderr)
     return status
 
 

@@ -629,10 +629,11 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             tls = " and TLS" if access.tls else ""
-            console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, place, who, tls))
-            if coordinator.page:
-                console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
+                console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, place, who,
+                                                                              tls))
+                if coordinator.page:
+                    console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
             coordinator.drain(0 if stopped else 5)
@@ -641,7 +642,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
 
 
 def farewell(run):
-    """Where the run is kept and how to go on."""
+    """What has become of the run."""
     if run.directory is None:
         return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir {run.directory}"
+    return f"stopped after {run.step} steps; the run lies in {run.directory}"

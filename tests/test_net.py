@@ -671,7 +671,7 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     until(lambda: engine.step >= before + 3)
     second.send_signal(signal.SIGTERM)
     out, err = second.communicate(timeout=10)
-    assert second.returncode == 0 and not err and f"the run lies in {tmp_path}: continue it with --load-dir {tmp_path}" in out
+    assert second.returncode == 0 and not err and f"the run lies in {tmp_path}\n" in out
     run = history.open_run(CFG, tmp_path)
     assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
     run.close()

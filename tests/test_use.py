@@ -241,7 +241,7 @@ def test_the_prompt_may_come_from_standard_input(here, capsys, monkeypatch):
     (["generate", "--min-p", "nan"], 2, "a share from 0 to 1"),
     (["generate", "--load-dir", "nowhere"], 1, "nowhere: no such directory: give --load-dir"),
     (["generate", "--load-dir", "."], 1, "holds no run"),
-    (["generate", "-D", "HIDDEN_DIM=128"], 1, "another configuration: HIDDEN_DIM = 64 there, 128 here"),
+    (["generate", "-D", "HIDDEN_DIM=128"], 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
     (["eval", "missing.txt"], 1, "missing.txt: No such file"),
     (["eval", "short.txt"], 1, "too few for a window"),
     (["eval", "empty.txt"], 1, "empty"),
@@ -360,9 +360,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     state = load(directory="new")[0].engine.state()
     assert np.array_equal(state.weights, here[SNAPSHOT].weights) and (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
-    # `next` gives the constants, so that training goes on with the same configuration
-    defines = [x[2:] for x in shlex.split(out.splitlines()[1]) if x.startswith("-D")]
-    assert history.kept(egg_config.load(defines=defines, environ={})) == history.kept(CFG)
+    assert history.kept(egg_config.load(environ={}, saved=history.configuration("new"))) == history.kept(CFG)
     assert "holds a run already" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[2]
 
 
