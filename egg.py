@@ -4,10 +4,17 @@
 Modules that take long to load are imported by the commands that need them.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # until `main` can catch it, Ctrl-C ends us without a traceback
+
 import argparse
+import difflib
 import importlib
 import inspect
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -103,6 +110,8 @@ COMMON = dict([
            "a certificate", "FILE"),
     option("--gpu", "the GPU to use (default: the first)", "N", number(int, 0, 1023, "the number of a GPU, 0 or more")),
 ])
+ROOT = os.path.dirname(os.path.abspath(__file__))
+LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
@@ -133,14 +142,27 @@ def of_directory(args):
     return {}, None
 
 
+def for_this_machine(cfg, args):
+    """cfg; but the preset laptop where there is no GPU and nobody has chosen a model: no run, no constant, no preset."""
+    given = egg_config.given(args.preset, args.defines)
+    chosen = [name for name in given if egg_config.FACTS[name].agree != egg_config.LOCAL or name in egg_config.DATA_FILES]
+    if args.run or chosen or cfg.fingerprint() != egg_config.SHIPPED or hardware.devices(cfg) != ["cpu"]:
+        return cfg
+    print("no GPU here: training with the preset laptop (--preset and -D choose another model)")
+    return egg_config.load("laptop", args.defines)
+
+
 @command("--steps", "--minutes", *RUN, "--threads",
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
-    example: python egg.py train --preset laptop --minutes 1 --save-dir ckpt"""
+    examples:
+      python egg.py train --minutes 1 --save-dir ckpt
+      python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
     from cluster import auth
     from tools import train
+    cfg = for_this_machine(cfg, args)
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http,
                        log_json=args.log_json, tensorboard=args.tensorboard)
@@ -175,6 +197,8 @@ def coordinator(cfg, args):
     import egg_net
     from cluster import auth
     from islands import gossip
+    if args.island and not (args.save_dir or args.load_dir) or args.island and not cfg.SNAPSHOT_EVERY:
+        raise egg_config.UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
     access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                          args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
@@ -248,6 +272,8 @@ def generate(cfg, args):
       echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0"""
     from tools import use
     text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
+    if not text:
+        raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
 
@@ -329,26 +355,54 @@ def arch(cfg, args):
     print(parameters.describe(cfg))
 
 
+def need_room(directory, force):
+    """Asks before files of an earlier `prepare` in a directory are replaced. Raises UsageError."""
+    there = [path for name in ("input.bin", "val.bin", "decoding.bin")
+             if os.path.exists(path := os.path.normpath(os.path.join(directory, name)))]
+    if force or not there:
+        return
+    if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
+        return
+    raise egg_config.UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
+
+
 @command(option("texts", "files of text (or any bytes), read one after the other, also .zst", "TEXT", nargs="+"),
          option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
                 "plain bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
          option("--val", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)", "FILE"),
-         option("--out", "directory for the three files (default: this one)", "DIR", default="."))
+         option("--out", "directory for the three files (default: this one)", "DIR", default="."),
+         flag("--force", "replace such files without asking"))
 def prepare(cfg, args):
     """turn texts into input.bin, val.bin and decoding.bin
 
     examples:
-      python egg.py prepare book1.txt book2.txt.zst
+      python egg.py prepare book1.txt book2.txt.zst --out books
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
-      python egg.py prepare train.txt --val held-out.txt --vocab-size 4096"""
+      python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
+    need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     size = prepare.prepare(args.texts, wanted, args.val, args.out)
-    vocab = "" if size == egg_config.VOCAB_SIZE else \
-        f" -D VOCAB_SIZE={max(size, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
-    directory = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
-    print(f"next: {directory}python {shlex.quote(os.path.relpath(__file__, args.out))} train{vocab}")
+    print("next: " + command_line("train", *training_on(args.out, size, wanted == 256, hardware.devices(cfg) != ["cpu"])))
+
+
+def training_on(directory, n_tokens, plain, gpu):
+    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
+    preset = ("best-bytes" if plain else "best") if gpu else "laptop"
+    constants = {"DETOKENIZE": 0} if plain else {}
+    if preset == "best" and n_tokens != egg_config.VOCAB_SIZE:
+        constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
+    names = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}
+    if os.path.normpath(directory) != ".":
+        constants |= {name: os.path.join(directory, file) for name, file in names.items() if not (plain and file == "decoding.bin")}
+    kept = first = "ckpt-" + os.path.basename(os.path.abspath(directory))
+    for number in range(2, 1000):
+        if not os.path.exists(kept):
+            break
+        kept = f"{first}-{number}"
+    return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
+            "--save-dir", kept]
 
 
 @command("--threads", "--gpu")
@@ -382,7 +436,9 @@ def load(cfg, args):
     """The use.Saved of the arguments."""
     from tools import use
     device = hardware.one_device(cfg, args.gpu)
-    return use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
+    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
+    print(f"egg: {args.load_dir}, step {saved.step}", file=sys.stderr, flush=True)
+    return saved
 
 
 def console(stream):
@@ -402,7 +458,26 @@ def command_line(*arguments):
 
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
-    return text.replace("python egg.py", command_line())
+    return text.replace("python egg.py", command_line()).replace("pip install -r requirements/", pip() + " install -r "
+                                                                 + os.path.relpath(os.path.join(ROOT, "requirements/")))
+
+
+def pip():
+    """The command that installs into the Python that runs this; where `make` has set it up, its own."""
+    try:
+        with open(os.path.join(sys.prefix, "pip")) as file:
+            return file.read().strip().replace(".venv/", os.path.relpath(sys.prefix) + "/")
+    except OSError:
+        return shlex.quote(sys.executable) + " -m pip"
+
+
+def installation():
+    """What to do without a library that every command needs."""
+    venv = os.path.join(ROOT, ".venv")
+    if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
+        python = os.path.relpath(os.path.join(venv, "bin", "python"))
+        return f"it is installed for another: {shlex.join([python, os.path.relpath(__file__), *sys.argv[1:]])}"
+    return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
 
 
 def invite_to_continue(directory):
@@ -428,6 +503,10 @@ def invite_to_continue(directory):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """A wrong use is one line, not the whole usage."""
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
+            names = [function.__name__.rstrip("_") for function, _, _ in COMMANDS]
+            near = difflib.get_close_matches(wrong[1], names, 1)
+            message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else f": there is {', '.join(names)}")
         self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
@@ -460,13 +539,19 @@ def parser(typed=True):
 def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         args = parser().parse_args(argv)
-        saved, run = args.saved(args)
-        args.function(egg_config.load(args.preset, args.defines, saved=saved, run=run), args)
+        saved, args.run = args.saved(args)
+        args.function(egg_config.load(args.preset, args.defines, saved=saved, run=args.run), args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in LIBRARIES:
+            raise
+        return fail(f"{sys.executable} has no {error.name}: {installation()}", 1)
     except BrokenPipeError:
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -162,6 +162,8 @@ PRESETS["best-bytes"] = {
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k != "PRESETS"}
 
+SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
+
 # --- what holds for each constant ------------------------------------------------------------------------------------
 
 ALL = "all"         # coordinator, workers and the islands that gossip must agree on it

@@ -327,6 +327,11 @@ class CudaEngine:
             every, capability = self._waiting.pop(verb), self._gpu.compute_capability
             self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
 
+    def warm_up(self, verbs):
+        """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
+        for verb in verbs:
+            self._ready({"evaluate": "step", "update": "step"}.get(verb, verb))
+
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)

@@ -4,6 +4,7 @@ A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process
 engine. """
 
 import ctypes
+import functools
 import importlib.util
 import os
 import sys
@@ -61,8 +62,13 @@ def devices(cfg):
     if cfg.DEVICE == "cuda":
         raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
-        print(f"egg: {wrong}; using the CPU", file=sys.stderr, flush=True)
+        _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
+
+
+@functools.cache
+def _tell_once(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def one_device(cfg, gpu=None):

@@ -254,7 +254,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
 
 def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
     with Server(tmp_path) as server:
-        refused_by(lambda: Peer2(server.port, secret=SECRET), "wrong secret")           # the coordinator cannot check it either
+        refused_by(lambda: Peer2(server.port, secret=SECRET), "it has no secret, and here is one")
     listener = socket.create_server(("127.0.0.1", 0))
 
     def impostor():
