@@ -1,4 +1,4 @@
-"""Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
+"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain reading of the SPEC.
 
 `tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
 """
@@ -148,14 +148,15 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
-OTHERS = [kind for kind in simd.KINDS if kind in simd.available() and kind != simd.KIND]
+# tests/test_simd.py holds the operations of every kind against NumPy; a whole run is repeated with those of any processor
+OTHERS = [kind for kind in simd.available()[1:] if kind == "portable"]       # this process uses the first
 
 
 @pytest.fixture(scope="module")
 def others():
     """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
-    code = "import test_egg; from engine import simd; assert simd.KIND == {!r}; test_egg.hold_against_recording('A')"
-    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind, "PYTHONPATH": "tests"},
+    code = "import test_egg; from engine import simd; simd.use({!r}); test_egg.hold_against_recording('A')"
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
     for process in started.values():
@@ -175,9 +176,17 @@ def test_recorded_run_with_other_instructions(kind, others):
     assert others[kind].wait() == 0, said
 
 
-def test_recorded_default_configuration():
-    cfg, tokens, z = golden("E")
-    engine = cpu_engine.CpuEngine(cfg, tokens)
+@pytest.fixture(scope="module")
+def default_engine():
+    """The engine of golden E, which several tests take further: an update of 327,680 members takes seconds."""
+    cfg, tokens, _ = golden("E")
+    return cpu_engine.CpuEngine(cfg, tokens)
+
+
+def test_recorded_default_configuration(default_engine):
+    (cfg, _, z), engine = golden("E"), default_engine
+    if engine.step:
+        engine.load(parameters.initial_state(cfg))
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
     engine.update(z["fitness_0"])
@@ -243,9 +252,10 @@ def test_generation_does_not_depend_on_the_cache():
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_recorded_generation(step):
+def test_recorded_generation(step, default_engine):
     """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    engine, recorded, prompt = recorded_generation(cpu_engine.CpuEngine, step)
+    engine = default_engine if step else cpu_engine.CpuEngine(*golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, c, s = engine.cfg, engine._constants, parameters.sampling(engine.cfg)
     for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])

@@ -1113,14 +1113,23 @@ class CpuEngine:
             new, position = np.array([token], np.int32), position + 1
 
 
-def warm_up(cfg, say=print):
-    """Compiles the kernels of a training step on a tiny model, or loads them from the cache; seconds it took."""
+STEP = ("evaluate", "update")                      # the verbs of a training step
+VERBS = *STEP, "validate", "digest", "generate"
+
+
+def warm_up(cfg, say=print, verbs=STEP):
+    """Compiles the kernels of some verbs on a tiny model, or loads them from the cache; seconds it took. `say` takes a line
+    if anything is compiled."""
     started = time.monotonic()
     kernel_cache.CpuCache.before_next = lambda: say(f"compiling the CPU engine ({simd.use()}) ...")
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=cfg.SIMD, MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-    engine.evaluate(0, 2)
-    engine.update(np.ones(1, np.int8))
+    arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),), digest=(),
+                     generate=([1], 1, 0))
+    for verb in verbs:
+        done = getattr(engine, verb)(*arguments[verb])
+        if verb == "generate":
+            list(done)
     kernel_cache.CpuCache.before_next = None
     return time.monotonic() - started

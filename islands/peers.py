@@ -16,7 +16,7 @@ from cluster import auth
 from cluster import greeting
 from cluster import history
 from cluster import wire
-from cluster.session import Session
+from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
 from egg_config import ConfigError, EggError
 
@@ -126,13 +126,14 @@ class Peer:
         return True
 
 
-class Call:
+class Call(Role):
     """The role of a session with an island that was called, until both are introduced."""
 
     peer = None
 
     def __init__(self, session, peers, target):
-        self.session, self.peers, self.target = session, peers, target
+        super().__init__(session)
+        self.peers, self.target = peers, target
         self.caller = greeting.Caller(peers.coordinator.access.secret, peers.card())
 
     def begin(self):
@@ -161,11 +162,12 @@ class Call:
         self.peers.lost(self.session)
 
 
-class PeerRole:
+class PeerRole(Role):
     """The role of a session with a peer. target: the Target that was called, None if the peer called."""
 
     def __init__(self, session, peers, peer, target):
-        self.session, self.peers, self.peer, self.target = session, peers, peer, target
+        super().__init__(session)
+        self.peers, self.peer, self.target = peers, peer, target
         self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
 
     def handle(self, opcode, payload):
@@ -174,9 +176,6 @@ class PeerRole:
         else:
             self.peer.heard = time.monotonic()
             self.peers.island.handle(self.peer, opcode, payload)
-
-    def check(self, now):
-        pass
 
     def closed(self):
         self.peers.lost(self.session)
@@ -267,7 +266,7 @@ class Peers:
             session.close()
             return
         session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
-        session.limits = wire.limits_of_island(self.coordinator.admission.limits)
+        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
         peer.session, peer.id, peer.identity = session, card.id, identity
         peer.heard, peer.question_at = time.monotonic(), None
         peer.address = target.title if target else session.address
@@ -281,7 +280,7 @@ class Peers:
         admission, traffic = self.coordinator.admission, self.coordinator.progress.traffic
         try:
             session = Session(self.coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, traffic,
-                              admission.door, wire.limits_of_call(admission.limits), self.tls, target.host)
+                              admission.door, wire.only(admission.limits, wire.FROM_CALLED), self.tls, target.host)
         except OSError:                              # there are no file descriptors left
             target.failed()
             return

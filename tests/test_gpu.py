@@ -4,7 +4,6 @@ against the golden recordings and, on random configurations, against the CPU eng
 import concurrent.futures
 import hashlib
 import json
-import multiprocessing
 import pathlib
 import re
 import subprocess
@@ -15,38 +14,36 @@ import pytest
 from numba import cuda, uint32
 
 import egg_config
+import kit
 from engine import cuda_engine
-from engine import hardware
+from engine import kernel_cache
 from model import parameters
 from kernels import update
-from kit import CARDS, SEED, compare
+from kit import (CARDS, SEED, compare, hold_against_every_card, hold_draws_against_the_distribution,
+                 kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-PARTS = 5                   # of the random configurations: a run that is cut off has compared some
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
 
-def compile_for(cc):
-    """[(name, PTX, dynamic shared bytes)] of every kernel for one card."""
-    every = cuda_engine.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]
-    target = (9, 0, "a") if cc == (9, 0) else cc
-    return [(name, cuda.compile_ptx(dispatcher.py_func, signature, cc=target)[0], shared) for name, dispatcher, signature, shared in every]
+def test_every_kernel_compiles(compiler):
+    """All of them for the oldest card; for each other one those that differ from what is compiled already."""
+    names = hold_against_every_card(compiler, {})
+    assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
+               for made in names.values())
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Every card's kernels as futures, compiled by as many processes as there are cores."""
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        yield {cc: pool.submit(compile_for, cc) for cc in CARDS}
+def test_kernels_that_differ_are_told_apart():
+    """What saves compiling above: kernels are the same if their code is, what is compiled in, and that of all they call."""
+    def keys(cc=(8, 0), **constants):
+        known = {}
+        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
 
-
-@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
-def test_every_kernel_compiles(cc, compiled):
-    for name, ptx, shared in compiled[cc].result():
-        assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
-        assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
-        assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
+    base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
+    assert base == keys(VALIDATE_EVERY=7)
+    assert "operands" in {name for name in base if base[name] != mask[name]}
+    assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
 
 
 def test_optimizer_rounds_as_the_specification_does():
@@ -129,8 +126,8 @@ def no_gpu(monkeypatch):
         return launch
 
     def compile_all(every, *_):
-        for _, dispatcher, signature, _ in every:
-            dispatcher.expected = signature
+        for kernel in every:
+            kernel.dispatcher.expected = kernel.signature
         return 0.0
 
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
@@ -229,6 +226,29 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
     assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
 
 
+@pytest.mark.parametrize("verb, says", [
+    ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
+    ("validate", "validation"), ("generate", "tokens")])
+def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
+    """kit.compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
+    from engine import cpu_engine
+    wrong = {"evaluate": lambda losses: losses + (losses[0] == losses), "update": lambda changed: changed + 1,
+             "digest": lambda digest: digest[::-1], "validate": lambda found: (found[0] * (1 + 1e-6), found[1]),
+             "generate": lambda tokens: (token ^ 1 for token in tokens)}
+
+    class Wrong(cpu_engine.CpuEngine):
+        compile_seconds = 0.0
+
+    if verb:
+        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
+            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
+    monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
+    (tmp_path / "transformer").touch()
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16)
+    found, _ = compare(constants, 3, tmp_path)
+    assert found.startswith(says) if verb else found == ""
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------
 
 def golden(name):
@@ -263,7 +283,7 @@ def test_golden(name):
 
 @pytest.mark.gpu
 def test_golden_default_configuration():
-    """All 327,680 members of all six steps, against d-eggs with its data race mended (README, Exactness); and against its recording as far
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its recording as far
     as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
     import pyzstd
     recorded, mended = golden("E"), golden("E_mended")
@@ -302,7 +322,7 @@ def test_load_and_pieces_of_a_chunk():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
-def test_the_digest_is_that_of_the_cpu(shape):
+def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
 
@@ -388,27 +408,23 @@ def random_configurations(count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_configurations_against_the_cpu_engine(part):
-    """56 configurations and every switch, a part at a time: losses, three updates, validation, generation. Most of the time is
-    compilation: processes share it."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(egg_config.make(), lambda line: None)
-    drawn = [(SEED + i, constants) for i, constants in enumerate(random_configurations(56) + SWITCHED) if i % PARTS == part]
-    workers = max(1, min(14, hardware.cores() - 2))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        wrong = list(pool.map(compare, [constants for _, constants in drawn], [seed for seed, _ in drawn]))
-    assert not any(wrong), "\n".join(f"{w}: {c}" for w, (_, c) in zip(wrong, drawn) if w)
+@pytest.mark.parametrize("constants, seed", [
+    pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
+    for i, constants in enumerate(random_configurations(56) + SWITCHED)])
+def test_random_configurations_against_the_cpu_engine(compared):
+    """56 configurations and every switch: losses, three updates, validation, generation."""
+    assert compared == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    from test_egg import recorded_generation
-    engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
+    engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
+    engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
     rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
@@ -428,12 +444,11 @@ def test_recorded_generation(step):
 
 @pytest.mark.gpu
 def test_the_draw_follows_the_exact_distribution():
-    from test_use import hold_draws_against_the_distribution
     hold_draws_against_the_distribution(cuda_engine.CudaEngine)
 
 
 @pytest.mark.gpu
-def test_debugging_gives_the_same_figures_on_both_engines():
+def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     data = golden("A")
@@ -455,11 +470,15 @@ def test_more_positions_than_the_memory_holds():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("engine.cpu_engine.CACHE", str(tmp_path / "cpu"))
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    first = cuda_engine.CudaEngine(cfg)
+    """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
+    monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
+    shape = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
+    first = cuda_engine.CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(cfg)
-    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     fitness = np.ones(cfg.N_PAIRS, np.int8)
     assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    assert first.digest() == second.digest()
+    assert capfd.readouterr().err.count("egg: compiling 1 of 1 CUDA kernels") == 1

@@ -1,10 +1,7 @@
 """The recurrent model: both engines against a plain reading of its rules in NumPy and against each other, the z-test, groups of members,
 and a cluster that trains it."""
 
-import concurrent.futures
-import functools
 import math
-import multiprocessing
 import re
 
 import numpy as np
@@ -12,9 +9,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import data_files
 from tools import debug
-from engine import hardware
 from cluster import history
 from model import parameters
 import egg_net
@@ -23,6 +18,7 @@ from tools import train
 import kit
 from tools.debug import hashes, truncated, wrap
 
+COMPILED = "compiled_gru"                                    # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64, STATE_TOKENS=5, GROUP_SIZE=4,
              ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0, FAST_FITNESS=1,
              OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
@@ -343,44 +339,8 @@ def test_it_learns():
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------------------------
 
-def compile_for(cc):
-    """[(name, PTX)] of a sixth of the forward pass' kernels for one card, so that each is compiled for one: what they need of a card is the
-    same as in the kernels that test_gpu compiles for all."""
-    from kernels import gru
-    from numba import cuda
-    limit, number = kit.CARDS[cc] * 1024, list(kit.CARDS).index(cc)
-    forward = gru.Forward(egg_config.make(**SMALL), cc, limit)
-    assert all(shared <= limit for _, _, shared in forward.kernels)
-    target = (9, 0, "a") if cc == (9, 0) else cc
-    return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
-            for kernel, signature, _ in forward.kernels[number::len(kit.CARDS)]]
-
-
 FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400,
         "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
-
-
-def compile_fast(number):
-    """(name, PTX) of a kernel of the fast path, None beyond the last."""
-    from kernels import gru_hopper
-    from egg_kernels import _Packing
-    from numba import cuda
-    cfg, limit = egg_config.make(**FAST), kit.CARDS[9, 0] * 1024
-    assert gru_hopper.fits(cfg, (9, 0), limit)
-    kernels = gru_hopper.Hopper(cfg, _Packing(cfg), False).kernels
-    if number >= len(kernels):
-        return None
-    kernel, signature, shared = kernels[number]
-    assert shared <= limit
-    return kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=(9, 0, "a"))[0]
-
-
-def test_every_kernel_of_the_fast_path_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        made = list(pool.map(compile_fast, range(7)))
-    assert made[-1] is None and [name for name, _ in made[:-1]] == ["embed", "wide", "wide", "recur", "mlp", "pack"]
-    for name, ptx in made[:-1]:
-        assert ".target sm_90a" in ptx and not re.search(r"\.local\b", ptx), name
 
 
 def test_where_the_fast_path_serves():
@@ -396,11 +356,9 @@ def test_where_the_fast_path_serves():
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-def test_every_kernel_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        for cc, kernels in zip(kit.CARDS, pool.map(compile_for, kit.CARDS)):
-            for name, ptx in kernels:
-                assert f".target sm_{cc[0]}{cc[1]}" in ptx and not re.search(r"\.local\b", ptx), (cc, name)
+@pytest.mark.parametrize("constants", [SMALL, FAST], ids=["general", "fast"])
+def test_every_kernel_compiles(constants, compiler):
+    kit.hold_against_every_card(compiler, constants, forward_only=True)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
@@ -453,17 +411,15 @@ def test_debugging_is_the_transformers():
 
 
 @pytest.mark.gpu
-def test_random_configurations_against_the_cpu_engine():
+@pytest.mark.parametrize("constants, seed", [pytest.param(constants, i, id=f"random{i}")
+                                             for i, constants in enumerate(random_configurations(22))])
+def test_random_configurations_against_the_cpu_engine(compared):
     """22 configurations: losses, three updates, validation, generation."""
-    cpu_engine.warm_up(egg_config.make(**SMALL), lambda line: None)
-    drawn = random_configurations(22)
-    with concurrent.futures.ProcessPoolExecutor(max(1, min(12, hardware.cores() - 2)), multiprocessing.get_context("spawn")) as pool:
-        wrong = list(pool.map(kit.compare, drawn, range(len(drawn))))
-    assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
+    assert compared == ""
 
 
 @pytest.mark.gpu
-def test_every_multiprocessor_takes_several_tiles():
+def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     """4,096 members, all weights drawn anew, against the CPU engine."""
     from engine import cuda_engine
     cfg = egg_config.make(**{**FAST, "CHUNK_SIZE": 4096, "POPULATION_SIZE": 4096})
@@ -479,7 +435,7 @@ def test_every_multiprocessor_takes_several_tiles():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SMALL, FAST], ids=["general", "fast"])
-def test_pieces_and_slices_on_a_gpu(monkeypatch, shape):
+def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the same chunk."""
     from engine import cuda_engine
     cfg = egg_config.make(**{**shape, "CHUNK_SIZE": 32, "POPULATION_SIZE": 64, "GROUP_SIZE": 8})

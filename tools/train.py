@@ -62,9 +62,10 @@ def say_references(cfg, data, console):
 
 
 def start_engine(cfg, data, device, threads, say):
-    """An engine that is ready to work; `say` takes lines while it is compiled. Raises EngineError."""
+    """An engine that is ready for a training step if there are data; `say` takes lines while it is compiled. Kernels that
+    other verbs need are compiled at their first use. Raises EngineError."""
     engine = hardware.make(cfg, data.tokens, device, threads)
-    if device == "cpu":
+    if device == "cpu" and data.tokens is not None:
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, say)
     return engine
