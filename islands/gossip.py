@@ -205,15 +205,9 @@ class Island(Hook):
         self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.merge_event = None                      # fields of a merge whose first chunk is not handed out yet
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
-        self.lineage = [self._ancestor(start) for start in history.epochs(run.directory)]
+        self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
         self.events.tell("island", f"island {terms.name}, {len(titles)} peers to call", name=terms.name, peers=titles)
-
-    def _ancestor(self, start):
-        origin, name = start.origin or {}, self.terms.name
-        return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
-                "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
-                "founder": origin.get("founder", name)}
 
     @property
     def founder(self):
@@ -432,7 +426,7 @@ class Island(Hook):
                   "ours": _rounded(self.fitness.value), "theirs": None, "parent_theirs": None,
                   "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
         try:
-            state, body, more = self._next_state(handover, ours)
+            state, body, more = next_state(self, handover, ours)
             if state is None:
                 self._give_up("no elite can be read")
                 return
@@ -448,25 +442,9 @@ class Island(Hook):
         else:
             self._epoch_begun(handover, origin)
 
-    def _next_state(self, handover, ours):
-        """(State, its body as a snapshot or None, more fields of the origin); the State is None if no elite can be
-        read. Raises OSError, ValueError for a peer's state that cannot be used."""
-        if handover.kind == "rejuvenate":
-            return merging.rejuvenate(self.cfg, ours), None, {}
-        if handover.kind == "undo":
-            epoch, state = self.elites.best(self.cfg) or (None, None)
-            founder = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.terms.name)
-            return state, None, {"peer_step": state and state.step, "founder": founder}
-        incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.download.upload
-        state, body = incoming.result(ours, self.fitness.value)
-        more = {"alpha": self.cfg.RECOMBINE_ALPHA} if handover.kind == "recombine" else {}
-        return state, body, {"from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),
-                             "optimizer": self.cfg.OPTIMIZER_MERGE, "founder": theirs.founder,
-                             "parent_theirs": upload.digest.hex(), **more}
-
     def _epoch_begun(self, handover, origin):
         self.on_trial = origin
-        self.lineage.append(self._ancestor(self.run.start))
+        self.lineage.append(ancestor(self.run.start, self.terms.name))
         self.idle_since = self.run.step
         event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
         if handover.kind == "rejuvenate":
@@ -495,6 +473,32 @@ class Island(Hook):
             self.idle_since = max(self.idle_since, self.run.step)
         self.handover = None
         self.coordinator.wake()
+
+
+def ancestor(start, name):
+    """The entry of `lineage` for an epoch that begins with a history.Start. name: of the island."""
+    origin = start.origin or {}
+    return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
+            "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
+            "founder": origin.get("founder", name)}
+
+
+def next_state(island, handover, ours):
+    """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
+    elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
+    cfg = island.cfg
+    if handover.kind == "rejuvenate":
+        return merging.rejuvenate(cfg, ours), None, {}
+    if handover.kind == "undo":
+        epoch, state = island.elites.best(cfg) or (None, None)
+        founder = next((e["founder"] for e in island.lineage if e["epoch"] == epoch), island.terms.name)
+        return state, None, {"peer_step": state and state.step, "founder": founder}
+    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.download.upload
+    state, body = incoming.result(ours, island.fitness.value)
+    more = {"alpha": cfg.RECOMBINE_ALPHA} if handover.kind == "recombine" else {}
+    return state, body, {"from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),
+                         "optimizer": cfg.OPTIMIZER_MERGE, "founder": theirs.founder,
+                         "parent_theirs": upload.digest.hex(), **more}
 
 
 def _rounded(x):
