@@ -794,7 +794,7 @@ def test_noise_does_no_harm(tmp_path):
 
 def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(live_page.Page, "state", lambda self: made.append(1) or {})
+    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {})
     monkeypatch.setattr(live_page, "MADE_EVERY", 3600)
     with Server(tmp_path, http=EVERYBODY) as server:
         socks = [connect(server) for _ in range(50)]
