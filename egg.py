@@ -177,12 +177,12 @@ def train(cfg, args):
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
          option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
-                "NAME", parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
+                "NAME", parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer", "coordinator of another island; can be repeated, and all islands may be given the same list",
-                "HOST:PORT", parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
+                "HOST:PORT", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
          flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
          option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
-                "(default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth",
+                "(default: 16M)", "BYTES", parsed_by("islands.peers", "parse_bandwidth",
                                                      "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          flag("--no-accept", "give states to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
@@ -197,8 +197,6 @@ def coordinator(cfg, args):
     import egg_net
     from cluster import auth
     from islands import gossip
-    if args.island and not (args.save_dir or args.load_dir) or args.island and not cfg.SNAPSHOT_EVERY:
-        raise egg_config.UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
     access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                          args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one

@@ -4,14 +4,11 @@ import socket
 import ssl
 import time
 
-from cluster import auth
-from cluster import greeting
-from cluster import snapshots
-from cluster import wire
+from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
+from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, RESPONSE, V1, V2, WELCOME,
+                          next_frame)
 from egg_config import UsageError
-from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, JOB_RESPONSE, RESPONSE, V1, V2,
-                          WELCOME, next_frame)
 
 CONNECT_TIMEOUT = 10.0     # seconds
 SEND_TIMEOUT = 60.0        # seconds
@@ -116,11 +113,8 @@ class Link:
             wait = HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001))
             self.check(wait)
 
-    def response(self, timeout=None):
-        """(seed, step, first member, fitness as it came) of the next JOB_RESPONSE."""
-        return self.unpack_response(self.next(JOB_RESPONSE, timeout))
-
     def unpack_response(self, payload):
+        """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
         seed, step, position, size = RESPONSE.unpack_from(payload)
         if size != len(payload) - RESPONSE.size:
             raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "

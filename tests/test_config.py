@@ -383,3 +383,15 @@ def test_no_configuration_by_import():
     first = simd.available()[0]
     refused = "" if first == "portable" else f"SIMD = {first}: this process has compiled for portable already; start another one\n"
     assert done.stdout.endswith(f"cpu portable x1\n{refused}"), done.stderr
+
+
+def test_a_training_step_compiles_its_own_kernels_alone():
+    """Neither Muon's, nor those of validation, generation and digests, nor the other model's."""
+    code = ("import sys, egg_config\nfrom engine import cpu_engine\ncpu_engine.warm_up(egg_config.make())\n"
+            "made = {name for name, f in vars(cpu_engine).items() if getattr(f, 'overloads', None)}\n"
+            "assert made >= {'run_windows', 'panel_votes', 'apply_votes', 'pack'}, made\n"
+            "assert not made & {'word_sums', 'choose_token', 'muon_start', 'muon_panels'}, made\n"
+            "assert 'engine.cpu_gru' not in sys.modules\n"
+            "cpu_engine.warm_up(egg_config.make(), verbs=('digest',))\nassert cpu_engine.word_sums.overloads\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

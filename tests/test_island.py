@@ -3,12 +3,10 @@
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +27,8 @@ from model import state_digest
 from cluster import history
 from islands import gossip
 from islands import merging
+from islands import peers
+from islands import transfer
 from model import parameters
 import egg_net
 from cluster import snapshots
@@ -139,45 +139,36 @@ RATES = {}
 # --- what the command line says ----------------------------------------------------------------------------------------------
 
 def test_addresses_bandwidths_and_names():
-    assert gossip.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and gossip.parse_peer("[::1]:1") == ("::1", 1)
+    assert peers.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and peers.parse_peer("[::1]:1") == ("::1", 1)
     for wrong in ("", "host", "host:", ":5", "host:0", "host:65536", "::1:5", "host:5x", "host:\u0665"):
         with pytest.raises(ValueError):
-            gossip.parse_peer(wrong)
-    assert [gossip.parse_bandwidth(x) for x in ("0", "1000", "500k", "2.5M")] == [0, 1000, 500e3, 2.5e6]
+            peers.parse_peer(wrong)
+    assert [peers.parse_bandwidth(x) for x in ("0", "1000", "500k", "2.5M")] == [0, 1000, 500e3, 2.5e6]
     for wrong in ("", "3", "-1", "5G", "1e6", "nan", "0.5k", "k"):
         with pytest.raises(ValueError):
-            gossip.parse_bandwidth(wrong)
+            peers.parse_bandwidth(wrong)
     for wrong in ("", "two words", "x" * 65, "\x1b[2J", "<b>"):
         with pytest.raises(ValueError):
-            gossip.parse_name(wrong)
+            peers.parse_name(wrong)
 
 
-@pytest.mark.parametrize("text, names", [
-    ("n1", ["n1"]), ("n1,n2", ["n1", "n2"]), ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
-    ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]), ("a-[8-10].x", ["a-8.x", "a-9.x", "a-10.x"]),
-    *((wrong, None) for wrong in ("", ",", "a,,b", "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1-99999999]", "a b", "[[1]]", "a[1,]", "a,")),
-])
-def test_node_lists_of_slurm(text, names):
-    if names is None:
-        with pytest.raises(ValueError):
-            gossip.expand_nodes(text)
-    else:
-        assert gossip.expand_nodes(text) == names
-
-
-@hypothesis.given(st.text("abn01-9[],. ", max_size=40))
-def test_any_node_list_is_read_or_refused(text):
-    with contextlib.suppress(ValueError):
-        names = gossip.expand_nodes(text)
-        assert names and all(name and not set(name) & set("[], ") for name in names)
-
-
-def test_peers_of_a_slurm_job():
-    there = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
-    assert gossip.peers_from_slurm(7, there) == [("n1", 7), ("n3", 7)]
-    for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
-        with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST"):
-            gossip.peers_from_slurm(7, wrong)
+def test_peers_of_a_slurm_job(tmp_path):
+    """A stand-in for scontrol shows what is asked of it; what it cannot read or is not there is one line."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-3]" ] || exit 1\nprintf "n1\\nn2\\nn3\\n"\n')
+    scontrol.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        assert peers.peers_from_slurm(7, job) == [("n1", 7), ("n3", 7)]
+        for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
+            with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST.*--peer$"):
+                peers.peers_from_slurm(7, wrong)
+        patch.setenv("PATH", str(empty))
+        with pytest.raises(egg_config.ConfigError, match="scontrol, which lists the nodes: No such file.*--peer$"):
+            peers.peers_from_slurm(7, job)
 
 
 @pytest.mark.parametrize("arguments, status, says", [
@@ -275,10 +266,10 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
             ports.append(free.getsockname()[1])
     with contextlib.ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
-        until(lambda: all(sum(p.connection is not None for p in isle.island.peers.values()) == 2 for isle in isles), 20)
+        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles), 20)
         time.sleep(0.5)
         assert [len(isle.coordinator.hub.connections) for isle in isles] == [2, 2, 2]
-        assert all(sum(target.itself for target in isle.island.targets) == 1 for isle in isles)
+        assert all(sum(target.is_self for target in isle.island.peers.targets) == 1 for isle in isles)
     assert not any("refused" in isle.lines.text for isle in isles)
 
 
@@ -292,7 +283,7 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
         until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
-        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers
+        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers.known
 
 
 def test_every_island_has_its_own_noise():
@@ -458,7 +449,7 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, wrong)
     data, sha256 = wrong(*own_snapshot(changed(ISLAND_SEED=99), 9000))
     with Isle(tmp_path, "a", 3) as a:
         stranger = Stranger(a.port)
-        asked = stranger.serve(data, sha256, lambda: a.island.distrusted)
+        asked = stranger.serve(data, sha256, lambda: a.island.peers.distrusted)
         until(lambda: a.run.step > 20)
         assert asked and a.run.start.epoch == 0 and "nothing of stranger is taken for 600 s" in a.lines.text
         n = len(a.told("gossip"))
@@ -482,7 +473,7 @@ def test_a_transfer_goes_on_where_it_stopped(tmp_path):
 
 
 def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(gossip, "STALLED", 0.2)
+    monkeypatch.setattr(transfer, "STALLED", 0.2)
     with Isle(tmp_path, "a", 3) as a:
         stranger = Stranger(a.port)
         stranger.serve(b"", b"g" * 32, lambda: "any more" in a.lines.text)
@@ -490,7 +481,7 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
         stranger.say(0.001)                                       # and then nothing
         stranger.next(STATE_REQUEST)
         until(lambda: "nothing more came of the state of stranger" in a.lines.text)
-        assert not a.island.transfer and not a.island.distrusted
+        assert not a.island.incoming and not a.island.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
@@ -502,8 +493,8 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
         took = b.told("merge")[0]["time"] - pull["time"]
         assert took > (size - rate / 2) / rate * 0.9 and size > 2 * rate
         steps = [e for e in b.told("step") if pull["time"] < e["time"] < pull["time"] + took]
-        assert len(steps) > 20 and max(e["seconds"] for e in steps) < 0.5                     # training goes on beside it
-    bucket, passed, end = gossip.Bucket(100e3), 0, time.monotonic() + 0.5
+        assert len(steps) > 8 and max(e["seconds"] for e in steps) < 0.5                     # training goes on beside it
+    bucket, passed, end = transfer.Bucket(100e3), 0, time.monotonic() + 0.5
     while time.monotonic() < end:
         passed += bucket.take(bucket.piece) * bucket.piece
     assert 50e3 - 2 * bucket.piece < passed <= 100e3 + bucket.piece
@@ -519,7 +510,7 @@ def test_a_flood_of_questions_is_bounded(tmp_path):
         with contextlib.suppress(TimeoutError):
             while True:
                 answers += not json.loads(stranger.next(STANDING, 0.5))["ask"]
-        assert gossip.QUESTIONS <= answers <= gossip.QUESTIONS + 5
+        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + 5
         for _ in range(50):                                      # of nothing that is here: no more than one at a time is looked at
             stranger.send(STATE_REQUEST, STATE_WANTED.pack(b"?" * 32, 1 << 40, 1 << 31))
         assert STATE_HEAD.unpack(stranger.next(STATE))[1:] == (0, 1 << 40)
@@ -536,7 +527,7 @@ def test_a_lie_about_fitness_is_found_out_and_taken_back(tmp_path):
         until(lambda: a.run.step > 31)
         Stranger(a.port).serve(data, sha256, lambda: a.told("merge", kind="undo"))
         taken, back = a.told("merge")
-        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.island.distrusted and "promised 0.0010" in a.lines.text
+        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.island.peers.distrusted and "promised 0.0010" in a.lines.text
         until(lambda: a.run.step > back["step"] + 10)
         best = min(e["value"] for e in a.told("validation"))
         after = [e["value"] for e in a.told("validation") if e["step"] > back["step"]]
@@ -812,8 +803,8 @@ class Archipelago:
         self.threads[-1].start()
 
     def _coordinator(self, i):
-        program = ("import egg_net, egg_config; from islands import gossip\n"
-                   "gossip.BACK_OFF, gossip.PATIENCE, gossip.STALLED = (0.1, 1.0), 2.0, 5.0\n"
+        program = ("import egg_net, egg_config; from islands import gossip, peers, transfer\n"
+                   "peers.BACK_OFF, peers.PATIENCE, transfer.STALLED = (0.1, 1.0), 2.0, 5.0\n"
                    f"egg_net.run_coordinator(egg_config.make(**{self.cfgs[i].constants()!r}), '127.0.0.1', {self.ports[i]}, "
                    f"save_dir={str(self.directory / f'i{i}')!r}, island=gossip.Terms('i{i}', {self.sea.way(i)!r}))\n")
         with open(self.directory / f"i{i}.log", "a") as log:
@@ -864,8 +855,9 @@ class Archipelago:
             if self.random.random() < 0.4:
                 self.sea.cut, self.sea.slow = set(), {}
         self.sea.cut, self.sea.slow = set(), {}
-        before = [self.steps(i) for i in range(len(self.ports))]
-        until(lambda: all(self.steps(i) >= before[i] + 3 for i in range(len(self.ports))), 60 + 10 * self.laptop * len(self.ports))
+        # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
+        wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
+        until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))
@@ -940,134 +932,3 @@ def cpu_engine(cfg):
 def test_an_archipelago_survives_chaos(tmp_path):
     told = chaos(1, 10, islands=8, laptop=False, directory=tmp_path)
     assert sum(told["epochs"]) > 0 and min(told["steps"]) > 3 and told["killed"] and told["distrusted"]
-
-
-# --- measured by hand --------------------------------------------------------------------------------------------------------------------------
-
-def coordinator(directory, cfg, name, port, peers, **terms):
-    """A coordinator of an island in a process of its own."""
-    program = ("import egg_net, egg_config; from islands import gossip\n"
-               f"egg_net.run_coordinator(egg_config.make(**{cfg.constants()!r}), '127.0.0.1', {port}, save_dir={str(directory / name)!r}, "
-               f"island=gossip.Terms({name!r}, {peers!r}, **{terms!r}))\n")
-    with open(directory / f"{name}.log", "a") as log:
-        return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
-
-
-def free_ports(count):
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [door.getsockname()[1] for door in doors]
-    for door in doors:
-        door.close()
-    return ports
-
-
-class StandIn(Learner):
-    """A whole state and no model to evaluate; moments that no zstd makes smaller."""
-
-    def load(self, state):
-        super().load(state)
-        if not state.moments.any():
-            noise = np.random.default_rng(self.cfg.ISLAND_SEED).normal(size=state.moments.shape).astype(np.float32)
-            state.moments[:] = np.abs(noise) * np.float32(0.01)
-
-
-def stand_in(cfg, port, rate):
-    """A worker in a process of its own."""
-    egg_net.run_worker(cfg, "127.0.0.1", port, StandIn(cfg, rate, pause=0.05), validation=VALIDATION, console=egg_net.Console(Lines()))
-
-
-def handover(merges=3, workers=2, **constants):
-    """Two islands of the default model, coordinators and stand-in workers in processes of their own. [seconds]: how long the receiver handed
-    out nothing, from the last result of a step to the first chunk of the next epoch."""
-    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-handover-")), free_ports(2)
-    cfgs = [egg_config.make(**{"GOSSIP_RATE": 1.0, "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 20, "SAMPLE_EVERY": 0, "ISLAND_SEED": i, **constants})
-            for i in (1, 2)]
-    processes = [coordinator(directory, cfgs[0], "a", ports[0], [], bandwidth=0, accept=False),
-                 coordinator(directory, cfgs[1], "b", ports[1], [("127.0.0.1", ports[0])], bandwidth=0)]
-    spawn = multiprocessing.get_context("spawn")
-    processes += [spawn.Process(target=stand_in, args=(cfgs[i], ports[i], (30, 1)[i]), daemon=True) for i in (0, 1) for _ in range(workers if i else 1)]
-    for process in processes[2:]:
-        process.start()
-    try:
-        until(lambda: sum(e["event"] == "merge" for e in events_of(directory / "b")) >= merges, 300)
-        return [e["seconds"] for e in events_of(directory / "b") if e["event"] == "merge"]
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes[:2]:
-            process.wait(30)
-        shutil.rmtree(directory)
-
-
-def idle(islands=64, seconds=30.0):
-    """An archipelago without workers, every island connected with every other. (smallest, mean, largest share of a core that an island
-    takes, connections of an island)."""
-    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-idle-")), free_ports(islands)
-    peers = [("127.0.0.1", port) for port in ports]
-    processes = [coordinator(directory, changed(ISLAND_SEED=i + 1), f"i{i}", port, peers) for i, port in enumerate(ports)]
-
-    def spent(process):
-        with open(f"/proc/{process.pid}/stat") as file:
-            fields = file.read().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def connected(i):
-        told = status.fetch_status(changed(ISLAND_SEED=i + 1), "127.0.0.1", ports[i])["island"]["peers"]
-        return sum(peer["state"] == "up" for peer in told)
-    try:
-        time.sleep(islands)
-        until(lambda: all(connected(i) == islands - 1 for i in range(islands)), 300)
-        time.sleep(5)
-        before, started = [spent(p) for p in processes], time.monotonic()
-        time.sleep(seconds)
-        shares = [(spent(p) - b) / (time.monotonic() - started) for p, b in zip(processes, before)]
-        return min(shares), sum(shares) / islands, max(shares), connected(0)
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
-        shutil.rmtree(directory)
-
-
-def worth(seeds=(1, 2, 3), steps=801, islands=8, strategies=None, directory=None):
-    """Bits per byte after equal work: one population of the laptop preset's 8 chunks, islands of one chunk each that never meet, and islands that do,
-    by MERGE and OPTIMIZER_MERGE. The last 112,325 tokens of the shipped text are validation. Yields (strategy, seed, last validation of
-    every island)."""
-    directory = HERE.__class__(directory or tempfile.mkdtemp(prefix="egg-worth-"))
-    tokens = np.fromfile(HERE / "input.bin", np.uint32)
-    tokens[:-112325].tofile(directory / "input.bin")
-    tokens[-112325:].tofile(directory / "val.bin")
-    environ = {**os.environ, "EGG_PRESET": "laptop", "EGG_DEVICE": "cpu", "EGG_INPUT_FILE": str(directory / "input.bin"), "EGG_SAMPLE_EVERY": "0",
-               "EGG_VAL_FILE": str(directory / "val.bin"), "EGG_SNAPSHOT_EVERY": "20", "EGG_VALIDATE_EVERY": "50", "EGG_AUDIT_RATE": "0"}
-    strategies = strategies or ["one population", "no gossip", "clone copy", "clone reset", "recombine copy", "recombine interpolate"]
-
-    def start(log, environ, *arguments):
-        with open(log, "w") as file:
-            return subprocess.Popen([sys.executable, HERE / "egg.py", *arguments], env=environ, cwd=HERE, stdout=file, stderr=file)
-
-    for seed in seeds:
-        for strategy in strategies:
-            many = islands if strategy != "one population" else 1
-            ports, place = free_ports(many), directory / f"{strategy.replace(' ', '-')}-{seed}"
-            place.mkdir()
-            peers = [word for port in ports for word in ("--peer", f"127.0.0.1:{port}")]
-            served, workers = [], []
-            for i, port in enumerate(ports):
-                own = {**environ, "EGG_ISLAND_SEED": str(100 * seed + i)}
-                coordinator = ["coordinator", "--port", str(port), "--save-dir", str(place / f"i{i}"), "--steps", str(steps)]
-                if many > 1:
-                    own.update(EGG_POPULATION_SIZE="128", EGG_GOSSIP_RATE="0")
-                    coordinator += ["--island", f"i{i}", *peers]
-                if strategy.split()[0] in ("clone", "recombine"):
-                    own.update(zip(("EGG_MERGE", "EGG_OPTIMIZER_MERGE"), strategy.split()), EGG_GOSSIP_RATE="0.01")
-                served.append(start(place / f"i{i}.log", own, *coordinator))
-                workers += [start(place / f"w{i}-{k}.log", own, "worker", "127.0.0.1", "--port", str(port), "--threads", "1")
-                            for k in range(1 if many > 1 else 2)]
-            for process in served:
-                assert process.wait() == 0, (place / "i0.log").read_text()[-2000:]
-            for process in workers:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-            last = [[e["value"] for e in events_of(place / f"i{i}") if e["event"] == "validation"][-1] for i in range(many)]
-            yield strategy, seed, last

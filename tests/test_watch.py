@@ -794,7 +794,7 @@ def test_noise_does_no_harm(tmp_path):
 
 def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(live_page.Page, "state", lambda self: made.append(1) or {})
+    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {})
     monkeypatch.setattr(live_page, "MADE_EVERY", 3600)
     with Server(tmp_path, http=EVERYBODY) as server:
         socks = [connect(server) for _ in range(50)]
@@ -843,60 +843,3 @@ def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
                "coordinator.poll(0)\n"
                "print({m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'http', 'tensorboardX', 'matplotlib')}, threading.active_count())")
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "set() 1\n"
-
-
-def load(browsers, minutes, window=5.0, port=8125):
-    """What open pages cost a run of the laptop preset; for BENCHMARKS.md. By turns, `window` seconds each, as many clients as `browsers`
-    ask for state.json once a second over connections that stay, like the page does, and nobody does. Gives steps a second without and
-    with them (medians), the median of the ratios of neighbouring windows, and the share of a core that train's own process took."""
-    import selectors
-    import statistics
-    import tempfile
-    import threading
-    head = request("/state.json", close=False, accept_encoding="gzip")
-    with tempfile.TemporaryDirectory() as directory:
-        train = subprocess.Popen([sys.executable, "egg.py", "train", "--preset", "laptop", "--minutes", str(minutes + 0.1), "--save-dir", directory,
-                                  "--http", str(port), "-D", "VALIDATE_EVERY=0", "-D", "SAMPLE_EVERY=0"], cwd=HERE, stdout=subprocess.DEVNULL)
-        log = os.path.join(directory, history.EVENTS)
-        until(lambda: os.path.exists(log) and '"step", ' in open(log).read(), 300)
-
-        def cpu():
-            fields = open(f"/proc/{train.pid}/stat").read().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-        def visit(until, answers):
-            with selectors.DefaultSelector() as selector:
-                due = []
-                for i in range(browsers):
-                    sock = socket.create_connection(("127.0.0.1", port))
-                    selector.register(sock, selectors.EVENT_READ)
-                    due.append((time.monotonic() + i / browsers, sock))
-                while time.monotonic() < until:
-                    while due[0][0] <= time.monotonic():
-                        when, sock = due.pop(0)
-                        sock.sendall(head)
-                        due.append((when + 1, sock))
-                    for key, _ in selector.select(max(due[0][0] - time.monotonic(), 0)):
-                        answers.append(len(key.fileobj.recv(1 << 18)))
-                for key in list(selector.get_map().values()):
-                    key.fileobj.close()
-
-        windows, answers, end = [], [], time.monotonic() + 60 * minutes
-        while time.monotonic() < end:
-            with_them = len(windows) % 2 == 1
-            began, at, used = time.time(), time.monotonic(), cpu()
-            if with_them:
-                visitor = threading.Thread(target=visit, args=(at + window, answers))
-                visitor.start()
-                visitor.join()
-            else:
-                time.sleep(window)
-            windows.append((began, time.time(), (cpu() - used) / (time.monotonic() - at)))
-        train.send_signal(2)
-        train.wait()
-        when = np.array([event["time"] for event in map(json.loads, open(log)) if event["event"] == "step"])
-    speeds = [((when >= a) & (when < b)).sum() / (b - a) for a, b, _ in windows]
-    ratios = [2 * speeds[i] / (speeds[i - 1] + speeds[i + 1]) for i in range(1, len(speeds) - 1, 2)]
-    return {"windows": len(windows), "answers": len(answers), "bytes an answer": round(statistics.mean(answers)),
-            "steps/s without": statistics.median(speeds[::2]), "steps/s with": statistics.median(speeds[1::2]), "ratio": statistics.median(ratios),
-            "cpu without": statistics.median(w[2] for w in windows[::2]), "cpu with": statistics.median(w[2] for w in windows[1::2])}
