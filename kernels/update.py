@@ -14,7 +14,7 @@ from numba.cuda import libdevice
 
 from model import parameters
 from kernels import muon
-from egg_kernels import build_noise
+from kernels.rules import build_noise
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
                      shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
 

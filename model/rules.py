@@ -1,0 +1,146 @@
+"""The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
+
+A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its arithmetic:
+`engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit; this module itself needs neither. `HOST` has the rules of
+random numbers without a compiler, for integers and NumPy arrays.
+
+Every integer result is cast, because numba's own rules of promotion differ between its targets.
+"""
+
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+
+class Arithmetic(NamedTuple):
+    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never contracted."""
+    i32: Callable               # casts; integers wrap
+    u32: Callable
+    f32: Callable
+    trunc: Callable = None      # int32 of a float32, toward zero, saturating
+    trunc_64th: Callable = None  # int32 / 64, toward zero
+    divide: Callable = None     # divide(p, d): int32 p / int32 d, toward zero, for |p| < 2^23 and d > 0
+    log2_floor: Callable = None  # of a positive int64
+    sqrt: Callable = None
+    fma: Callable = None
+    add: Callable = None
+    sub: Callable = None
+    mul: Callable = None
+    div: Callable = None
+
+
+def draw_rules(jit, target, gaussian):
+    """Random numbers (SPEC 2); gaussian: DEVICE_GAUSSIAN or HOST_GAUSSIAN."""
+    i32, u32 = target.i32, target.u32
+
+    @jit
+    def hash32(seed, i):
+        """uint32; seed and i are taken modulo 2^32."""
+        x = u32(u32(seed) + u32(u32(i) * u32(0x9E3779B9)))
+        x = u32(x ^ u32(x >> u32(16)))
+        x = u32(x * u32(0x85EBCA6B))
+        x = u32(x ^ u32(x >> u32(13)))
+        x = u32(x * u32(0xC2B2AE35))
+        return u32(x ^ u32(x >> u32(16)))
+
+    @jit
+    def term(r, mask):
+        """Bit 0 of r is the sign, 1 for plus; the bits above it are the magnitude."""
+        size = i32(u32(r >> u32(1)) & u32(mask))
+        return size if r & u32(1) else i32(-size)
+
+    @jit
+    def draw(r, mask):
+        """int32, fits int8: the noise that a hash r gives; mask: of the magnitude."""
+        if gaussian:
+            return i32(i32(term(r, mask) + term(u32(r >> u32(5)), mask)) + term(u32(r >> u32(10)), mask))
+        return term(r, mask)
+
+    return SimpleNamespace(hash32=hash32, draw=draw)
+
+
+def factor_rules(jit, target, mode):
+    """What the noise-scale overlay makes of noise (SPEC 4); mode: ADAPTIVE_NOISE_MODE."""
+    i32, u32, f32, trunc, trunc_64th, sqrt, fma = (
+        target.i32, target.u32, target.f32, target.trunc, target.trunc_64th, target.sqrt, target.fma)
+    hash32 = draw_rules(jit, target, 0).hash32
+
+    @jit
+    def sixty_fourths(overlay):
+        """int32: the factor of mode 1 in 64ths."""
+        return i32(min(max(i32(overlay), i32(0)), i32(64)))
+
+    @jit
+    def factor(overlay, seed, i):
+        """float32: the factor of SPEC 4; seed of the noise stream that it scales."""
+        if mode == 0:
+            return f32(1)
+        if mode == 1:
+            return f32(f32(sixty_fourths(overlay)) * f32(1 / 64))
+        tail = f32(f32(f32(hash32(u32(u32(seed) + u32(100000)), i)) + f32(1)) / f32(4294967296))
+        scale = f32(f32(i32(i32(overlay) + i32(127))) / f32(255))
+        return f32(scale / f32(sqrt(tail)))
+
+    @jit
+    def scaled(p, overlay, seed, i):
+        """int32: trunc(p * factor), p an integer below 2^24 in size."""
+        if mode == 0:
+            return i32(p)
+        if mode == 1:
+            size = i32(i32(abs(i32(p)) * sixty_fourths(overlay)) >> i32(6))
+            return size if p >= 0 else i32(-size)
+        return trunc(f32(f32(i32(p)) * factor(overlay, seed, i)))
+
+    @jit
+    def input_coefficient(n, overlay):
+        """int32: the noise n of an input as `input_term` and `input_fold` take it, in 64ths in mode 1."""
+        return i32(n * sixty_fourths(overlay)) if mode == 1 else i32(n)
+
+    @jit
+    def input_term(x, c, f):
+        """int32: trunc(x * noise * factor), a term of sb; c: input_coefficient; f: the factor, used in mode 2."""
+        p = i32(x * c)
+        if mode == 0:
+            return p
+        if mode == 1:
+            return trunc_64th(p)
+        return trunc(f32(f32(p) * f))
+
+    @jit
+    def input_fold(pb, x, c, f):
+        """int32: the next running integer pb of a down projection."""
+        p = i32(x * c)
+        if mode == 0:
+            return i32(pb + p)
+        if mode == 1:
+            return trunc_64th(i32(p + i32(pb << i32(6))))
+        return trunc(fma(f32(p), f, f32(pb)))
+
+    return SimpleNamespace(factor=factor, scaled=scaled, input_coefficient=input_coefficient, input_term=input_term,
+                           input_fold=input_fold)
+
+
+def loss_rule(jit, target, exact):
+    """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units."""
+    i64, u64, log2_floor = np.int64, np.uint64, target.log2_floor
+
+    @jit
+    def loss(total, top, target, bit, unit):
+        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`.
+
+        log2 of Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
+        e = i64(log2_floor(total))
+        distance = i64(top) - i64(target)
+        if not exact:
+            return (((e - bit) * 16) >> 1) + distance
+        m = u64(total) << u64(31 - e) if e <= 31 else u64(total) >> u64(e - 31)
+        fraction = i64(0)
+        for _ in range(16):
+            m = u64(m * m) >> u64(31)
+            one = u64(m >> u64(32))
+            m = u64(m >> one)
+            fraction = 2 * fraction + i64(one)
+        return (((((e - bit) << 16) + fraction) * unit) >> 32) + distance * 256
+
+    return loss
