@@ -144,3 +144,117 @@ def loss_rule(jit, target, exact):
         return (((((e - bit) << 16) + fraction) * unit) >> 32) + distance * 256
 
     return loss
+
+
+def norm_rules(jit, target):
+    """Clips and divisions of both models (SPEC 5, 7, 8)."""
+    i32, f32, trunc, divide = target.i32, target.f32, target.trunc, target.divide
+
+    @jit
+    def clip(x):
+        """int32: x between -127 and 127."""
+        return i32(min(max(i32(x), i32(-127)), i32(127)))
+
+    @jit
+    def normed(x, weight, bias, mean):
+        """int32: an element of ln(x); weight, bias: as the member sees them; mean: of the |x|, at least 1."""
+        return clip(i32(divide(i32(i32(x) * weight), mean) + bias))
+
+    @jit
+    def quotient(y, d, reciprocal):
+        """int32: clip(y / d rounded down); reciprocal: float32(1 / d).
+
+        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the error of
+        the product cannot reach the next one."""
+        inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
+        return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
+
+    @jit
+    def gate(x, h):
+        """int32, 0 to 254: how far a gate is open; x, h: what the layer's input and its state (with the bias) give."""
+        return i32(clip(i32(x + h)) + i32(127))
+
+    @jit
+    def gated(f, h):
+        """int32: the state h as far as the gate f lets it pass."""
+        return i32(i32(f * h) >> i32(8))
+
+    @jit
+    def next_state(f, h, candidate):
+        """int32: the state after a position."""
+        return i32(h + i32(i32(f * i32(candidate - h)) >> i32(8)))
+
+    return SimpleNamespace(clip=clip, normed=normed, quotient=quotient, gate=gate, gated=gated, next_state=next_state)
+
+
+def update_rules(jit, target):
+    """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
+    i32, f32, fma, add, sub, mul, div, sqrt = (
+        target.i32, target.f32, target.fma, target.add, target.sub, target.mul, target.div, target.sqrt)
+
+    @jit
+    def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
+        """(m, v, acc) after a vote."""
+        g = f32(i32(-vote))
+        m = fma(m, beta1, mul(g, one_less_beta1))
+        v = fma(mul(g, g), one_less_beta2, mul(v, beta2))
+        u = div(m, add(sqrt(v), eps))
+        return m, v, fma(f32(-rate), fma(f32(weight), decay, u), acc)
+
+    @jit
+    def sgd(vote, acc, rate):
+        """acc after a vote."""
+        return fma(f32(vote), rate, acc)
+
+    @jit
+    def muon(direction, size, weight, acc, rate, decay):
+        """acc after a step in Muon's direction; size: the length of a step (`Optimizer`)."""
+        return fma(f32(-rate), fma(f32(weight), decay, mul(direction, size)), acc)
+
+    @jit
+    def whole_step(weight, acc):
+        """(move, acc): the whole step -1, 0 or 1 that acc has gathered, and what is left of it."""
+        move = i32(0)
+        if acc >= f32(1):
+            move = i32(1 if weight < 127 else 0)
+            acc = sub(acc, f32(1)) if move else f32(1)
+        elif acc <= f32(-1):
+            move = i32(-1 if weight > -127 else 0)
+            acc = add(acc, f32(1)) if move else f32(-1)
+        return move, acc
+
+    @jit
+    def ztest(vote, weight, least):
+        """The move -1, 0 or 1; least: the smallest vote that moves a weight."""
+        move = i32(0)
+        if vote > 0 and vote >= least:
+            move = i32(1 if weight < 127 else 0)
+        elif vote < 0 and -vote >= least:
+            move = i32(-1 if weight > -127 else 0)
+        return move
+
+    return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
+
+
+def sampling_rules(jit, target):
+    """The choice of a token (SPEC 10)."""
+    f32, trunc, sub, div, i64 = target.f32, target.trunc, target.sub, target.div, np.int64
+
+    @jit
+    def score(z, seen, penalty):
+        """float32: a logit (int32), less the presence penalty where the token was seen."""
+        return sub(f32(z), penalty) if seen else f32(z)
+
+    @jit
+    def share(exps, last, score, top, temp, floor):
+        """int64: the weight of a token in the draw; exps: EXP, whose last index is `last`; floor: `Sampling.floor`."""
+        d = i64(trunc(div(sub(score, top), temp)))
+        return i64(exps[min(i64(last), -d)]) if d >= floor else i64(0)
+
+    return SimpleNamespace(score=score, share=share)
+
+
+def window_start(first, pair, pairs_a_group, stride, starts):
+    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the share of the
+    group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many windows there are."""
+    return (first + pair // pairs_a_group * stride) % starts
