@@ -11,7 +11,6 @@ import functools
 import time
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 import egg_config
@@ -21,20 +20,26 @@ from engine import kernel_cache
 from model import parameters
 from model import transforms
 from engine import simd
+from engine.cpu_rules import (adamw, clip, draw, f32, f64, factor, fma, hash32, i32, input_coefficient, input_fold, input_term, loss,
+                              muon, normed, scaled, score, sgd, share, table_term, u32, whole_step, ztest)
 from engine.simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
-
 njit = kernel_cache.njit(simd.use)
-i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 # columns of Weights.table: one row a parameter and layer
 FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
 AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
+# int64 and not int: numba compiles a function anew for every literal int among its arguments
+i64 = np.int64
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
- LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F, LN_F_BIAS) = range(len(parameters.TABLE))
+ LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F,
+ LN_F_BIAS) = map(i64, range(len(parameters.TABLE)))
+NO_LAYER = EVEN = CLEAN = i64(0)                # the layer of what is in none, a pair's first member, a model without noise
+NOISY = i64(1)
 
-SGD, MUON, ZTEST, MUON_PARTS, MUON_EPS = parameters.SGD, parameters.MUON, parameters.ZTEST, parameters.MUON_PARTS, parameters.MUON_EPS
-WORTH_A_THREAD = 100_000     # elementary operations, roughly 100 us, below which handing work to a thread costs more than it saves
+SGD, MUON, ZTEST = parameters.SGD, parameters.MUON, parameters.ZTEST
+MUON_PARTS, MUON_EPS = parameters.MUON_PARTS, parameters.MUON_EPS
+WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 GROUP = 32                  # rows that pass through an MLP or the head together: their int32 results fit the second-level cache
 
@@ -92,69 +97,22 @@ class Tables(NamedTuple):
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------------
 
 @njit
-def hash_(seed, index):
-    x = u32(u32(seed) + u32(u32(index) * u32(0x9E3779B9)))
-    x = u32(x ^ u32(x >> u32(16)))
-    x = u32(x * u32(0x85EBCA6B))
-    x = u32(x ^ u32(x >> u32(13)))
-    x = u32(x * u32(0xC2B2AE35))
-    return u32(x ^ u32(x >> u32(16)))
+def noise(c, seed, i):
+    """int32: the noise of SPEC 2."""
+    return draw(c.gaussian, hash32(seed, i), c.mask)
 
 
 @njit
-def draw(r, mask, gaussian):
-    """int32 noise of SPEC 2 from one hash."""
-    m = u32(mask)
-    n = i32(u32(r >> u32(1)) & m)
-    n = n if r & u32(1) else i32(-n)
-    if gaussian:
-        a, b = i32(u32(r >> u32(6)) & m), i32(u32(r >> u32(11)) & m)
-        n = i32(n + (a if u32(r >> u32(5)) & u32(1) else i32(-a)))
-        n = i32(n + (b if u32(r >> u32(10)) & u32(1) else i32(-b)))
-    return n
-
-
-@njit
-def to_int(f):
-    """trunc of a float32, saturating at int32."""
-    inside = i32(max(f32(-2147483648.0), min(f32(2147483520.0), f)))
-    return inside if f < f32(2147483648.0) else i32(2147483647)
-
-
-@njit
-def sixty_fourths(p):
-    """trunc(p / 64) of an int32."""
-    return i32(i32(p + i32(i32(p >> i32(31)) & i32(63))) >> i32(6))
-
-
-@njit
-def weight_64(c, overlay):
-    """The noise-scale factor of modes 0 and 1 in 64ths, int32."""
-    if c.mode == 0:
-        return i32(64)
-    return i32(max(i32(0), min(i32(64), i32(overlay))))
-
-
-@njit
-def factor(c, overlay, seed, index):
-    """The noise-scale factor of SPEC 4, float32."""
-    if c.mode < 2:
-        return f32(f32(weight_64(c, overlay)) / f32(64))
-    tail = f32(f32(f32(hash_(u32(seed) + u32(100000), index)) + f32(1)) / f32(4294967296.0))
-    return f32(f32(f32(i32(overlay) + 127) / f32(255)) / f32(np.sqrt(tail)))
-
-
-@njit
-def vote_draw(c, r):
-    """The draw as votes count it."""
-    n = draw(r, c.mask, c.gaussian)
+def vote_draw(c, seed, i):
+    """int32: the noise as votes count it."""
+    n = noise(c, seed, i)
     return n if c.clt else i32(i32(n > 0) - i32(n < 0))
 
 
 @njit
 def fill_noise(c, seed, n, out):
     for i in range(n):
-        out[i] = draw(hash_(seed, i), c.mask, c.gaussian)
+        out[i] = noise(c, seed, i)
 
 
 @njit
@@ -163,59 +121,42 @@ def output_side(c, w, param, layer, S, out):
     t = w.table[param, layer]
     seed, at = u32(S + t[SEED_A]), t[OVER_A]
     fill_noise(c, seed, t[N_COLS], out)
-    if c.mode == 1:
-        for i in range(t[N_COLS]):
-            out[i] = sixty_fourths(i32(out[i] * weight_64(c, w.overlay[at + i])))
-    elif c.mode == 2:
-        for i in range(t[N_COLS]):
-            out[i] = to_int(f32(out[i]) * factor(c, w.overlay[at + i], seed, i))
+    for i in range(t[N_COLS]):
+        out[i] = scaled(c.mode, out[i], w.overlay[at + i], seed, i)
 
 
 @njit
-def input_side(c, w, param, layer, S, noise, scale):
-    """noise int32 [rows], scale float32 [rows] of the input side; modes 0 and 1: noise in 64ths, scale unused."""
+def input_side(c, w, param, layer, S, coefficients, scale):
+    """coefficients int32 [rows], scale float32 [rows] of the input side, as `input_term` takes them; scale in mode 2 only."""
     t = w.table[param, layer]
     seed, at = u32(S + t[SEED_B]), t[OVER_B]
-    fill_noise(c, seed, t[N_ROWS], noise)
-    if c.mode < 2:
+    fill_noise(c, seed, t[N_ROWS], coefficients)
+    for i in range(t[N_ROWS]):
+        coefficients[i] = input_coefficient(c.mode, coefficients[i], w.overlay[at + i])
+    if c.mode == 2:
         for i in range(t[N_ROWS]):
-            noise[i] = i32(noise[i] * weight_64(c, w.overlay[at + i]))
-    else:
-        for i in range(t[N_ROWS]):
-            scale[i] = factor(c, w.overlay[at + i], seed, i)
+            scale[i] = factor(c.mode, w.overlay[at + i], seed, i)
 
 
 @njit
-def project(c, x, r, noise, scale):
+def project(c, x, r, coefficients, scale):
     """sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K], activation + 128."""
     s = i32(0)
-    if c.mode < 2:
-        for i in range(noise.size):
-            s = i32(s + sixty_fourths(i32(i32(i32(x[r, i]) - i32(128)) * noise[i])))
-    else:
-        for i in range(noise.size):
-            s = i32(s + to_int(f32(f32(i32(i32(x[r, i]) - i32(128)) * noise[i]) * scale[i])))
+    for i in range(coefficients.size):
+        s = i32(s + input_term(c.mode, i32(i32(x[r, i]) - i32(128)), coefficients[i], scale[i]))
     return s
 
 
 @njit
-def project_down(c, x, r, noise, scale):
+def project_down(c, x, r, coefficients, scale):
     """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
-    s, H = i32(0), noise.size // 4
-    if c.mode < 2:
-        for i in range(H):
-            p = i32(0)
-            for sub in range(4):
-                j = i + sub * H
-                p = sixty_fourths(i32(i32(p * i32(64)) + i32(i32(i32(x[r, j]) - i32(128)) * noise[j])))
-            s = i32(s + p)
-    else:
-        for i in range(H):
-            p = i32(0)
-            for sub in range(4):
-                j = i + sub * H
-                p = to_int(fma(f32(i32(i32(x[r, j]) - i32(128)) * noise[j]), scale[j], f32(p)))
-            s = i32(s + p)
+    s, H = i32(0), coefficients.size // 4
+    for i in range(H):
+        p = i32(0)
+        for sub in range(4):
+            j = i + sub * H
+            p = input_fold(c.mode, p, i32(i32(x[r, j]) - i32(128)), coefficients[j], scale[j])
+        s = i32(s + p)
     return s
 
 
@@ -231,22 +172,13 @@ def perturbed(c, w, param, layer, S, noisy, out):
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
     shift = i32(c.vector_shift)
     for i in range(n):
-        p = i32(draw(hash_(seed_a, i), c.mask, c.gaussian) * draw(hash_(seed_b, i), c.mask, c.gaussian))
-        if c.mode == 1:
-            p = sixty_fourths(i32(p * weight_64(c, w.overlay[over + i])))
-        elif c.mode == 2:
-            p = to_int(f32(f32(p) * factor(c, w.overlay[over + i], seed_a, i)))
+        p = scaled(c.mode, i32(noise(c, seed_a, i) * noise(c, seed_b, i)), w.overlay[over + i], seed_a, i)
         v = i32(w.weights[at + i])
         out[0, i] = i32(v + i32(p >> shift))
         out[1, i] = i32(v + i32(i32(-p) >> shift))
 
 
 # --- building blocks of the forward pass (SPEC 5, 7) -----------------------------------------------------------------------
-
-@njit
-def clip(x):
-    return max(i32(-127), min(i32(127), x))
-
 
 # Rows are named by array and index: a slice would count references, which costs more than a row of a small model.
 
@@ -256,12 +188,9 @@ def layer_norm(h, r, weight, bias, m, x, o):
     n, total = h.shape[1], i32(0)
     for i in range(n):
         total = i32(total + abs(i32(h[r, i])))
-    reciprocal = 1.0 / max(1, total // n)
+    mean = max(i32(1), i32(total // n))
     for i in range(n):
-        p = i32(i32(h[r, i]) * weight[m, i])
-        # half a unit off the integers, the product by the reciprocal truncates exactly like the division
-        q = i32((abs(f64(p)) + 0.5) * reciprocal)
-        x[o, i] = np.uint8(clip(i32((q if p >= 0 else i32(-q)) + bias[m, i])) + i32(128))
+        x[o, i] = np.uint8(normed(h[r, i], weight[m, i], bias[m, i], mean) + i32(128))
 
 
 @njit
@@ -477,7 +406,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
         if noisy:
             s = project(c, a, r, side_b, side_s)
             add_noise(y, r, i32(-s) if (r // n) & 1 else s, side_a, shift)
-        add_residual(h, r, y, r, shift_out, zero, 0)
+        add_residual(h, r, y, r, shift_out, zero, EVEN)
         amax(y, r, h, r)
 
 
@@ -495,22 +424,22 @@ def coefficient(c, tb, tokens, sequence, position):
 def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
     """out int32 [rows, H]: what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a member."""
     H, shift = c.H, i32(c.matrix_shift)
-    noise, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = np.empty(H, i32), np.empty(H, f32)
     out[:] = 0
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-        fill_noise(c, seed_b, H, noise)
+        fill_noise(c, seed_b, H, unit)
         for i in range(H):
-            scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+            scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for r in range(out.shape[0]):
             sign = i32(1 - 2 * ((r // n) & 1))
             byte = (coefficients[r] >> (8 * k + 8)) & 255
-            own, own_scale = draw(hash_(seed_a, byte), c.mask, c.gaussian), factor(c, w.overlay[t[OVER_A] + byte], seed_a, byte)
+            own, own_scale = noise(c, seed_a, byte), factor(c.mode, w.overlay[t[OVER_A] + byte], seed_a, byte)
             for i in range(H):
                 e = i32(w.weights[t[AT_W] + (i >> 2) * (4 * t[N_COLS]) + byte * 4 + (i & 3)])
                 if noisy:
-                    p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                    p = table_term(c.mode, own, own_scale, unit[i], scale[i])
                     e = i32(e + i32(i32(p * sign) >> shift))
                 out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
 
@@ -522,12 +451,12 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     H, last = c.H, tokens.shape[0] - 1
     t = w.table[EMBEDDING, 0]
     bias = np.empty((2, H), i32)
-    perturbed(c, w, EMB_BIAS, 0, S, noisy, bias)
+    perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    noise, scale = np.empty(H, i32), np.empty(H, f32)
-    fill_noise(c, seed_b, H, noise)
+    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    fill_noise(c, seed_b, H, unit)
     for i in range(H):
-        scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+        scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
     more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
     if c.ntt:
@@ -539,11 +468,10 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
         m = (r // n) & 1
         sign, at = i32(1 - 2 * m), r if c.ntt else 0
         k = tokens[min(r // n, last), start + r % n]
-        own = draw(hash_(seed_a, k), c.mask, c.gaussian)
-        own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
+        own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
         if noisy:
             for i in range(H):
-                p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                p = table_term(c.mode, own, own_scale, unit[i], scale[i])
                 h[r, i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]) + more[at, i]))
         else:
             for i in range(H):
@@ -559,14 +487,14 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     rows, H = members * n, c.H
     h = np.empty((rows, H), np.int8)
     embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
-    mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, 0, S, noisy, rows, n, h)
+    mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n, h)
     for layer in range(c.L):
         slot = layer % keys.shape[0]
         attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
         mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
     norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
-    perturbed(c, w, LN_F, 0, S, noisy, norm_w)
-    perturbed(c, w, LN_F_BIAS, 0, S, noisy, norm_b)
+    perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
+    perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)
     for r in range(rows):
         layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
 
@@ -575,7 +503,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
 def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
     """z int32 [>= count, V padded]: logits (item 4 of SPEC 7) of `count` rows of x, the first of which is row `first` of a pair of T
     positions a member."""
-    product(c, w, EMBEDDING, 0, x, count, z)
+    product(c, w, EMBEDDING, NO_LAYER, x, count, z)
     shift, shift_logit = i32(c.matrix_shift), i32(c.logit)
     for r in range(count):
         if noisy:
@@ -589,41 +517,11 @@ def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
 
 
 @njit
-def log2_floor(q):
-    e = np.int64(0)
-    while q > 1:
-        q >>= 1
-        e += 1
-    return e
-
-
-@njit
-def log2_fixed(q):
-    """log2 of a positive int64 with 16 fractional bits, by squaring a 32-bit mantissa; integers only, so the same everywhere."""
-    e = log2_floor(q)
-    m = np.uint64(q) << np.uint64(31 - e) if e <= 31 else np.uint64(q) >> np.uint64(e - 31)
-    fraction = np.int64(0)
-    for _ in range(16):
-        m = (m * m) >> np.uint64(31)
-        bit = m >> np.uint64(32)
-        m >>= bit
-        fraction = 2 * fraction + np.int64(bit)
-    return (e << 16) + fraction
-
-
-@njit
-def position_loss(c, q, top, target):
-    """Loss of one position (SPEC 7.5, or true cross-entropy in 1/256 logit units) from Q, the largest logit and the target's."""
-    if c.exact:
-        return (((log2_fixed(q) - (c.scale_bit << 16)) * c.log_unit) >> 32) + (np.int64(top) - np.int64(target)) * 256
-    return (((log2_floor(q) - c.scale_bit) * 16) >> 1) + np.int64(top) - np.int64(target)
-
-
-@njit
-def largest(row, n):
-    top = row[0]
+def largest(z, r, n):
+    """The largest of the first n of row r."""
+    top = z[r, 0]
     for v in range(n):
-        top = max(top, row[v])
+        top = max(top, z[r, v])
     return top
 
 
@@ -641,19 +539,18 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
     z = np.empty((GROUP, columns), i32)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i:i + 1], u32(S + i)
-        hidden(c, w, tb, seed, noisy, tokens, members, T, 0, keys, values, x)
+        hidden(c, w, tb, seed, noisy, tokens, members, T, i64(0), keys, values, x)
         if noisy:
-            output_side(c, w, EMBEDDING, 0, seed, side_a)
-            input_side(c, w, EMBEDDING, 0, seed, side_b, side_s)
+            output_side(c, w, EMBEDDING, NO_LAYER, seed, side_a)
+            input_side(c, w, EMBEDDING, NO_LAYER, seed, side_b, side_s)
         for first in range(0, members * T, GROUP):
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, side_s, T, first, x[first:first + count], count, z)
             for r in range(count):
-                top, target = z[r, 0], z[r, tokens[0, (first + r) % T + 1]]
-                for v in range(V):
-                    top = max(top, z[r, v])
+                top, target = largest(z, r, V), z[r, tokens[0, (first + r) % T + 1]]
                 if noisy:
-                    losses[i, (first + r) // T] += position_loss(c, exp_sum(tb.exp, c.short_exp, top, z, r * columns, V), top, target)
+                    total = exp_sum(tb.exp, c.short_exp, top, z, r * columns, V)
+                    losses[i, (first + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
                 else:
                     q = 0.0
                     for v in range(V):
@@ -665,24 +562,19 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen uint8 [V];
     exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
-    V = c.V
-    scores = np.empty(V, f32)
-    best = 0
+    V, best = c.V, 0
+    scores, weights = np.empty(V, f32), np.empty(V, i32)
     for v in range(V):
-        scores[v] = f32(f32(z[v]) - penalty) if seen[v] else f32(z[v])
+        scores[v] = score(z[v], seen[v], penalty)
         if scores[v] > scores[best]:
             best = v
     if temp == f32(0):
         return best
-    top = scores[best]
-    total = np.int64(0)
-    weights = np.empty(V, i32)
+    total, running = np.int64(0), np.int64(0)
     for v in range(V):
-        d = np.int64(to_int(f32(f32(scores[v] - top) / temp)))
-        weights[v] = exp[min(255, -d)] if d >= floor else 0
+        weights[v] = share(exp, exp.size - 1, scores[v], scores[best], temp, floor)
         total += weights[v]
     threshold = np.int64(random) % total
-    running = np.int64(0)
     for lane in range(c.H):
         for v in range(lane, V, c.H):
             running += weights[v]
@@ -692,18 +584,6 @@ def choose_token(c, exp, z, seen, penalty, temp, floor, random):
 
 
 # --- update (SPEC 9) -------------------------------------------------------------------------------------------------------
-
-@numba.extending.intrinsic
-def fma(ctx, a, b, c):
-    """a * b + c of float32, rounded once."""
-    from llvmlite import ir
-    t = numba.types.float32
-
-    def codegen(context, builder, sig, args):
-        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()], ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
-        return builder.call(f, args)
-    return t(t, t, t), codegen
-
 
 @njit
 def pack(w, t, first, end):
@@ -731,7 +611,7 @@ def input_block(c, t, seeds, signs, x, first, end):
     n = seeds.size
     for r in range(first, end):
         for q in range(n):
-            x[r, q] = np.uint8(i32(vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_B])), r)) * signs[q]) + i32(128))
+            x[r, q] = np.uint8(i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * signs[q]) + i32(128))
         for q in range(n, x.shape[1]):
             x[r, q] = 128
 
@@ -746,7 +626,7 @@ def panel_votes(c, t, seeds, x, votes, first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
             s = i32(0)
             for q in range(n):
-                noise[q] = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j))
+                noise[q] = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j)
                 s = i32(s + noise[q])
             for q in range(n):
                 panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
@@ -765,8 +645,8 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
     for i in range(first, end):
         s = i32(0)
         for q in range(seeds.size):
-            a = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_A])), i))
-            b = vote_draw(c, hash_(u32(seeds[q] + u32(t[SEED_B])), i))
+            a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), i)
+            b = vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), i)
             s = i32(s + i32(i32(a * b) * signs[q]))
         votes[i] = s
 
@@ -815,34 +695,18 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
 
 @njit
 def move(o, rate, vote, direction, weight, moments):
-    """One weight's update: the new weight (int32); moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it; direction:
-    Muon's."""
+    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it; direction: Muon's."""
     if o.rule == ZTEST:
-        if vote == 0 or abs(vote) < i32(rate):
-            return weight
-        return clip(i32(weight + (i32(1) if vote > 0 else i32(-1))))
+        return ztest(vote, weight, i32(rate))
     if o.rule == SGD:
-        acc = fma(f32(vote), rate, moments[2])
+        acc = sgd(vote, moments[2], rate)
     elif o.rule == MUON:
-        acc = fma(f32(-rate), fma(f32(weight), o.decay, f32(direction * o.size)), moments[2])
+        acc = muon(direction, o.size, weight, moments[2], rate, o.decay)
     else:
-        g = f32(-f32(vote))
-        moments[0] = fma(moments[0], o.beta1, f32(g * o.one_less_beta1))
-        moments[1] = fma(f32(g * g), o.one_less_beta2, f32(moments[1] * o.beta2))
-        u = fma(f32(weight), o.decay, f32(moments[0] / f32(f32(np.sqrt(moments[1])) + o.eps)))
-        acc = fma(f32(-rate), u, moments[2])
-    if acc >= f32(1):
-        if weight < 127:
-            weight, acc = i32(weight + 1), f32(acc - f32(1))
-        else:
-            acc = f32(1)
-    elif acc <= f32(-1):
-        if weight > -127:
-            weight, acc = i32(weight - 1), f32(acc + f32(1))
-        else:
-            acc = f32(-1)
-    moments[2] = acc
-    return weight
+        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], rate, o.beta1, o.one_less_beta1,
+                                            o.beta2, o.one_less_beta2, o.eps, o.decay)
+    step, moments[2] = whole_step(weight, acc)
+    return step
 
 
 @njit
@@ -856,13 +720,13 @@ def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_
             rate = f32(o.lr * rates[col]) if rates.size else o.lr
             for k in range(group):
                 at = t[AT_W] + (block * cols + col) * group + k
-                before = i32(w.weights[at])
+                weight = i32(w.weights[at])
                 if o.rule == MUON:
                     r = block * group + k
                     direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
-                after = move(o, rate, votes[block * group + k, col], direction, before, moments[at])
-                if after != before:
-                    w.weights[at] = after
+                step = move(o, rate, votes[block * group + k, col], direction, weight, moments[at])
+                if step:
+                    w.weights[at] = weight + step
                     changed_rows[block * group + k] = 1
                     changed_cols[col] = 1                   # threads only ever write the same 1
                     changed += 1

@@ -117,8 +117,13 @@ def factor_rules(jit, target, mode):
             return trunc_64th(i32(p + i32(pb << i32(6))))
         return trunc(fma(f32(p), f, f32(pb)))
 
+    @jit
+    def table_term(a, factor_a, b, factor_b):
+        """int32: trunc(a * b * factor_a * factor_b), noise of an element of a table whose columns are looked up."""
+        return trunc(f32(f32(f32(i32(a * b)) * factor_a) * factor_b))
+
     return SimpleNamespace(factor=factor, scaled=scaled, input_coefficient=input_coefficient, input_term=input_term,
-                           input_fold=input_fold)
+                           input_fold=input_fold, table_term=table_term)
 
 
 def loss_rule(jit, target, exact):
