@@ -176,9 +176,17 @@ def test_recorded_run_with_other_instructions(kind, others):
     assert others[kind].wait() == 0, said
 
 
-def test_recorded_default_configuration():
-    cfg, tokens, z = golden("E")
-    engine = cpu_engine.CpuEngine(cfg, tokens)
+@pytest.fixture(scope="module")
+def default_engine():
+    """The engine of golden E, which several tests take further: an update of 327,680 members takes seconds."""
+    cfg, tokens, _ = golden("E")
+    return cpu_engine.CpuEngine(cfg, tokens)
+
+
+def test_recorded_default_configuration(default_engine):
+    (cfg, _, z), engine = golden("E"), default_engine
+    if engine.step:
+        engine.load(parameters.initial_state(cfg))
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
     engine.update(z["fitness_0"])
@@ -244,9 +252,10 @@ def test_generation_does_not_depend_on_the_cache():
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_recorded_generation(step):
+def test_recorded_generation(step, default_engine):
     """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    engine, recorded, prompt = recorded_generation(cpu_engine.CpuEngine, step)
+    engine = default_engine if step else cpu_engine.CpuEngine(*golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, c, s = engine.cfg, engine._constants, parameters.sampling(engine.cfg)
     for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])

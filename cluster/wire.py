@@ -6,10 +6,11 @@ to each other (islands.gossip).
 """
 
 import struct
+from typing import NamedTuple
 
-from model import state_digest
 from cluster import history
 from model import parameters
+from model import state_digest
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
@@ -54,7 +55,16 @@ BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 
 
 
 class FrameError(Exception):
-    """A frame that cannot be meant for us; the connection it came on is closed."""
+    """A frame that cannot be right. The connection it came on is closed, with an ERROR of this code."""
+    code = BAD_FRAME
+
+
+class Refused(FrameError):
+    """A peer that may not take part, though its frames are right."""
+
+    def __init__(self, why, code=BAD_FRAME):
+        super().__init__(why)
+        self.code = code
 
 
 def frame(opcode, *parts, version=V1):
@@ -127,3 +137,33 @@ def next_frame(buffer, allowed):
     payload = bytes(buffer[HEADER.size:HEADER.size + size])
     del buffer[:HEADER.size + size]
     return version, opcode, payload
+
+
+class Result(NamedTuple):
+    """A RESULT. updates: weights changed by the worker's last update, 0 where it has reported them already; packed:
+    bytes of ternary fitness (SPEC 8); fitness: the same, int8 [CHUNK_SIZE / 2]."""
+    step: int
+    chunk: int
+    updates: int
+    sum_loss: int
+    packed: bytes
+    fitness: object
+
+
+def read_result(cfg, n_weights, payload):
+    """The Result in a frame, of a model of n_weights weights. Raises FrameError for one that cannot be right."""
+    _, step, position, updates, sum_loss, size = RESULT_HEAD.unpack_from(payload)
+    packed = payload[RESULT_HEAD.size:]
+    if size != len(packed):
+        raise FrameError(f"wrong length: RESULT says {size} bytes of fitness and carries {len(packed)}")
+    chunk, rest = divmod(position, cfg.CHUNK_SIZE)
+    if rest or chunk >= cfg.N_CHUNKS:
+        raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} "
+                         f"below {cfg.POPULATION_SIZE}")
+    try:
+        fitness = parameters.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
+    except ValueError as error:
+        raise FrameError(f"wrong fitness: {error}") from None
+    if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > n_weights:
+        raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {n_weights}")
+    return Result(step, chunk, updates, sum_loss, packed, fitness)

@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from cluster import admission
 from cluster import auth
+from cluster import dispatch
+from cluster import greeting
 import egg_config
 from model import state_digest
 from cluster import history
@@ -26,6 +29,7 @@ from model import parameters
 import egg_net
 from cluster import snapshots
 from cluster import leases
+from cluster import status
 from cluster import wire
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, V2, WELCOME
 from kit import (CFG, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
@@ -307,7 +311,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
                 assert b"4 connections from one address" in sock.recv(1000)
         assert server.lines.text.count("4 connections from one address") == 1
-        until(lambda: len(server.coordinator.connections) == 1)                        # the silent ones are closed
+        until(lambda: len(server.coordinator.hub.connections) == 1)                        # the silent ones are closed
         assert all(s.recv(1) == b"" for s in silent)
         assert server.lines.text.count("said nothing useful for 0.3 s") == 1
         for _ in range(6):
@@ -316,8 +320,8 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
         assert honest.chunk(0) == 0                                                    # heartbeats keep it
         old = Peer(server.port, cfg)
         assert old.chunk(0) == 32                                                      # version 1 has none, and is idle all the same
-        until(lambda: not server.coordinator.connections)
-        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.door.by_host
+        until(lambda: not server.coordinator.hub.connections)
+        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.admission.door.by_host
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
@@ -335,11 +339,11 @@ def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):
     with Server(tmp_path) as server:
         refused_by(lambda: Peer2(server.port, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"}), "another configuration")
         peer = Peer2(server.port)
-        for i in range(3 * egg_net.WORDS):
+        for i in range(3 * dispatch.MESSAGES):
             peer.link.send(peer.link.frame(wire.LOG_MESSAGE, f"word {i}.".encode()))
         assert peer.chunk(0) == 0
         assert not re.search("[\x1b\x07]|^Step", server.lines.text, re.M) and server.lines.text.count("another configuration") == 1
-        assert "word 0." in server.lines.text and egg_net.WORDS <= server.lines.text.count("word ") < egg_net.WORDS + 10
+        assert "word 0." in server.lines.text and dispatch.MESSAGES <= server.lines.text.count("word ") < dispatch.MESSAGES + 10
 
 
 def test_names_cannot_write_to_the_terminal(tmp_path):
@@ -347,12 +351,12 @@ def test_names_cannot_write_to_the_terminal(tmp_path):
         peer = Peer2(server.port, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
         assert peer.chunk(0) == 0
         assert "worker [31mred Step 5 | fake (127.0.0.1:" in server.lines.text and not re.search("[\x1b\x07\u202e]", server.lines.text)
-        assert egg_net.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
+        assert status.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
 
 
 # --- chunks of a step: audits, liars, leases, copies ------------------------------------------------------------------------
 
-A, B, C, D = (egg_net.Author("host", x, f"worker {x}") for x in "abcd")
+A, B, C, D = (admission.Author("host", x, f"worker {x}") for x in "abcd")
 YES = (GOOD, 5, np.ones(16, np.int8))
 NO = (parameters.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
 
@@ -411,7 +415,7 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
 
 
 def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net, "LEASE_LEAST", 0.2)
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 0.2)
     with Server(tmp_path) as server:
         quick, stuck = Peer2(server.port), Peer2(server.port)
         for position in (0, 32):
@@ -435,12 +439,12 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
     with Server(tmp_path, cfg) as server:
         greedy, other = Peer(server.port, cfg), Peer2(server.port, cfg)
         asked = [greedy.chunk(0) // 32 for _ in range(9)]        # without waiting, and without holding more than AT_ONCE
-        assert all(0 <= c < 12 for c in asked) and len(next(c for c in server.coordinator.connections if c.version == 1).held) == egg_net.AT_ONCE
+        assert all(0 <= c < 12 for c in asked) and len(next(c for c in server.coordinator.dispatcher.workers if c.version == 1).held) == dispatch.CHUNKS_HELD
         mine = []
-        for _ in range(12 - egg_net.AT_ONCE):
+        for _ in range(12 - dispatch.CHUNKS_HELD):
             mine.append(other.chunk(0) // 32)
             other.result(0, 32 * mine[-1])
-        assert sorted(mine + asked[-egg_net.AT_ONCE:]) == list(range(12))
+        assert sorted(mine + asked[-dispatch.CHUNKS_HELD:]) == list(range(12))
         greedy.ask(0)                                            # now there is nothing left that it has not got
         assert greedy.silent()
 
@@ -453,26 +457,26 @@ def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
         peer.result(0, 64)
         with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
             peer.answer()
-        assert not server.coordinator.work.done
+        assert not server.coordinator.dispatcher.work.done
 
 
 def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
     cfg, run = changed(POPULATION_SIZE=32), history.open_run(changed(POPULATION_SIZE=32))
     coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
     peers = []
-    for _ in range(6 * egg_net.IN_A_ROW):
+    for _ in range(6 * dispatch.ANSWERS_IN_A_ROW):
         peers.append(Peer(coordinator.address[1], cfg))
         peers[-1].ask(0)
-        until(lambda: coordinator.poll(0.01) or len(coordinator.idle) == len(peers) - 1)
+        until(lambda: coordinator.poll(0.01) or len(coordinator.dispatcher.waiting) == len(peers) - 1)
     assert peers[0].answer()[2] == 0                             # it has the chunk, the others wait
     peers[0].result(0, 0)
     until(lambda: coordinator.poll(0.001) or run.step == 1)
-    assert len(coordinator.idle) > egg_net.IN_A_ROW
+    assert len(coordinator.dispatcher.waiting) > dispatch.ANSWERS_IN_A_ROW
     assert peers[1].answer()[1] == 1
     peers[1].ask(1)
     coordinator.poll()
-    assert peers[1].answer()[1:3] == (1, 0) and coordinator.idle  # its next chunk, before the last has been told of the step
-    until(lambda: coordinator.poll(0.001) or not coordinator.idle)
+    assert peers[1].answer()[1:3] == (1, 0) and coordinator.dispatcher.waiting  # its next chunk, before the last has been told of the step
+    until(lambda: coordinator.poll(0.001) or not coordinator.dispatcher.waiting)
     assert all(peer.answer()[1] == 1 for peer in peers[2:])
     coordinator.close()
     run.close()
@@ -495,7 +499,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 0:
                 peer = Peer2(server.port, name="w1")
                 assert peer.chunk(0) == 0
-                server.coordinator._ban(next(iter(server.coordinator.connections)).author, "it said that 2 + 2 = 5")
+                server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it said that 2 + 2 = 5")
                 with pytest.raises(egg_net.NetError, match="banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
                     peer.answer()
             if turn < 2:
@@ -503,11 +507,11 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
                     with pytest.raises(egg_net.NetError, match="banned: it said that"):
                         Peer2(server.port, name="w1")
                 Peer2(server.port, name="w2")
-                told = egg_net.fetch_status(CFG, "127.0.0.1", server.port)
+                told = status.fetch_status(CFG, "127.0.0.1", server.port)
                 assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
-                assert f"banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\nto lift a ban remove its line from {tmp_path}" in egg_net.describe_status(told)
+                assert f"banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\nto lift a ban remove its line from {tmp_path}" in status.describe_status(told)
             if turn == 1:
-                (tmp_path / auth.BANNED_FILE).write_text("")          # no restart is needed
+                (tmp_path / admission.BANNED_FILE).write_text("")          # no restart is needed
             if turn:
                 Peer2(server.port, name="w1")
 
@@ -518,19 +522,19 @@ def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
     ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
     with Server(tmp_path, save=True, access=access) as server:
         link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
-        until(lambda: any(c.author for c in server.coordinator.connections))
-        server.coordinator._ban(next(c.author for c in server.coordinator.connections if c.author), "it lied")
+        until(lambda: server.coordinator.dispatcher.workers)
+        server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it lied")
         link.close()
         refused_by(lambda: egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")), "banned: it lied")
-    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / auth.BANNED_FILE).read_text())
+    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
 
 
 def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
-    bans = auth.Bans(tmp_path / "gone")
+    bans = admission.Bans(tmp_path / "gone")
     bans.add("w1 at host", "it lied")
     assert bans.all() == {"w1 at host": "it lied"}
-    (tmp_path / auth.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
-    assert auth.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
+    (tmp_path / admission.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
+    assert admission.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
 
 
 def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
@@ -557,16 +561,16 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
     coordinator = egg_net.Coordinator(CFG, history.open_run(CFG), "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
     try:
-        coordinator.started = coordinator.step_started           # as the first result does
-        one, two, three = (egg_net.Author("127.0.0.1", name, name) for name in "abc")
-        coordinator.states[0] = {b"right": {one}, b"wrong": {two}}
+        coordinator.progress.chunk_handed_out()                  # as the first result does
+        one, two, three = (admission.Author("127.0.0.1", name, name) for name in "abc")
+        coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
         pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
         for chunk in range(CFG.N_CHUNKS):
-            coordinator.work.result(None, one, chunk, parameters.pack_ternary(pairs), 0, pairs, True)
-        coordinator._complete_if_done()
-        assert coordinator.work.complete and coordinator.run.step == 0
-        coordinator.states[0][b"right"].add(three)
-        coordinator._complete_if_done()
+            coordinator.dispatcher.work.result(None, one, chunk, parameters.pack_ternary(pairs), 0, pairs, True)
+        coordinator._complete_step_if_done()
+        assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
+        coordinator.trust.votes[0][b"right"].add(three)
+        coordinator._complete_step_if_done()
         assert coordinator.run.step == 1
     finally:
         coordinator.close()
@@ -586,12 +590,12 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_pat
         a.ask(0, b"a" * 16)
         assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
         a.result(0, 0)
-        until(lambda: server.coordinator.work.done)
+        until(lambda: server.coordinator.dispatcher.work.done)
         b.ask(0, b"b" * 16)
         assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
         a.ask(0, b"a" * 16)
         assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
-        assert not server.coordinator.work.done                                 # what was computed in doubt is done again
+        assert not server.coordinator.dispatcher.work.done                                 # what was computed in doubt is done again
         for peer, digest in ((a, b"a"), (b, b"b")):
             peer.ask(0, digest * 16)
             assert peer.silent()
@@ -733,7 +737,7 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
                f"cfg = egg_config.make(**{CFG.constants()!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', 0, save_dir={str(tmp_path)!r})\n"
-               "except egg_net.EggError as error:\n"
+               "except egg_config.EggError as error:\n"
                "    sys.exit(f'egg: {error}')\n")
     process = subprocess.Popen([sys.executable, "-c", program], cwd=pathlib.Path(egg_net.__file__).parent, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -842,11 +846,11 @@ def test_snapshots_histories_and_cards_take_any_bytes(data):
     with pytest.raises(ValueError):
         snapshots.unpack(CFG, data)
     with contextlib.suppress(wire.FrameError):
-        egg_net._card(data)
+        greeting.read_card(data)
     for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
                  b'{"role": "worker", "config": {}, "data": "zz"}'):
         with pytest.raises(wire.FrameError):
-            egg_net._card(text)
+            greeting.read_card(text)
 
 
 @pytest.fixture(scope="module")
@@ -902,7 +906,7 @@ def test_slow_clients_do_not_hold_up_the_others(besieged):
                 sock.send(wire.frame(JOIN, bytes(8000), version=V2)[turn:turn + 1])
         time.sleep(0.01)
     until(lambda: server.run.step > step + 5)
-    assert max(len(c.inbox) for c in list(server.coordinator.connections)) < 1 << 17
+    assert max(len(c.inbox) for c in list(server.coordinator.hub.connections)) < 1 << 17
     [sock.close() for sock in crowd]
 
 

@@ -4,7 +4,6 @@ against the golden recordings and, on random configurations, against the CPU eng
 import concurrent.futures
 import hashlib
 import json
-import multiprocessing
 import pathlib
 import re
 import subprocess
@@ -15,15 +14,15 @@ import pytest
 from numba import cuda, uint32
 
 import egg_config
+import kit
 from engine import cuda_engine
-from engine import hardware
 from engine import kernel_cache
 from model import parameters
 from kernels import update
-from kit import CARDS, SEED, compare, hold_against_every_card, kernels_of
+from kit import (CARDS, SEED, compare, hold_against_every_card, hold_draws_against_the_distribution,
+                 kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-PARTS = 5                   # of the random configurations: a run that is cut off has compared some
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
@@ -227,6 +226,29 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
     assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
 
 
+@pytest.mark.parametrize("verb, says", [
+    ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
+    ("validate", "validation"), ("generate", "tokens")])
+def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
+    """kit.compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
+    from engine import cpu_engine
+    wrong = {"evaluate": lambda losses: losses + (losses[0] == losses), "update": lambda changed: changed + 1,
+             "digest": lambda digest: digest[::-1], "validate": lambda found: (found[0] * (1 + 1e-6), found[1]),
+             "generate": lambda tokens: (token ^ 1 for token in tokens)}
+
+    class Wrong(cpu_engine.CpuEngine):
+        compile_seconds = 0.0
+
+    if verb:
+        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
+            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
+    monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
+    (tmp_path / "transformer").touch()
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16)
+    found, _ = compare(constants, 3, tmp_path)
+    assert found.startswith(says) if verb else found == ""
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------
 
 def golden(name):
@@ -300,7 +322,7 @@ def test_load_and_pieces_of_a_chunk():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
-def test_the_digest_is_that_of_the_cpu(shape):
+def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
 
@@ -386,25 +408,20 @@ def random_configurations(count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_configurations_against_the_cpu_engine(part):
-    """56 configurations and every switch, a part at a time: losses, three updates, validation, generation. Most of the time is
-    compilation: processes share it."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(egg_config.make(), lambda line: None)
-    drawn = [(SEED + i, constants) for i, constants in enumerate(random_configurations(56) + SWITCHED) if i % PARTS == part]
-    workers = max(1, min(14, hardware.cores() - 2))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        wrong = list(pool.map(compare, [constants for _, constants in drawn], [seed for seed, _ in drawn]))
-    assert not any(wrong), "\n".join(f"{w}: {c}" for w, (_, c) in zip(wrong, drawn) if w)
+@pytest.mark.parametrize("constants, seed", [
+    pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
+    for i, constants in enumerate(random_configurations(56) + SWITCHED)])
+def test_random_configurations_against_the_cpu_engine(compared):
+    """56 configurations and every switch: losses, three updates, validation, generation."""
+    assert compared == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    from test_egg import recorded_generation
-    engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
+    engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
     engine._ready("generate")
@@ -427,12 +444,11 @@ def test_recorded_generation(step):
 
 @pytest.mark.gpu
 def test_the_draw_follows_the_exact_distribution():
-    from test_use import hold_draws_against_the_distribution
     hold_draws_against_the_distribution(cuda_engine.CudaEngine)
 
 
 @pytest.mark.gpu
-def test_debugging_gives_the_same_figures_on_both_engines():
+def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     data = golden("A")

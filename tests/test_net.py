@@ -21,6 +21,7 @@ from cluster import history
 from model import parameters
 import egg_net
 from tools import train
+from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
 from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until,
@@ -107,7 +108,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
 
 
 def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net, "HALF_FRAME_TIMEOUT", 0.3)
+    monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
     with Server(tmp_path) as server:
         honest, slow = Peer(server.port), Peer(server.port)
         assert honest.chunk(0) == 0
@@ -624,7 +625,7 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     with server:
         until(flag.exists, 60)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.work.done) == 7, 60)
+        until(lambda: len(server.coordinator.dispatcher.work.done) == 7, 60)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
         until(lambda: server.run.step == 4, 30)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
