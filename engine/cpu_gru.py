@@ -1,7 +1,8 @@
 """The recurrent model on the CPU: nano-egg's minGRU, integers and clips alone. Products, noise and votes are those of
-`engine.cpu_engine`.
+`engine.cpu_kernels`.
 
-A layer, for input x and its state h, all int8; every product is divided by 16 * isqrt(inputs), rounding down, and clipped to +-127:
+A layer, for input x and its state h, all int8; every product is divided by 16 * isqrt(inputs), rounding down, and
+clipped to +-127:
 
     n = ln_1(x)                             ln: x * w divided by the mean of |x| (at least 1), rounding down, clipped
     f = clip(W_f n + U_f h + b_f)           p = ((f + 127) * h) >> 8
@@ -11,20 +12,22 @@ A layer, for input x and its state h, all int8; every product is divided by 16 *
 
 The embedding begins, ln_f and the head (a matrix of its own) end it; logits are int8. The state is zero before token 0.
 
-A layer reads the whole window before the next one begins, so that all products but those with the state run over members times
-positions; those with the state run over the members of a block, position by position. Members are sequences here: 2 i and 2 i + 1
-are the even and the odd one of pair i; without noise every sequence is its own.
+A layer reads the whole window before the next one begins, so that all products but those with the state run over
+members times positions; those with the state run over the members of a block, position by position. Members are
+sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without noise every sequence is its own.
 """
 
 import numpy as np
 
 from model import parameters
-from engine.cpu_engine import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise, i64,
-                               input_side, largest, njit, noise, output_side, perturbed, product, project)
+from engine.cpu_kernels import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
+                                i64,
+                                input_side, largest, njit, noise, output_side, perturbed, product, project)
 from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
 
-EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN, LN_F = map(i64, range(len(parameters.GRU_TABLE)))
+EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN, LN_F = map(i64,
+                                                                                    range(len(parameters.GRU_TABLE)))
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
@@ -85,8 +88,8 @@ def embed(c, w, S, noisy, tokens, members, n, x):
 
 @njit
 def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
-    """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS, H] goes on.
-    gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
+    """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
+    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
     H, sequences = c.H, tokens.shape[0] * members
     padded, shift, d = h.shape[0], i32(c.matrix_shift), i32(c.divisor)
     reciprocal = f32(f32(1) / f32(d))
@@ -137,7 +140,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
 
 @njit
 def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidates):
-    """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are without noise)."""
+    """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
+    without noise)."""
     H, shift = c.H, i32(c.matrix_shift)
     weight = np.empty((2, H), i32)
     vector(c, w, LN_1, layer, S, noisy, weight)
@@ -200,8 +204,8 @@ def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
 
 @njit
 def read(c, w, S, noisy, tokens, n, state, x):
-    """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last layer's output;
-    state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
+    """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last
+    layer's output; state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
     members = 2 if noisy else 1
     sequences, H = members * tokens.shape[0], c.H
     embed(c, w, S, noisy, tokens, members, n, x)
@@ -217,7 +221,8 @@ def read(c, w, S, noisy, tokens, n, state, x):
 
 @njit
 def logits(c, w, S, noisy, rows, per_member, first, x, z):
-    """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x begins there."""
+    """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x
+    begins there."""
     H, shift, d = c.H, i32(c.matrix_shift), i32(c.divisor)
     reciprocal = f32(f32(1) / f32(d))
     weight, n = np.empty((2, H), i32), np.empty((GROUP, H), np.uint8)
@@ -244,9 +249,9 @@ def states(c, sequences):
 
 @njit
 def evaluate(c, w, exp, windows, before, S, first_pair, per_group, losses):
-    """Adds the losses of the pairs whose seeds are S, S + 1, ... to int64 [pairs, 2]. windows int32 [pairs, before + T + 1]; `before` tokens
-    make the state with which the window begins, by the unperturbed model, once for the pairs of a group of per_group (pair i of the
-    step is in group i // per_group)."""
+    """Adds the losses of the pairs whose seeds are S, S + 1, ... to int64 [pairs, 2]. windows int32 [pairs, before + T
+    + 1]; `before` tokens make the state with which the window begins, by the unperturbed model, once for the pairs of a
+    group of per_group (pair i of the step is in group i // per_group)."""
     pairs, T, V = windows.shape[0], windows.shape[1] - 1 - before, c.V
     state = states(c, 2 * pairs)
     if before:
@@ -276,8 +281,8 @@ def evaluate(c, w, exp, windows, before, S, first_pair, per_group, losses):
 
 @njit
 def validate(c, w, windows, exp64, unit, nats):
-    """Adds the cross-entropy of softmax(logits * unit), without noise and from a state of zero, to nats float64 [n]; windows int32
-    [n, tokens + 1]; exp64[d] = exp(-d * unit)."""
+    """Adds the cross-entropy of softmax(logits * unit), without noise and from a state of zero, to nats float64 [n];
+    windows int32 [n, tokens + 1]; exp64[d] = exp(-d * unit)."""
     n, T, V = windows.shape[0], windows.shape[1] - 1, c.V
     x = np.empty((n * T, c.H), np.int8)
     read(c, w, u32(0), CLEAN, windows, T, states(c, n), x)
@@ -295,7 +300,8 @@ def validate(c, w, windows, exp64, unit, nats):
 
 @njit
 def next_logits(c, w, tokens, state, z):
-    """z int32 [GROUP, V padded]: row 0 gets the logits after tokens int32 [1, n], read on from `state`, which goes on."""
+    """z int32 [GROUP, V padded]: row 0 gets the logits after tokens int32 [1, n], read on from `state`, which goes
+    on."""
     n = tokens.shape[1]
     x = np.empty((n, c.H), np.int8)
     read(c, w, u32(0), CLEAN, tokens, n, state, x)
@@ -303,7 +309,7 @@ def next_logits(c, w, tokens, state, z):
 
 
 class Gru:
-    """The forward pass as `engine.cpu_engine.Transformer` has it."""
+    """The forward pass as `engine.cpu_transformer.Transformer` has it."""
 
     def __init__(self, cfg, constants, exp):
         self.cfg, self._constants, self._exp = cfg, constants, exp
@@ -311,7 +317,8 @@ class Gru:
 
     def evaluate(self, w, windows, seed, first_pair, losses):
         for at in range(0, len(windows), TOGETHER):
-            evaluate(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS, np.uint32(seed + first_pair + at & 0xFFFFFFFF),
+            evaluate(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS,
+                     np.uint32(seed + first_pair + at & 0xFFFFFFFF),
                      first_pair + at, self.cfg.GROUP_SIZE // 2, losses[at:at + TOGETHER])
 
     def validate(self, w, windows, exp64, unit, nats):

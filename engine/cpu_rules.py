@@ -1,7 +1,8 @@
 """The rules of `model.rules` compiled for the CPU.
 
-A switch (noise mode, Gaussian draws, exact loss) is a value at run time here, the first argument of the rule, so that one compiled
-set of kernels serves every configuration. Nothing here is cached on disk: the kernels that call a rule are, with the rule in them.
+A switch (noise mode, Gaussian draws, exact loss) is a value at run time here, the first argument of the rule, so that
+one compiled set of kernels serves every configuration. Nothing here is cached on disk: the kernels that call a rule
+are, with the rule in them.
 """
 
 import numba
@@ -20,7 +21,8 @@ def fma(ctx, a, b, c):
     t = numba.types.float32
 
     def codegen(context, builder, sig, args):
-        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()], ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
+        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()],
+                                             ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
         return builder.call(f, args)
     return t(t, t, t), codegen
 
@@ -77,11 +79,13 @@ def _by_mode(name):
 
 
 _draws = [rules.draw_rules(rule, TARGET, gaussian) for gaussian in range(2)]
-hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))                   # draw(gaussian, r, mask)
+# draw(gaussian, r, mask)
+hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
 factor, scaled, input_coefficient, input_term, input_fold, table_term = map(_by_mode, (             # each (mode, ...)
     "factor", "scaled", "input_coefficient", "input_term", "input_fold", "table_term"))
 loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))                     # loss(exact, ...)
-norms, updates, sampling = (build(rule, TARGET) for build in (rules.norm_rules, rules.update_rules, rules.sampling_rules))
+norms, updates, sampling = (build(rule,
+                                  TARGET) for build in (rules.norm_rules, rules.update_rules, rules.sampling_rules))
 clip, normed, quotient, gate, gated, next_state = (
     norms.clip, norms.normed, norms.quotient, norms.gate, norms.gated, norms.next_state)
 adamw, sgd, muon, whole_step, ztest = updates.adamw, updates.sgd, updates.muon, updates.whole_step, updates.ztest

@@ -23,15 +23,16 @@ TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, 
 
 
 def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise costs.
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise
+    costs.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
-    factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at i)
-    scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
+    factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at
+    i) scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
     input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next two want it
-    input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the factor (mode 2)
-    input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
+    input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
+    factor (mode 2) input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
@@ -53,7 +54,8 @@ def build_noise(cfg, silent=False):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=scale.factor, scaled=scale.scaled,
-                           input_coefficient=input_coefficient, input_term=scale.input_term, input_fold=scale.input_fold,
+                           input_coefficient=input_coefficient, input_term=scale.input_term,
+                           input_fold=scale.input_fold,
                            whole=whole, silent=silent)
 
 

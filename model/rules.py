@@ -1,8 +1,8 @@
 """The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
 
-A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its arithmetic:
-`engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit; this module itself needs neither. `HOST` has the rules of
-random numbers without a compiler, for integers and NumPy arrays.
+A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its
+arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit; this module itself needs neither.
+`HOST` has the rules of random numbers without a compiler, for integers and NumPy arrays.
 
 Every integer result is cast, because numba's own rules of promotion differ between its targets.
 """
@@ -14,7 +14,8 @@ import numpy as np
 
 
 class Arithmetic(NamedTuple):
-    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never contracted."""
+    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never
+    contracted."""
     i32: Callable               # casts; integers wrap
     u32: Callable
     f32: Callable
@@ -169,8 +170,8 @@ def norm_rules(jit, target):
     def quotient(y, d, reciprocal):
         """int32: clip(y / d rounded down); reciprocal: float32(1 / d).
 
-        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the error of
-        the product cannot reach the next one."""
+        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the
+        error of the product cannot reach the next one."""
         inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
         return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
 
@@ -260,6 +261,7 @@ def sampling_rules(jit, target):
 
 
 def window_start(first, pair, pairs_a_group, stride, starts):
-    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the share of the
-    group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many windows there are."""
+    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the
+    share of the group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many
+    windows there are."""
     return (first + pair // pairs_a_group * stride) % starts
