@@ -5,8 +5,8 @@ from cluster.wire import BLOCK_HEAD, SNAPSHOT_WANTED, STEP
 
 
 class Collector:
-    """shelf: the snapshots.Shelf; worker, upload: who is sending which snapshots.Upload, or None. freed() is called when
-    another upload may begin. Raises HistoryError where the state with which an epoch began is not there."""
+    """shelf: the snapshots.Shelf; worker, upload: who is sending which snapshots.Upload, or None. freed() is called
+    when another upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
 
     def __init__(self, cfg, run, events, freed):
         self.cfg, self.run, self.events, self._freed = cfg, run, events, freed

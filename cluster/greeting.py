@@ -1,15 +1,14 @@
 """The introduction, HELLO, CHALLENGE, JOIN, WELCOME (PROTOCOL.md), from both sides and without sockets.
 
 A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
-takes the other's frames and says what to send next.
+takes the other's frames and returns what to send next.
 """
 
 import json
 import os
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import wire
+from cluster import auth, wire
 from cluster.console import one_line
 from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, Refused,
                           WELCOME, WELCOMED)
@@ -113,4 +112,4 @@ class Host:
 
 
 def out_of_order(opcode):
-    return FrameError(f"{wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+    return FrameError(f"{wire.name(opcode)} before the introduction is complete")

@@ -4,10 +4,7 @@ import socket
 import ssl
 import time
 
-from cluster import auth
-from cluster import greeting
-from cluster import snapshots
-from cluster import wire
+from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
 from cluster.wire import (CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, JOB_RESPONSE, RESPONSE, V1, V2, WELCOME,
                           next_frame)
