@@ -703,7 +703,7 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
     assert second.before == pytest.approx(first.after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (uniform 8.00",
-                  "sample after 5 steps", "the run lies in run: continue it with --load-dir run"):
+                  "sample after 5 steps", "the run lies in run"):
         assert words in lines.text, words
     third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert third.final is None and "the run has its 5 steps already" in lines.text

@@ -18,6 +18,7 @@ import safetensors.numpy
 import egg
 import egg_config
 from engine import cpu_engine
+from engine import cpu_transformer
 from model import data_files
 from tools import debug
 from model import state_digest
@@ -25,6 +26,7 @@ from cluster import history
 from model import parameters
 import egg_net
 from cluster import snapshots
+from tools import train
 from tools import use
 from tools.debug import Reading
 from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, drawn, hold_draws_against_the_distribution, random_config, settings_of,
@@ -69,7 +71,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[1::2, 5] = -100
     a = np.zeros((1, 64), np.uint8)
-    cpu_engine.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
+    cpu_transformer.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
     want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
     assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 
@@ -524,7 +526,7 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
         cfg, engine = egg_config.make(**{**CFG.constants(), **constants}), cpu_engine.CpuEngine(CFG, tokens, threads=1)
         with Server(".", cfg, steps=12) as server:
-            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens)
+            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens, inspect=train.inspector(cfg, tokens))
         thread.join(20)
         ends.append(engine.state().digests())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
