@@ -25,6 +25,7 @@ from cluster import history
 from model import parameters
 import egg_net
 from cluster import snapshots
+from tools import train
 from tools import use
 from tools.debug import Reading
 from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, drawn, hold_draws_against_the_distribution, random_config,
@@ -546,7 +547,7 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
         cfg, engine = egg_config.make(**{**CFG.constants(), **constants}), cpu_engine.CpuEngine(CFG, tokens, threads=1)
         with Server(".", cfg, steps=12) as server:
-            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens)
+            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens, inspect=train.inspector(cfg, tokens))
         thread.join(20)
         ends.append(engine.state().digests())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
