@@ -81,7 +81,7 @@ def processes(count):
     return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
 
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
 
@@ -125,7 +125,9 @@ def compared(request, constants, seed, comparisons):
 def pytest_terminal_summary(terminalreporter):
     """Where the time of the comparisons went."""
     if SECONDS:
-        parts = {part: sum(times.get(part, 0.0) for times in SECONDS.values()) for times in SECONDS.values() for part in times}
+        parts = dict.fromkeys((part for times in SECONDS.values() for part in times), 0.0)
+        for part in parts:
+            parts[part] = sum(times.get(part, 0.0) for times in SECONDS.values())
         terminalreporter.section("seconds of the comparisons, all processes together")
         terminalreporter.line(", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items()))
         for name in sorted(SECONDS, key=lambda name: -sum(SECONDS[name].values()))[:8]:
