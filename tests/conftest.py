@@ -103,7 +103,7 @@ def comparisons(request, tmp_path_factory):
     `compared`. Compiling takes most of the time: every core takes part."""
     ready = tmp_path_factory.mktemp("compiled")
     drawn = {item.nodeid: item.callspec.params for item in request.session.items if "compared" in item.fixturenames}
-    with processes(max(2, min(14, hardware.cores() - 2))) as pool:
+    with processes(max(2, min(16, hardware.cores()))) as pool:
         models = {model: pool.submit(kit.compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
         yield models, {name: pool.submit(kit.compare, **values, ready=ready) for name, values in drawn.items()}
         pool.shutdown(cancel_futures=True)
