@@ -409,7 +409,7 @@ class Coordinator:
         self.dispatcher.workers.add(session.role)
 
     def worker_left(self, worker):
-        self.collector.drop(worker)
+        self.collector.drop([worker])
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
@@ -546,7 +546,7 @@ class Coordinator:
         return False
 
     def _distrust(self, author):
-        self.collector.drop(*self.dispatcher.distrust(author))
+        self.collector.drop(self.dispatcher.distrust(author))
 
     def ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""

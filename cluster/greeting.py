@@ -39,8 +39,8 @@ def read_card(text):
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise FrameError("JOIN does not say who it is") from None
-    return Card(role, id_, name or "nameless", device or "device not told", config, data)
+        raise FrameError("JOIN cannot be read") from None
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data)
 
 
 def read_error(payload):

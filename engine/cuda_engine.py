@@ -144,21 +144,16 @@ I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    T, V, H, before = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.STATE_TOKENS
-    last, same, groups, per_group = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    width = before + T + 1
-    hash32 = egg_kernels.build_noise(cfg).hash32
-    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+    return {
+        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
+        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
+        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
+    }
 
-    @egg_kernels.device
-    def score(z, seen, penalty, v):
-        s = libdevice.int2float_rn(z[v])
-        return libdevice.fsub_rn(s, penalty) if seen[v] else s
 
-    @egg_kernels.device
-    def share(z, exps, seen, penalty, temp, floor, top, v):
-        d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
-        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
+def _windows_kernel(cfg):
+    T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+    same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
@@ -169,6 +164,22 @@ def build(cfg, token_type):
             stride = int64(0) if same else tokens.size // groups
             start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
             windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+
+    return cut_windows
+
+
+def _choose_kernel(cfg):
+    V, H, last, hash32 = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1, egg_kernels.build_noise(cfg).hash32
+
+    @egg_kernels.device
+    def score(z, seen, penalty, v):
+        s = libdevice.int2float_rn(z[v])
+        return libdevice.fsub_rn(s, penalty) if seen[v] else s
+
+    @egg_kernels.device
+    def share(z, exps, seen, penalty, temp, floor, top, v):
+        d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
+        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
@@ -229,6 +240,12 @@ def build(cfg, token_type):
         if t == 0:
             at[0] = position + 1
 
+    return choose
+
+
+def _digest_kernel():
+    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
@@ -259,11 +276,7 @@ def build(cfg, token_type):
         if t < 2:
             cuda.atomic.add(out, t, sums[t, 0])
 
-    return {
-        "digest": (digest, (W1, W1, S1, W1)),
-        "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    return digest
 
 
 class Replay:

@@ -227,7 +227,7 @@ class Peer:
         self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
 
     def answer(self, timeout=5):
-        return self.link.response(timeout)
+        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
     def chunk(self, step):
         self.ask(step)
