@@ -41,7 +41,8 @@ class Link:
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
         self.name, self.version = f"{host}:{port}", version
         self.limits, self.inbox = {version: wire.limits(cfg)[version]}, bytearray()
-        self.sent_at, self.snapshot, self.role = time.monotonic(), 0, card["role"] if card else "worker"
+        self.sent_at, self.snapshot = time.monotonic(), 0
+        self.caller = "request" if card and card["role"] == "status" else card["role"] if card else "worker"
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
@@ -105,7 +106,7 @@ class Link:
                         if code == FULL:
                             raise TimeoutError(why)
                         kind = NetError if code == BAD_FRAME else RefusedForGood
-                        raise kind(f"{self.name} refuses this {self.role}: {why}")
+                        raise kind(f"{self.name} refuses this {self.caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
             if until is not None and time.monotonic() >= until:

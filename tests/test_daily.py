@@ -33,8 +33,8 @@ def run(*arguments, program=kit.HERE / "egg.py", python=sys.executable, env=None
 
 def paste(line, label, **more):
     """Runs the command behind `label` in a printed line as a shell does; the finished process."""
-    return subprocess.run(line.removeprefix(label), shell=True, capture_output=True, text=True, timeout=120,
-                          stdin=subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu"}, **more)
+    return subprocess.run(line.removeprefix(label), shell=True, capture_output=True, text=True, errors="replace",
+                          timeout=120, stdin=subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu"}, **more)
 
 
 def line_with(label, text):
@@ -147,3 +147,254 @@ def test_an_empty_newer_directory_does_not_win(tmp_path, monkeypatch):
     assert history.newest() == "ckpt-trained"
     shutil.rmtree("ckpt-trained")
     assert history.newest() == "ckpt-empty"
+
+
+# --- the clock of --minutes ------------------------------------------------------------------------------------------
+
+WARMED = """
+import json, sys
+import egg_config
+from engine import cpu_engine, kernel_cache
+from tools import train
+cfg = egg_config.load(sys.argv[1], json.loads(sys.argv[2]))
+data = train.open_data(cfg, print)
+engine = train.start_engine(cfg, data, "cpu", 1, lambda line: None)
+ready = {d.py_func.__name__ for d in dispatchers() if d.overloads}
+load, later = kernel_cache.CpuCache.load_overload, []
+def watched(self, signature, context):
+    later.append(self._function.__name__)
+    return load(self, signature, context)
+kernel_cache.CpuCache.load_overload = watched
+for verb in json.loads(sys.argv[3]):
+    if verb == "evaluate":
+        engine.evaluate(0, 2)
+    if verb == "update":
+        import numpy as np
+        fitness = np.zeros(cfg.N_PAIRS, np.int8)
+        fitness[:2] = 1, -1
+        engine.update(fitness)
+    if verb == "digest":
+        engine.digest()
+    if verb == "validate":
+        engine.validate(data.validation.windows[:1])
+    if verb == "generate":
+        list(engine.generate([1, 2, 3], 2, 1))
+print(json.dumps([sorted(ready), later]))
+""".replace("dispatchers()", "[x for m in list(sys.modules.values()) if getattr(m, '__name__', '').startswith('engine.') "
+            "for x in vars(m).values() if hasattr(x, 'overloads') and hasattr(x, 'py_func')]")
+STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "generate"]
+
+
+def warmed(preset, defines, verbs):
+    """({compiled before the first step}, [what the verbs load or compile later])."""
+    done = subprocess.run([sys.executable, "-c", WARMED, preset, json.dumps(defines), json.dumps(verbs)], cwd=kit.HERE,
+                          capture_output=True, text=True, env={**os.environ, "EGG_DEVICE": "cpu"})
+    assert done.returncode == 0, done.stderr
+    ready, later = json.loads(done.stdout)
+    return set(ready), later
+
+
+@pytest.mark.parametrize("preset, defines", [
+    ("laptop", []), ("laptop", ["NTT_MODE=1", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
+    ("best", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"]), ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
+    assert warmed(preset, defines, STEP + REPORT)[1] == []
+
+
+def test_nothing_is_compiled_that_the_run_does_not_use(compiled):
+    everything, _ = warmed("laptop", [], [])
+    no_report, later = warmed("laptop", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
+    assert later == [] and no_report < everything and "choose_token" in everything - no_report
+
+
+def test_without_samples_the_end_has_none(bytes_here, compiled):
+    done = run("train", "--steps", 1, *bytes_here, "-DSAMPLE_EVERY=0")
+    assert done.returncode == 0 and "sample" not in done.stdout and "validation: " in done.stdout, done
+    assert "nothing of this run is kept: --save-dir DIR keeps it" in done.stdout.splitlines()
+
+
+# --- the first command -----------------------------------------------------------------------------------------------
+
+def test_the_fingerprint_of_the_unedited_constants():
+    assert egg_config.SHIPPED == egg_config.make().fingerprint()
+
+
+def test_plain_training_takes_the_laptop_preset_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EGG_DEVICE", "cpu")
+    started = []
+    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
+
+    def model(*arguments):
+        with pytest.raises(SystemExit):
+            egg.main(["train", *arguments])
+        return started[-1].HIDDEN_DIM, "no GPU here: training with the preset laptop" in capsys.readouterr().out
+
+    history.open_run(egg_config.make(), "ckpt").close()
+    assert model() == model("--save-dir", "new", "--minutes", "1") == model("-D", "PORT=7") == (64, True)
+    assert model("-D", "N_LAYERS=4") == model("-D", "INPUT_FILE=mine.bin") == model("--save-dir", "ckpt") == (256, False)
+    assert model("--preset", "best") == (256, False)
+    monkeypatch.setenv("EGG_SEQ_LEN", "64")
+    assert model() == (256, False)
+    monkeypatch.delenv("EGG_SEQ_LEN")
+    monkeypatch.setattr(egg_config, "SHIPPED", "of another file: this one was edited")
+    assert model() == (256, False)
+    monkeypatch.undo()
+    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
+    monkeypatch.setattr("engine.hardware.devices", lambda cfg: ["cuda:0"])
+    assert model() == (256, False)
+
+
+def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.bin").write_bytes(TEXT)
+    many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
+            "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
+    command = [sys.executable, kit.HERE / "egg.py", "train", *many]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "EGG_DEVICE": "cpu"}) as process:
+        said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
+        process.kill()
+    assert re.match(r"a step of 16,777,216 members takes about [\d.]+ (min|h) here: .* --preset laptop", said), said
+
+
+# --- no traceback ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def clone(tmp_path):
+    """The program alone, as a clone without an environment."""
+    leave = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "*.bin", "__pycache__", ".*cache", "ckpt*")
+    return pathlib.Path(shutil.copytree(kit.HERE, tmp_path / "a clone", ignore=leave))
+
+
+def test_a_python_without_the_libraries(clone, monkeypatch):
+    """The system's Python, as it comes."""
+    monkeypatch.chdir(clone.parent)
+    bare = dict(program="-S", env={"PYTHONPATH": ""})
+    for command in (["arch"], ["generate"], ["train", "--save-dir", "x"], ["coordinator"]):
+        result = run(clone / "egg.py", *command, **bare)
+        library = "numpy" if command == ["arch"] else ""
+        fails(result, 1, "has no " + library, "install it with `make -C 'a clone' install`")
+    advice = re.search("`(.*)`", result.stderr)[1]
+    dry = subprocess.run(advice.replace("make", "make -n"), shell=True, capture_output=True, text=True)
+    assert shutil.which("make") is None or dry.returncode == 0 and "install -q -r" in dry.stdout, dry
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (clone / ".venv" / "bin" / "python").chmod(0o755)
+    (clone / ".venv" / "ready").touch()
+    result = run(clone / "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
+    fails(result, 1, "has no numpy: it is installed for another: ")
+    done = paste(result.stderr.partition("another: ")[2], "")
+    assert done.returncode == 0 and "multiply-adds" in done.stdout
+
+
+def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "pyzstd.py").write_text("raise ModuleNotFoundError('No module', name='pyzstd')")
+    fails(run("train", env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
+
+
+def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
+    import tools
+    monkeypatch.delattr(tools, "plot", raising=False)
+    monkeypatch.setitem(sys.modules, "tools.plot", None)
+    with pytest.raises(ImportError):
+        egg.main(["plot", "ckpt"])
+
+
+@pytest.mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
+                                     "worker localhost", "status", "arch"])
+def test_ctrl_c_early_leaves_no_traceback(command, tmp_path):
+    """In the first seconds of a command, from when the program itself has begun."""
+    history.open_run(CFG, str(tmp_path / "ckpt-old")).close()
+    for name in ("input.bin", "val.bin", "decoding.bin"):
+        (tmp_path / name).symlink_to(kit.HERE / name)
+    for delay in (0, 0.15, 0.5, 1.2):
+        process = subprocess.Popen([sys.executable, kit.HERE / "egg.py", *command.split()], cwd=tmp_path, text=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+                                   env={**os.environ, "EGG_DEVICE": "cpu"})
+        for handled in (True, False):                    # Python takes SIGINT when it starts, the program gives it back
+            while process.poll() is None and catches_sigint(process.pid) != handled:
+                time.sleep(0.001)
+        time.sleep(delay)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+        assert "Traceback" not in err and err.count("\n") <= 1, (delay, err)
+        assert process.returncode in (130, -signal.SIGINT, 0, 1)
+
+
+def catches_sigint(pid):
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return int(re.search(r"SigCgt:\s+(\w+)", file.read())[1], 16) >> signal.SIGINT - 1 & 1 == 1
+    except OSError:
+        return None
+
+
+# --- own text --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments", [["--out", "my books", "--vocab-size", "300"], ["--vocab-size", "256"]])
+def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
+    """Text -> training -> generation by what is printed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's mine.txt").write_bytes(TEXT * 2)
+    made = run("prepare", "it's mine.txt", *arguments)
+    assert made.returncode == 0 and made.stderr == "", made
+    line = line_with("next: ", made.stdout)
+    assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
+    trained = paste(line + " --steps 3", "next: ")
+    assert trained.returncode == 0 and "steps 0 to 3" in trained.stdout and "bits/byte after" in trained.stdout, trained
+    again = paste(line_with("continue it: ", trained.stdout) + " --steps 4", "continue it: ")
+    assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
+    written = paste(line_with("try it: ", again.stdout), "try it: ")
+    assert written.returncode == 0 and written.stdout.startswith("The king said"), written
+    assert line_with("next: ", run("prepare", "it's mine.txt", *arguments, "--force").stdout).count("-2") == 1
+
+
+def test_prepare_leads_to_the_preset_of_the_machine():
+    assert egg.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
+    assert egg.training_on("/x/a b", 5000, False, True) == [
+        "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D", "VAL_FILE=/x/a b/val.bin",
+        "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
+    assert egg.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
+    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
+        args = egg.parser().parse_args(["train", *egg.training_on(directory, size, plain, gpu)])
+        egg_config.load(args.preset, args.defines, environ={})
+
+
+def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    (tmp_path / "val.bin").write_bytes(b"old")
+    fails(run("prepare", "t.txt", "--vocab-size", 256), 2,
+          "val.bin would be replaced: give another directory with --out DIR, or --force")
+    assert (tmp_path / "val.bin").read_bytes() == b"old" and not (tmp_path / "input.bin").exists()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, replaced in (("", False), ("n", False), ("y", True)):
+        monkeypatch.setattr("builtins.input", lambda question: answer)
+        assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)
+        assert ((tmp_path / "val.bin").read_bytes() != b"old") == replaced
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+def test_a_secret_file_that_others_may_read(tmp_path, capfd):
+    from cluster import auth
+    path = tmp_path / "my secret"
+    path.write_text("0123456789abcdef")
+    for mode, warns in ((0o644, True), (0o620, True), (0o600, False), (0o400, False)):
+        path.chmod(mode)
+        auth.read_secret(path)
+        warning = f"egg: others on this machine may read or change {path}: chmod 600 '{path}'\n"
+        assert capfd.readouterr().err == warns * warning
+
+
+def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = os.path.relpath(kit.HERE / "egg.py")
+    fails(run("generate"), 1, f"make one with `{sys.executable} {program} train --save-dir ckpt`")
+    monkeypatch.chdir(kit.HERE)
+    assert run("train", "--help").stdout.count("\n") > 10
+    fails(run("train", "--steps", "x"), 2, "egg.py train --help)")

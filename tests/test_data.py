@@ -375,7 +375,7 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
 
 @pytest.mark.parametrize("args, words", [
     ("", ("COMMAND", "--help")),
-    ("hatch", ("no command 'hatch': there is train, coordinator, ", "egg.py --help")),
+    ("fly", ("no command 'fly': there is train, coordinator, ", "egg.py --help")),
     ("tran", ("no command 'tran'; did you mean train?",)),
     ("evaluate", ("no command 'evaluate'; did you mean eval?",)),
     ("coordinator --host 0.0.0.0", ("--host 0.0.0.0 without a secret",)),
