@@ -25,8 +25,8 @@ from engine import hardware
 
 EXAMPLES = """\
 train on this machine:
-  python egg.py train --preset laptop --minutes 1     learn from the shipped text; no GPU needed
-  python egg.py train --save-dir ckpt                 train until Ctrl-C; the same command continues the run
+  python egg.py train --minutes 1 --save-dir ckpt     learn from the shipped text; no GPU needed
+  python egg.py train --save-dir ckpt                 go on until Ctrl-C, whenever you like
   python egg.py train --save-dir ckpt --http 8080     with a live page on http://localhost:8080/
   python egg.py train --preset nano-egg               the recurrent model of nano-egg
 use a run:
@@ -34,10 +34,10 @@ use a run:
   python egg.py eval --load-dir ckpt                  measure it on held-out text
   python egg.py plot ckpt                             draw its curves
 your own text, your own configuration:
-  python egg.py prepare my.txt                        replace the shipped text
+  python egg.py prepare my.txt --out mine             and then the command that it prints
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 a cluster:
-  openssl rand -hex 32 > secret                       the secret, a file for every machine
+  (umask 077; openssl rand -hex 32 > secret)          the secret, a file for every machine
   python egg.py coordinator --save-dir ckpt --secret-file secret       on one machine; needs no GPU and no data
   python egg.py worker 10.0.0.1 --secret-file secret  on the others; ./run-workers.sh 10.0.0.1 uses every GPU
   python egg.py status 10.0.0.1 --secret-file secret  what it is doing
@@ -143,9 +143,10 @@ def of_directory(args):
 
 
 def for_this_machine(cfg, args):
-    """cfg; but the preset laptop where there is no GPU and nobody has chosen a model: no run, no constant, no preset."""
+    """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
     given = egg_config.given(args.preset, args.defines)
-    chosen = [name for name in given if egg_config.FACTS[name].agree != egg_config.LOCAL or name in egg_config.DATA_FILES]
+    facts, files = egg_config.FACTS, egg_config.DATA_FILES
+    chosen = [name for name in given if facts[name].agree != egg_config.LOCAL or name in files]
     if args.run or chosen or cfg.fingerprint() != egg_config.SHIPPED or hardware.devices(cfg) != ["cpu"]:
         return cfg
     print("no GPU here: training with the preset laptop (--preset and -D choose another model)")
@@ -361,7 +362,8 @@ def need_room(directory, force):
         return
     if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
         return
-    raise egg_config.UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
+    raise egg_config.UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or "
+                                "--force")
 
 
 @command(option("texts", "files of text (or any bytes), read one after the other, also .zst", "TEXT", nargs="+"),
@@ -382,7 +384,8 @@ def prepare(cfg, args):
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     size = prepare.prepare(args.texts, wanted, args.val, args.out)
-    print("next: " + command_line("train", *training_on(args.out, size, wanted == 256, hardware.devices(cfg) != ["cpu"])))
+    gpu = hardware.devices(cfg) != ["cpu"]
+    print("next: " + command_line("train", *training_on(args.out, size, wanted == 256, gpu)))
 
 
 def training_on(directory, n_tokens, plain, gpu):
@@ -393,7 +396,8 @@ def training_on(directory, n_tokens, plain, gpu):
         constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
     names = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}
     if os.path.normpath(directory) != ".":
-        constants |= {name: os.path.join(directory, file) for name, file in names.items() if not (plain and file == "decoding.bin")}
+        constants |= {name: os.path.join(directory, file) for name, file in names.items()
+                      if not (plain and name == "DECODING_FILE")}
     kept = first = "ckpt-" + os.path.basename(os.path.abspath(directory))
     for number in range(2, 1000):
         if not os.path.exists(kept):
@@ -504,7 +508,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
             names = [function.__name__.rstrip("_") for function, _, _ in COMMANDS]
             near = difflib.get_close_matches(wrong[1], names, 1)
-            message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else f": there is {', '.join(names)}")
+            message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
+                                                    f": there is {', '.join(names)}")
         self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
@@ -536,9 +541,25 @@ def parser(typed=True):
 
 def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
+    interrupted = []
+
+    def interrupt(number, _):
+        interrupted.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return execute(argv)
+    except Exception:
+        if interrupted:              # libraries that are being imported turn it into errors of their own
+            return 130
+        raise
+
+
+def execute(argv):
+    """The same, without what an interrupted import raises."""
+    try:
         args = parser().parse_args(argv)
         saved, args.run = args.saved(args)
         args.function(egg_config.load(args.preset, args.defines, saved=saved, run=args.run), args)

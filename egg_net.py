@@ -270,7 +270,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 continue
             if not retry:
                 raise NetError(closed_on_greeting(host, port)) from None
-            line = "worker: the coordinator closed on our greeting, trying again"
+            advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
+            line = f"worker: the coordinator closed on our greeting{advice}, trying again"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None

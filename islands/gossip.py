@@ -207,7 +207,8 @@ class Island(Hook):
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
-        self.events.tell("island", f"island {terms.name}, {len(titles)} peers to call", name=terms.name, peers=titles)
+        line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
+        self.events.tell("island", line, name=terms.name, peers=titles)
 
     @property
     def founder(self):

@@ -159,7 +159,8 @@ from tools import train
 cfg = egg_config.load(sys.argv[1], json.loads(sys.argv[2]))
 data = train.open_data(cfg, print)
 engine = train.start_engine(cfg, data, "cpu", 1, lambda line: None)
-ready = {d.py_func.__name__ for d in dispatchers() if d.overloads}
+ready = {x.py_func.__name__ for name, module in sys.modules.items() if name.startswith("engine.")
+         for x in list(vars(module).values()) if hasattr(x, "py_func") and getattr(x, "overloads", None)}
 load, later = kernel_cache.CpuCache.load_overload, []
 def watched(self, signature, context):
     later.append(self._function.__name__)
@@ -180,8 +181,7 @@ for verb in json.loads(sys.argv[3]):
     if verb == "generate":
         list(engine.generate([1, 2, 3], 2, 1))
 print(json.dumps([sorted(ready), later]))
-""".replace("dispatchers()", "[x for m in list(sys.modules.values()) if getattr(m, '__name__', '').startswith('engine.') "
-            "for x in vars(m).values() if hasattr(x, 'overloads') and hasattr(x, 'py_func')]")
+"""
 STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "generate"]
 
 
@@ -232,8 +232,8 @@ def test_plain_training_takes_the_laptop_preset_where_there_is_no_gpu(tmp_path, 
 
     history.open_run(egg_config.make(), "ckpt").close()
     assert model() == model("--save-dir", "new", "--minutes", "1") == model("-D", "PORT=7") == (64, True)
-    assert model("-D", "N_LAYERS=4") == model("-D", "INPUT_FILE=mine.bin") == model("--save-dir", "ckpt") == (256, False)
-    assert model("--preset", "best") == (256, False)
+    for chosen in ("-D", "N_LAYERS=4"), ("-D", "INPUT_FILE=mine.bin"), ("--save-dir", "ckpt"), ("--preset", "best"):
+        assert model(*chosen) == (256, False)
     monkeypatch.setenv("EGG_SEQ_LEN", "64")
     assert model() == (256, False)
     monkeypatch.delenv("EGG_SEQ_LEN")
@@ -356,8 +356,8 @@ def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
 def test_prepare_leads_to_the_preset_of_the_machine():
     assert egg.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
     assert egg.training_on("/x/a b", 5000, False, True) == [
-        "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D", "VAL_FILE=/x/a b/val.bin",
-        "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
+        "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D",
+        "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
     assert egg.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
         args = egg.parser().parse_args(["train", *egg.training_on(directory, size, plain, gpu)])

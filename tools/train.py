@@ -140,8 +140,8 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
 
 
 class Final(NamedTuple):
-    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None: no
-    samples)."""
+    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None:
+    no samples)."""
     step: int
     figure: object
     sample: object
