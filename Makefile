@@ -18,7 +18,8 @@ CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hard
 
 run: $(VENV)/ready
 	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
-	to=ckpt-$$(date +%Y%m%d-%H%M%S); set -x; \
+	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
+	echo "one minute of training; before it the engine is compiled, the first time for about half a minute"; set -x; \
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 install: $(VENV)/ready

@@ -108,6 +108,7 @@ COMMON = dict([
     option("--tls-key", "key of the own certificate", "FILE"),
     option("--tls-ca", "certificate of the other side or of its signer; with it a coordinator refuses workers without "
            "a certificate", "FILE"),
+    flag("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
     option("--gpu", "the GPU to use (default: the first)", "N", number(int, 0, 1023, "the number of a GPU, 0 or more")),
 ])
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -149,11 +150,11 @@ def for_this_machine(cfg, args):
     chosen = [name for name in given if facts[name].agree != egg_config.LOCAL or name in files]
     if args.run or chosen or cfg.fingerprint() != egg_config.SHIPPED or hardware.devices(cfg) != ["cpu"]:
         return cfg
-    print("no GPU here: training with the preset laptop (--preset and -D choose another model)")
+    print("no GPU here: taking the preset laptop (or choose with --preset and -D)")
     return egg_config.load("laptop", args.defines)
 
 
-@command("--steps", "--minutes", *RUN, "--threads",
+@command("--steps", "--minutes", *RUN, "--threads", "--verbose",
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
@@ -165,16 +166,17 @@ def train(cfg, args):
     from tools import train
     cfg = for_this_machine(cfg, args)
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http,
-                       log_json=args.log_json, tensorboard=args.tensorboard)
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads,
+                       console(sys.stdout, args.verbose), http, args.log_json, args.tensorboard)
     invite_to_continue(done.coordinator.directory)
     if done.final is not None and done.coordinator.directory:
         directory = done.coordinator.directory
+        print("plot it: " + command_line("plot", directory))
         print("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
 @command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
-         "--port", "--steps", "--minutes", *RUN, *TLS,
+         "--port", "--steps", "--minutes", *RUN, *TLS, "--verbose",
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
          option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
@@ -205,8 +207,8 @@ def coordinator(cfg, args):
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
     done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
-                                   args.minutes, access=access, http=page(args, access), log_json=args.log_json,
-                                   tensorboard=args.tensorboard, island=island)
+                                   args.minutes, console(sys.stdout, args.verbose), access, page(args, access),
+                                   args.log_json, args.tensorboard, island)
     invite_to_continue(done.directory)
 
 
@@ -443,9 +445,9 @@ def load(cfg, args):
     return saved
 
 
-def console(stream):
-    import egg_net
-    return egg_net.Console(stream)
+def console(stream, verbose=False):
+    from cluster.console import Console
+    return Console(stream, verbose=verbose)
 
 
 def command_line(*arguments):

@@ -383,6 +383,7 @@ class Coordinator:
     def close(self):
         """Can be called more than once."""
         self.closing = True
+        self.console.clear()
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()

@@ -18,6 +18,7 @@ import egg
 import egg_config
 import kit
 from cluster import history
+from cluster.console import Console
 
 CFG = egg_config.make(**{**kit.CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64, "SNAPSHOT_EVERY": 0})
 CHANGED = {**egg_config.changed(CFG), "SNAPSHOT_EVERY": 0}
@@ -228,7 +229,7 @@ def test_plain_training_takes_the_laptop_preset_where_there_is_no_gpu(tmp_path, 
     def model(*arguments):
         with pytest.raises(SystemExit):
             egg.main(["train", *arguments])
-        return started[-1].HIDDEN_DIM, "no GPU here: training with the preset laptop" in capsys.readouterr().out
+        return started[-1].HIDDEN_DIM, "no GPU here: taking the preset laptop" in capsys.readouterr().out
 
     history.open_run(egg_config.make(), "ckpt").close()
     assert model() == model("--save-dir", "new", "--minutes", "1") == model("-D", "PORT=7") == (64, True)
@@ -398,3 +399,67 @@ def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch)
     monkeypatch.chdir(kit.HERE)
     assert run("train", "--help").stdout.count("\n") > 10
     fails(run("train", "--steps", "x"), 2, "egg.py train --help)")
+
+
+# --- the console -----------------------------------------------------------------------------------------------------
+
+def screen(text, columns):
+    """The lines that a terminal shows in the end, without colours."""
+    rows = [""]
+    for piece in re.split(r"(\n|\r\x1b\[K)", re.sub(r"\x1b\[\d*m", "", text)):
+        if piece == "\n":
+            rows.append("")
+        elif piece == "\r\x1b[K":
+            rows[-1] = ""
+        else:
+            rows[-1] += piece
+    assert max(map(len, rows)) < columns, rows
+    return rows
+
+
+@pytest.mark.parametrize("columns", [80, 40, 160])
+def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
+    """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
+    stream = kit.Lines()
+    stream.isatty = lambda: True
+    console = Console(stream)
+    console.tell({"event": "start", "config": CFG.constants()}, None)
+    console.tell({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
+    for step in range(300):
+        if step == 100:
+            console.tell({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
+        console.tell({"event": "step", "step": step, "tokens": 32768 * step, "loss": 1.0, "seconds": 0.03,
+                      "elapsed": 65.3, "tokens_per_second": 943710.2}, None)
+    console.line("a warning")
+    console.progress("step 300: 3/8 chunks")
+    rows = screen(stream.text, columns)
+    assert rows[0].startswith("1:05 step 0") and rows[1].startswith("validation at step 100: 4.200 bits/byte")
+    assert rows[2] == "a warning" and rows[3].startswith("1:05 step 299") and len(rows) == 4
+    if columns >= 80:
+        bits = 16 / CFG.SOFTMAX_EXP_SCALE / np.log(2)
+        assert rows[1].endswith("(uniform 8.00, bigram 3.51)") and "val 4.20 bits/byte" in rows[3]
+        assert f"loss {bits:.2f} bits/byte  9.80 M tokens  944 k/s" in rows[3]
+    assert ("3/8 chunks" in rows[3]) == (columns == 160)
+    console.clear()
+    assert screen(stream.text, columns)[-1] == ""
+
+
+def test_lines_last_every_ten_seconds_and_verbose_has_them_all(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    event = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "seconds": 0.03, "elapsed": 1.0, "updates": 1,
+             "reports": 1, "tokens_per_second": 9.0, "learning_rate": 0.5, "sent": 1, "received": 1}
+    stream, now = kit.Lines(), [100.0]
+    stream.isatty = lambda: True
+    monkeypatch.setattr("cluster.console.time.monotonic", lambda: now[0])
+    console = Console(stream)
+    for _ in range(50):
+        now[0] += 0.5
+        console.tell(event, None)
+    assert stream.text.count("\n") == 3
+    verbose = Console(kit.Lines(), verbose=True)
+    verbose.stream.isatty = lambda: True
+    for _ in range(5):
+        verbose.tell(event, None)
+    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 1 | Tokens: ")

@@ -193,7 +193,7 @@ class Training:
 
     def __init__(self, cfg, coordinator, devices, threads, console):
         self.console, self.coordinator = console, coordinator
-        self.started, self.status = time.monotonic(), "starting the workers ..."
+        self.started, self.status = time.monotonic(), "the workers ..."
         count = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
         console.line(f"starting: {count} on {', '.join(devices)} ...")
         self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access)
