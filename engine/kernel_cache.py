@@ -57,10 +57,10 @@ def is_private(path):
 
 
 def read(path):
-    """The object in a file of this cache, None if it is missing or damaged."""
+    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved."""
     try:
         return pickle.loads(path.read_bytes())
-    except (OSError, EOFError, pickle.UnpicklingError):
+    except (OSError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
         return None
 
 

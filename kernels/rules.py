@@ -1,10 +1,10 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7)."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, int32
+from numba.cuda import libdevice
 
 from kernels import ptx
 from model import parameters
@@ -18,8 +18,10 @@ def log2_floor(q):
     return int32(63 - cuda.clz(q))
 
 
-TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th,
-                          log2_floor=log2_floor, sqrt=math.sqrt, fma=cuda.fma)
+TARGET = rules.Arithmetic(
+    np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, log2_floor=log2_floor,
+    sqrt=libdevice.fsqrt_rn, fma=cuda.fma, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn,
+    div=libdevice.fdiv_rn)
 
 
 def build_noise(cfg, silent=False):
