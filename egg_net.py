@@ -23,11 +23,7 @@ import time
 
 import numpy as np
 
-from cluster import auth
-from cluster import event_log
-from cluster import history
-from cluster import snapshots
-from cluster import trust
+from cluster import auth, event_log, history, snapshots, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
@@ -41,8 +37,7 @@ from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
                           NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
                           SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
-from model import data_files
-from model import parameters
+from model import data_files, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +176,8 @@ class Worker:
             raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
                            + (f" with seed {seed}" if seed is not None else "")
                            + f", here is step {self.engine.step} with seed {self.engine.seed}; "
-                           "is the configuration the same on both sides, and does it still hold the history of the run?")
+                           "is the configuration the same on both sides, and does it still hold the history of the "
+                           "run?")
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
                           "beginning")
@@ -230,15 +226,15 @@ def sample(cfg, engine, tokens, decoding):
     return f"{data_files.text(decoding, prompt)} >>> {data_files.text(decoding, more)}"
 
 
-def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, validate_first=False,
-               console=None, access=auth.Access(), protocol=0, name=None, inspect=None):
+def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
+               validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
     coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to.
 
     tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding
-    or None; validate_first: with the first chunk 0, whatever the step; access: a cluster.auth.Access; protocol: 1, 2, or
-    0 for 2 and then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's
-    lines, default host and device; inspect(engine): called before chunk 0 of a step is evaluated.
+    or None; validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for
+    2 and then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines,
+    default host and device; inspect(engine): called before chunk 0 of a step is evaluated.
     Raises NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
@@ -303,10 +299,10 @@ STATUS_BANS = 100
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. run: a history.Run; steps: the run ends when it has so many
-    (None: never), minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go;
-    access: an auth.Access; events: an event_log.Events, default: one for `console` and a coordinator.log in `log_dir`;
-    http, island: what cluster.hooks describes, or None.
+    """Serves workers until `finished`; drive it with `poll`. run: a history.Run; steps: the run ends when it has so
+    many (None: never), minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and
+    go; access: an auth.Access; events: an event_log.Events, default: one for `console` and a coordinator.log in
+    `log_dir`; http, island: what cluster.hooks describes, or None.
 
     Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks,
     NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log
@@ -369,7 +365,7 @@ class Coordinator:
             self.dispatcher.answer_waiting()
 
     def wake(self):
-        """Requests that are held shall be looked at again."""
+        """Something has happened for the requests that are held."""
         self.dispatcher.changed = True
 
     def drain(self, seconds):
@@ -409,11 +405,11 @@ class Coordinator:
         return Welcome(snapshots.config_digest(self.cfg), self.run.data, self.run.step, self.shelf.newest)
 
     def worker_joined(self, session, author, device):
-        session.role = RemoteWorker(self, session, author, device)
+        session.role = RemoteWorker(session, self, author, device)
         self.dispatcher.workers.add(session.role)
 
     def worker_left(self, worker):
-        self.collector.drop(worker)
+        self.collector.drop([worker])
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
@@ -506,11 +502,6 @@ class Coordinator:
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 
-    def take_message(self, worker, text):
-        """text: safe to print."""
-        line = f"worker {worker.session.title}:\n{text}" if self.peers else text
-        self.events.message(worker.author.name, text, line)
-
     def take_snapshot(self, worker, payload):
         """A worker sends a piece of its state."""
         if upload := self.collector.take(worker, payload):
@@ -518,11 +509,6 @@ class Coordinator:
                 self.island.state_received(upload)
             else:
                 self.island.snapshot_kept(upload.step)
-
-    def send_snapshot(self, worker, step, offset):
-        """A worker wants a piece of a snapshot."""
-        total, data = self.shelf.block(step, offset, BLOCK) or (0, b"")
-        worker.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
 
     # replicas
 
@@ -560,7 +546,7 @@ class Coordinator:
         return False
 
     def _distrust(self, author):
-        self.collector.drop(*self.dispatcher.distrust(author))
+        self.collector.drop(self.dispatcher.distrust(author))
 
     def ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
@@ -583,8 +569,8 @@ class Coordinator:
         start = self.run.start
         if worker.version == V1 or worker.sent_to_start == start.epoch or not self.shelf.newest:
             source = "another state" if start.epoch else "an imported model"
-            worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: the "
-                                  "worker must speak protocol 2, and the snapshots must lie in the save directory")
+            worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: "
+                                  "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
         worker.sent_to_start = start.epoch
         worker.session.reply(REBUILD, STEP.pack(self.shelf.newest))
@@ -628,8 +614,9 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
             place = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
-            tls = " and TLS" if access.tls else ""
-            console.line("coordinator on {}:{}, step {}, {}, {}{}".format(*coordinator.address, run.step, place, who, tls))
+            who += " and TLS" if access.tls else ""
+            host, port = coordinator.address
+            console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
@@ -644,4 +631,5 @@ def farewell(run):
     """Where the run is kept and how to go on."""
     if run.directory is None:
         return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir {run.directory}"
+    return (f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir "
+            f"{run.directory}")

@@ -6,12 +6,9 @@ import json
 import os
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import greeting
-from cluster import history
-from cluster import wire
+from cluster import auth, greeting, history, wire
 from cluster.console import one_line
-from cluster.session import Session
+from cluster.session import Role, Session
 from cluster.wire import BANNED, ERROR, FAILED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
@@ -21,8 +18,8 @@ NO_SNAPSHOTS = "version 1 peers cannot take snapshots, by which an island goes o
 
 
 class Author(NamedTuple):
-    """Who stands behind results, through all its connections. key: of the process; certificate: SHA-256 (hex) of the one
-    that it showed for TLS, "" without."""
+    """Who is responsible for results, through all its connections. key: of the process; certificate: SHA-256 (hex) of
+    the one that it showed for TLS, "" without."""
     host: str
     key: str
     name: str
@@ -71,9 +68,9 @@ class Door:
 
 
 class Bans:
-    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, so that a restart forgets none. The file
-    is read whenever a peer comes in; removing a line lifts that ban. What cannot be written, and all without a directory,
-    lasts as long as this object."""
+    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, so that a restart forgets none. The
+    file is read whenever a peer comes in; removing a line lifts that ban. A ban that cannot be written, or without a
+    directory, lasts as long as this object."""
 
     def __init__(self, directory=None):
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
@@ -112,7 +109,6 @@ class Admission:
     def __init__(self, coordinator, access, most):
         self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
         self.limits = wire.limits(self.cfg)
-        self._first_limits = wire.limits_before_join(self.limits)
         self.door = Door(most, self.cfg.CONNECTIONS_PER_ADDRESS, coordinator.events)
         self.bans = Bans(coordinator.run.directory)
 
@@ -125,7 +121,7 @@ class Admission:
             return
         try:
             session = Session(self.coordinator.hub, sock, address, self.coordinator.progress.traffic, self.door,
-                              self._first_limits, self.access.tls)
+                              wire.only(self.limits, wire.FROM_ARRIVAL), self.access.tls)
         except OSError:
             self.door.leave(address[0])
             raise
@@ -144,7 +140,7 @@ class Admission:
         author = Author(session.host, session.title, "a version 1 peer")
         if why := self.bans.message(author):
             raise Refused(why)
-        session.limits = wire.limits_of(self.limits, V1)
+        session.limits = wire.only(self.limits, wire.FROM_WORKER[V1])
         self.coordinator.worker_joined(session, author, "")
 
     def let_in(self, session, host):
@@ -154,16 +150,17 @@ class Admission:
             self._check_worker(card, author)
         elif card.role == "island":
             self.coordinator.island.admit_peer(card, author)
-        session.limits = wire.limits_of(self.limits, V2)
-        session.reply(*host.welcome(self.coordinator.welcome()))
+        session.limits = wire.only(self.limits, wire.FROM_WORKER[V2])
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
             self.coordinator.worker_joined(session, author, card.device)
-        elif card.role == "island":
-            self.coordinator.island.peer_joined(session, card, author)
-        else:
+        elif card.role == "status":
             session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
+        session.reply(*host.welcome(self.coordinator.welcome()))
+        if card.role == "status":
             session.reply(wire.STATUS, json.dumps(self.coordinator.status()).encode())
+        elif card.role == "island" and session.open:
+            self.coordinator.island.peer_joined(session, card, author)
 
     def _check_worker(self, card, author):
         if why := self.bans.message(author):
@@ -175,16 +172,17 @@ class Admission:
         if any(card.data):
             if any(run.data) and card.data != run.data:
                 raise Refused("other training data than the first worker of this run had: give every worker the same "
-                              f"INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save directory",
-                              OTHER_DATA)
+                              f"INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save "
+                              "directory", OTHER_DATA)
             run.keep_data(card.data)
 
 
-class Arrival:
+class Arrival(Role):
     """The role of a session until its peer is let in."""
 
     def __init__(self, session, admission):
-        self.session, self.admission = session, admission
+        super().__init__(session)
+        self.admission = admission
         self.host = greeting.Host(admission.access.secret)
 
     def handle(self, opcode, payload):
@@ -202,22 +200,17 @@ class Arrival:
         if now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"said nothing useful for {auth.HANDSHAKE_SECONDS:g} s")
 
-    def closed(self):
-        pass
 
-
-class StatusReader:
+class StatusReader(Role):
     """The role of a session whose peer has asked for the status and got it."""
 
-    def __init__(self, session, seconds):
-        self.session, self.seconds = session, seconds
+    def __init__(self, session, idle_seconds):
+        super().__init__(session)
+        self.idle_seconds = idle_seconds
 
     def handle(self, opcode, payload):
         raise wire.FrameError("a status was asked for, and nothing else is answered")
 
     def check(self, now):
-        if now - self.session.heard > self.seconds:
-            self.session.refuse(f"said nothing for {self.seconds:g} s")
-
-    def closed(self):
-        pass
+        if now - self.session.heard > self.idle_seconds:
+            self.session.refuse(f"said nothing for {self.idle_seconds:g} s")

@@ -80,7 +80,7 @@ def listen_host(host, access):
 
 
 def server_tls(cert, key, ca=None):
-    """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates that workers must have been signed by."""
+    """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None:
@@ -108,5 +108,6 @@ def _context(kind, cert, key, ca):
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         names = ", ".join(str(x) for x in (cert, key, ca) if x is not None)
-        raise AuthError(f"{names}: {error.strerror or error}: give PEM files, --tls-key the key of --tls-cert") from None
+        raise AuthError(f"{names}: {error.strerror or error}: give PEM files, --tls-key the key of --tls-cert") \
+            from None
     return context

@@ -5,8 +5,8 @@ from cluster.wire import BLOCK_HEAD, SNAPSHOT_WANTED, STEP
 
 
 class Collector:
-    """shelf: the snapshots.Shelf; worker, upload: who is sending which snapshots.Upload, or None. freed() is called when
-    another upload may begin. Raises HistoryError where the state with which an epoch began is not there."""
+    """shelf: the snapshots.Shelf; worker, upload: who is sending which snapshots.Upload, or None. freed() is called
+    when another upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
 
     def __init__(self, cfg, run, events, freed):
         self.cfg, self.run, self.events, self._freed = cfg, run, events, freed
@@ -53,9 +53,9 @@ class Collector:
             self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
         return upload
 
-    def drop(self, *workers):
+    def drop(self, workers=None):
         """Gives the present upload up; with `workers` only if it comes from one of them."""
-        if self.upload and (not workers or self.worker in workers):
+        if self.upload and (workers is None or self.worker in workers):
             self.upload.drop()
             self._end()
 

@@ -75,7 +75,7 @@ class Console:
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with the prompt and the model's continuation in different colours, if it is a sample (egg_net.sample)."""
+        """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
         parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
         if not parts:
             return text

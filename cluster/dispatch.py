@@ -7,11 +7,11 @@ from collections import deque
 
 import numpy as np
 
-from cluster import leases
-from cluster import wire
+from cluster import leases, wire
 from cluster.console import printable
-from cluster.wire import (BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE, RESULT,
-                          SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATED, V1, V2, VALIDATED, VALIDATION)
+from cluster.session import Role
+from cluster.wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE,
+                          RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATED, V1, V2, VALIDATED, VALIDATION)
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
@@ -23,11 +23,12 @@ LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
 MESSAGES, MESSAGES_A_SECOND = 32, 2.0     # log messages of a worker that are shown in a row, and after that
 
 
-class RemoteWorker:
+class RemoteWorker(Role):
     """A worker as the coordinator (egg_net.Coordinator) sees it: the role of its session."""
 
-    def __init__(self, coordinator, session, author, device):
-        self.coordinator, self.session, self.author, self.device = coordinator, session, author, device
+    def __init__(self, session, coordinator, author, device):
+        super().__init__(session)
+        self.coordinator, self.author, self.device = coordinator, author, device
         self.version = session.version
         self.step = None               # steps that it has applied, from its last request
         self.digest = None             # of its state then, None with protocol 1
@@ -52,11 +53,15 @@ class RemoteWorker:
         elif opcode == VALIDATION:
             coordinator.take_validation(self, *VALIDATED.unpack(payload))
         elif opcode == LOG_MESSAGE and self._may_log():
-            coordinator.take_message(self, printable(payload.decode("utf-8", "replace")))
+            text = printable(payload.decode("utf-8", "replace"))
+            line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
+            coordinator.events.message(self.author.name, text, line)
         elif opcode == SNAPSHOT_DATA and self.version == V2:
             coordinator.take_snapshot(self, payload)
         elif opcode == SNAPSHOT_REQUEST and self.version == V2:
-            coordinator.send_snapshot(self, *BLOCK_REQUEST.unpack(payload))
+            step, offset = BLOCK_REQUEST.unpack(payload)
+            total, data = coordinator.shelf.block(step, offset, BLOCK) or (0, b"")
+            self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
 
     def check(self, now):
         limit = self.coordinator.cfg.IDLE_TIMEOUT
@@ -86,14 +91,14 @@ class RemoteWorker:
 
 
 class Dispatcher:
-    """Hands out the chunks of a step (work, a leases.Step) and holds the requests that must wait; answer(worker) serves
-    such a request again. changed: something has happened for those that wait. alone: one author is at work, and has been
-    for a while, so that there is nobody to audit it."""
+    """Hands out the chunks of a step (`work`, a leases.Step) and holds the requests that must wait; answer(worker)
+    serves such a request again. changed: something has happened for those that wait. alone: only one author has been at
+    work for `patience` seconds, so that nobody can audit it."""
 
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
         self.workers, self.work, self.changed = set(), None, False
-        self.waiting, self._due = deque(), 0         # those that wait; how many are to be looked at since `changed`
+        self.waiting, self._due = deque(), 0         # those that wait; how many to answer since `changed`
         self.usual = None                            # seconds that a chunk takes most workers
         self.alone, self._patience = False, patience
         # when there was last more than one author; a run that goes on may have had some that will come back
@@ -125,8 +130,8 @@ class Dispatcher:
         self.waiting.append(worker)
 
     def answer_waiting(self):
-        """First come, first served, when something has changed. Not all at once: when a step ends a thousand workers are
-        sent its fitness, and the next request of the first one shall not wait for the last."""
+        """First come, first served, when something has changed. Not all at once: when a step ends a thousand workers
+        are sent its fitness, and the next request of the first one shall not wait for the last."""
         if self.changed:
             self.changed, self._due = False, len(self.waiting)
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
@@ -153,7 +158,7 @@ class Dispatcher:
         return chunk
 
     def catch_up(self, step, version):
-        """The frame with the fitness of a step. At the end of a step all workers want the same one, at the same time."""
+        """The frame with the fitness of a step. At the end of a step all workers want the same one at once."""
         key = self.run.step, self.run.start, step, version
         if self._frame[0] != key:
             packed = self.run.body(step) if version == V2 else self.run.fitness(step)

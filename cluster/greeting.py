@@ -1,15 +1,14 @@
 """The introduction, HELLO, CHALLENGE, JOIN, WELCOME (PROTOCOL.md), from both sides and without sockets.
 
 A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
-takes the other's frames and says what to send next.
+takes the other's frames and returns what to send next.
 """
 
 import json
 import os
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import wire
+from cluster import auth, wire
 from cluster.console import one_line
 from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, Refused,
                           WELCOME, WELCOMED)
@@ -40,8 +39,8 @@ def read_card(text):
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise FrameError("JOIN does not say who it is") from None
-    return Card(role, id_, name or "nameless", device or "device not told", config, data)
+        raise FrameError("JOIN cannot be read") from None
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data)
 
 
 def read_error(payload):
@@ -113,4 +112,4 @@ class Host:
 
 
 def out_of_order(opcode):
-    return FrameError(f"{wire.NAMES.get(opcode, f'opcode {opcode}')} before the introduction is complete")
+    return FrameError(f"{wire.name(opcode)} before the introduction is complete")

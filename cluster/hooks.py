@@ -1,16 +1,16 @@
-"""What can be plugged into a coordinator. egg_net imports nothing of it: egg.py and tools hand over objects with a method
-attach(coordinator) that returns a Hook, and `descriptors`, the number of files and sockets that it may hold open.
-islands.gossip.Terms makes an island, tools.live_page.Where a live page.
+"""What can be plugged into a coordinator, which imports none of it. egg.py and tools hand over objects with a method
+attach(coordinator) and `descriptors`, the number of files and sockets that are held open at most: islands.gossip.Terms,
+whose `attach` returns a Hook, and tools.live_page.Where, whose `attach` returns the page.
 """
 
 from cluster.wire import OTHER_CONFIG, Refused
 
 
 class Hook:
-    """An extension that does nothing. The coordinator calls these methods in its own loop, in this order within a step."""
+    """An island that does nothing. The coordinator calls these methods in its own loop."""
 
-    takes_version_1 = True     # without snapshots a peer of protocol 1 cannot follow an extension that changes the state
-    awaits_state = False       # a worker shall send the state of this step; no chunk is handed out before `state_received`
+    takes_version_1 = True     # a peer of protocol 1 takes no snapshots and cannot follow a change of the state
+    awaits_state = False       # a worker shall send the state of this step; until then no chunk is handed out
 
     def check(self, now):
         """Deadlines and whatever else is due; several times a second."""

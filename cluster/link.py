@@ -4,12 +4,9 @@ import socket
 import ssl
 import time
 
-from cluster import auth
-from cluster import greeting
-from cluster import snapshots
-from cluster import wire
+from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
-from cluster.wire import (CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, JOB_RESPONSE, RESPONSE, V1, V2, WELCOME,
+from cluster.wire import (CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, RESPONSE, V1, V2, WELCOME,
                           next_frame)
 
 CONNECT_TIMEOUT = 10.0     # seconds
@@ -107,11 +104,8 @@ class Link:
             wait = HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001))
             self.check(wait)
 
-    def response(self, timeout=None):
-        """(seed, step, first member, fitness as it came) of the next JOB_RESPONSE."""
-        return self.unpack_response(self.next(JOB_RESPONSE, timeout))
-
     def unpack_response(self, payload):
+        """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
         seed, step, position, size = RESPONSE.unpack_from(payload)
         if size != len(payload) - RESPONSE.size:
             raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "

@@ -1,19 +1,36 @@
 """A connection that speaks frames (cluster.wire). What the frames mean is up to its role.
 
-A role has three methods: handle(opcode, payload) takes a frame and may raise FrameError; check(now) enforces deadlines
-several times a second; closed() follows the end of the connection, once. The role of a session that calls also has
-begin(), for when the connection stands. A session begins with the role of a greeting (cluster.admission.Arrival,
-islands.gossip.Call) and gets another one when the peer is let in: worker, reader of the status, or peer.
+A session begins with the role of a greeting (cluster.admission.Arrival, islands.gossip.Call). It gets another one when
+the peer is let in: worker (cluster.dispatch.RemoteWorker), reader of the status, or island.
 """
 
 import contextlib
 import time
 
-from cluster import hub
-from cluster import wire
+from cluster import hub, wire
 from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, V2, next_frame
 
-FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next frame
+FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
+
+
+class Role:
+    """What a peer is to this process."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def begin(self):
+        """The connection that was begun here stands."""
+
+    def handle(self, opcode, payload):
+        """Takes a frame. Raises FrameError, and the session is refused."""
+        raise NotImplementedError
+
+    def check(self, now):
+        """Enforces deadlines; several times a second."""
+
+    def closed(self):
+        """The connection has ended; once."""
 
 
 class Session(hub.Connection):
@@ -24,7 +41,7 @@ class Session(hub.Connection):
         self.door, self.limits, self.role = door, limits, None
         self.version = None                # that of its last frame, V1 or V2
         self.waits = False                 # its request is still to be answered: until then no frame is taken
-        self.frame_since = None            # since when the beginning of a frame is here
+        self.frame_since = None            # since when it has begun a frame that is not complete
         super().__init__(loop, sock, address, traffic, tls, call)
         self.title = self.address          # with its name, once that is known
 

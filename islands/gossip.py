@@ -29,7 +29,7 @@ from cluster import auth
 from cluster import greeting
 from cluster import wire
 from cluster.hooks import Hook
-from cluster.session import Session
+from cluster.session import Role, Session
 from egg_config import EggError
 from cluster.wire import (BLOCK, ERROR, FULL, FrameError, ISLAND, ITSELF, OTHER_CONFIG, Refused, STANDING, STATE, STATE_HEAD, STATE_REQUEST,
                           STATE_WANTED, V2)
@@ -351,13 +351,14 @@ class Handover(NamedTuple):
     since: float
 
 
-class Call:
+class Call(Role):
     """The role of a session by which an island calls another one, until both are introduced."""
 
     peer = None
 
     def __init__(self, session, island, target):
-        self.session, self.island, self.target = session, island, target
+        super().__init__(session)
+        self.island, self.target = island, target
         self.caller = greeting.Caller(island.coordinator.access.secret, island.card())
 
     def begin(self):
@@ -386,11 +387,12 @@ class Call:
         self.island.lost(self.session)
 
 
-class PeerRole:
+class PeerRole(Role):
     """The role of a session with another island, whoever called. target: the one that was called here, or None."""
 
     def __init__(self, session, island, peer, target):
-        self.session, self.island, self.peer, self.target = session, island, peer, target
+        super().__init__(session)
+        self.island, self.peer, self.target = island, peer, target
         self.wanted = None                           # (SHA-256, offset, size) of a piece of a state that it waits for
 
     def handle(self, opcode, payload):
@@ -398,9 +400,6 @@ class PeerRole:
             self.island.read_error(self.session, payload)
         else:
             self.island.handle(self.session, opcode, payload)
-
-    def check(self, now):
-        pass
 
     def closed(self):
         self.island.lost(self.session)
@@ -492,7 +491,7 @@ class Island(Hook):
             connection.close()
             return
         connection.role, connection.title = PeerRole(connection, self, peer, target), f"{peer.name} ({connection.address})"
-        connection.limits = wire.limits_of_island(self.coordinator.admission.limits)
+        connection.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
         peer.connection, peer.id, peer.identity, peer.heard, peer.asked = connection, card.id, identity, time.monotonic(), None
         peer.address = target.title if target else connection.address
         if old:
@@ -544,7 +543,7 @@ class Island(Hook):
         coordinator = self.coordinator
         try:
             connection = Session(coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, coordinator.progress.traffic,
-                                 coordinator.admission.door, wire.limits_of_call(coordinator.admission.limits), self.terms.tls, target.host)
+                                 coordinator.admission.door, wire.only(coordinator.admission.limits, wire.FROM_CALLED), self.terms.tls, target.host)
         except OSError:                              # file descriptors are used up
             target.failed()
             return

@@ -227,7 +227,7 @@ class Peer:
         self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
 
     def answer(self, timeout=5):
-        return self.link.response(timeout)
+        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
     def chunk(self, step):
         self.ask(step)
@@ -556,10 +556,10 @@ class Compiler:
         return out
 
 
-def hold_against_every_card(compiler, constants, **which):
+def hold_against_cards(compiler, constants, cards=CARDS, **which):
     """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
     the shared memory. Returns {card: [names]}."""
-    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    made = {cc: compiler(constants, cc, **which) for cc in cards}
     for cc, kernels in made.items():
         for name, card, ptx, shared in kernels:
             assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)

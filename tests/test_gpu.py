@@ -1,13 +1,10 @@
 """The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
 against the golden recordings and, on random configurations, against the CPU engine."""
 
-import concurrent.futures
 import hashlib
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +16,8 @@ from engine import cuda_engine
 from engine import kernel_cache
 from model import parameters
 from kernels import update
-from kit import (CARDS, SEED, compare, hold_against_every_card, hold_draws_against_the_distribution,
+from tools import sanitize
+from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
                  kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -29,9 +27,15 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 def test_every_kernel_compiles(compiler):
     """All of them for the oldest card; for each other one those that differ from what is compiled already."""
-    names = hold_against_every_card(compiler, {})
+    names = hold_against_cards(compiler, {})
     assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
                for made in names.values())
+
+
+@pytest.mark.parametrize("other", OTHER_INSTRUCTIONS, ids=str)
+def test_other_instructions_compile(other, compiler):
+    """Those that cc 9.0 need not use."""
+    hold_against_cards(compiler, other, [(9, 0)])
 
 
 def test_kernels_that_differ_are_told_apart():
@@ -154,10 +158,12 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
         engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+        later = {"validate", "generate", "digest"}           # compiled at their first use
+        assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
             assert engine.evaluate(8, 8).shape == (8,)
         every_verb(cfg, engine, tokens)
-        assert engine.step == 1
+        assert engine.step == 1 and not engine._waiting
 
 
 def every_verb(cfg, engine, tokens):
@@ -171,59 +177,11 @@ def every_verb(cfg, engine, tokens):
     assert engine.state().digests() == state.digests()
 
 
-# every path, small enough for tools that slow it down a hundred times; 270 pairs give each multiprocessor of the fast path a second one
-SANITIZED = {
-    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2, RARE_TOKENS=0.01),
-    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
-    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
-    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
-    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4, ADAPTIVE_NOISE_MODE=0),
-}
-
-
-def sanitized_config(name):
-    return egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
-
-
-def sanitized(name):
-    """Every verb on a configuration of SANITIZED, launch by launch; the digest of the losses and the state, in hexadecimal."""
-    cuda_engine.Replay = lambda stream, enqueue: enqueue
-    cfg = sanitized_config(name)
-    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-    engine = cuda_engine.CudaEngine(cfg, tokens)
-    before = engine.evaluate(0, cfg.CHUNK_SIZE)
-    every_verb(cfg, engine, tokens)
-    return digest(before)[:16] + digest(engine.evaluate(0, cfg.CHUNK_SIZE))[:16] + engine.digest().hex()
-
-
-def sanitize():
-    """By hand, with the compute-sanitizer of the CUDA toolkit: its memcheck and racecheck on all of SANITIZED, and whether the results are
-    those without it. python -c 'import test_gpu; test_gpu.sanitize()'"""
-    def run(name, *tool):
-        code = f"import test_gpu; print(test_gpu.sanitized({name!r}))"
-        done = subprocess.run([*tool, sys.executable, "-c", code], capture_output=True, text=True)
-        lines = (done.stdout + done.stderr).splitlines()
-        return next((l for l in lines if re.fullmatch("[0-9a-f]{64}", l)), None), lines
-
-    def look(name):
-        plain = run(name)[0]                                 # compiles, too
-        for tool in "memcheck", "racecheck":
-            result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
-            same = "as without it" if plain and result == plain else "NOT as without it"
-            findings = [l for l in lines if re.search("Error|Warning|hazard detected", l)]
-            print(f"{name}: {tool}: {next((l.strip('= ') for l in lines if 'SUMMARY' in l), lines[-1:])}; results {same}",
-                  *findings[:5], sep="\n    ", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(look, SANITIZED))
-
-
-@pytest.mark.parametrize("name", SANITIZED)
+@pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    forward = cuda_engine.kernels(sanitized_config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
     assert (type(forward._noisy).__name__ == "Hopper") == ("fast" in name)
-    assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
+    assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
 @pytest.mark.parametrize("verb, says", [

@@ -390,9 +390,10 @@ def test_where_the_fast_path_serves():
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-@pytest.mark.parametrize("constants", [SMALL, FAST], ids=["general", "fast"])
-def test_every_kernel_compiles(constants, compiler):
-    kit.hold_against_every_card(compiler, constants, forward_only=True)
+@pytest.mark.parametrize("constants, cards", [(SMALL, kit.CARDS), (FAST, [(9, 0)])], ids=["general", "fast"])
+def test_every_kernel_compiles(constants, cards, compiler):
+    """Those of the forward pass."""
+    kit.hold_against_cards(compiler, constants, cards, forward_only=True)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
