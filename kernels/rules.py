@@ -20,7 +20,7 @@ def log2_floor(q):
 
 TARGET = rules.Arithmetic(
     np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, log2_floor=log2_floor,
-    sqrt=libdevice.fsqrt_rn, fma=cuda.fma, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn,
+    sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn,
     div=libdevice.fdiv_rn)
 
 
