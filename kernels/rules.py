@@ -7,7 +7,7 @@ from numba import cuda, int32
 from numba.cuda import libdevice
 
 from kernels import ptx
-from model import parameters
+from model import integer_tables
 from model import rules
 
 device = cuda.jit(device=True, inline=True)
@@ -63,7 +63,7 @@ def build_noise(cfg, silent=False):
 
 def loss_function(cfg):
     """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7)."""
-    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, parameters.log_unit(cfg)
+    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
     rule = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
 
     @device

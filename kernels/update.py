@@ -14,6 +14,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 
+from model import optimizers
 from model import parameters
 from model import rules
 from kernels import muon
@@ -364,7 +365,7 @@ def optimize_kernel(cfg):
     """The kernel that moves the weights."""
     rare, adapt, with_muon = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0, bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    o, muon_size = parameters.optimizer(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(parameters.MUON_SIZE))
+    o, muon_size = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(optimizers.MUON_SIZE))
     beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
     beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
     rule = rules.update_rules(device, TARGET)
