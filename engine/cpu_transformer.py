@@ -425,7 +425,8 @@ class Transformer:
                 old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
                 cache[:, :, :start] = old[:, :, :start]
                 sequence = np.concatenate([sequence, np.zeros((1, room - sequence.size), np.int32)], 1)
-                tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
+                tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64),
+                                         ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
             hidden(c, w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)

@@ -20,6 +20,7 @@ import pytest
 import egg_config
 from cluster import history
 from model import fitness_digits
+from model import parameters
 from model import rules
 import egg_net
 from tools import train
@@ -155,7 +156,8 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
         assert "silent for 0.3 s, its chunk 0 is handed out again" in server.lines.text
         fast.result(0, 0, GOOD, updates=7, loss=11)
         until(lambda: server.run.step == 1)
-        slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)      # too late: ignored
+        # too late: ignored
+        slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
         slow.ask(0)
         assert slow.answer()[3] == GOOD and server.run.record(0) == (11, 7)
 
@@ -335,7 +337,8 @@ def test_the_worker_serves_a_coordinator_that_polls():
     engine = FakeEngine()
     fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), rules.next_seed(42, 0)
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
-                                  response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)), response(seed1, 1, NOTHING),
+                                  response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
+                                  response(seed1, 1, NOTHING),
                                   response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
     results = [wire.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
