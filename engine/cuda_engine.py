@@ -2,7 +2,8 @@
 `engine.cpu_engine`.
 
 Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory,
-compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device. """
+compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
+"""
 
 import fcntl
 import pathlib
