@@ -171,7 +171,7 @@ def test_peers_of_a_slurm_job(tmp_path):
             with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST.*--peer$"):
                 peers.peers_from_slurm(7, wrong)
         patch.setenv("PATH", str(empty))
-        with pytest.raises(egg_config.ConfigError, match="scontrol, which lists the nodes: No such file.*--peer$"):
+        with pytest.raises(egg_config.ConfigError, match="needs scontrol to list the nodes: No such file.*--peer$"):
             peers.peers_from_slurm(7, job)
 
 
