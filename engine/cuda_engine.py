@@ -25,7 +25,11 @@ from engine import kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
+from model import integer_tables
+from model import optimizers
 from model import parameters
+from model import rules
+from model import sampling
 from model import state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -161,7 +165,7 @@ def _windows_kernel(cfg):
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
-        (model.parameters.windows)."""
+        (model.rules.windows)."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
@@ -363,7 +367,7 @@ class CudaEngine:
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        self._exps = cuda.to_device(parameters.exp_table(cfg))
+        self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
         steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
@@ -411,7 +415,7 @@ class CudaEngine:
         windows, losses, run = self._evaluations[count]
         self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
         if self._tokens is None:
-            cut = parameters.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
         else:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
@@ -449,7 +453,7 @@ class CudaEngine:
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
         self.stream.synchronize()
-        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return int(changed[0])
 
@@ -459,9 +463,9 @@ class CudaEngine:
         fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(parameters.token_rates(cfg, self.tokens), self.stream)
+            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
-            rates = [parameters.optimizer(cfg, lr, t).lr for t in parameters.tensors(cfg)]
+            rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
@@ -493,14 +497,14 @@ class CudaEngine:
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
         self._ready("generate")
         cfg, forward, stream = self.cfg, self._forward, self.stream
-        s, prompt = parameters.sampling(cfg, temp, min_p, penalty), parameters.checked_prompt(cfg, prompt)
+        s, prompt = sampling.settings(cfg, temp, min_p, penalty), sampling.checked_prompt(cfg, prompt)
         total = len(prompt) + count
         if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
             raise MemoryError(f"{self.name}: not enough free GPU memory for {total} positions")
         sequence = np.zeros(total, np.int32)
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
-        rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+        rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
         cache = cuda.device_array(forward.cache_bytes(total), np.int8)
         scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
         z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
@@ -593,7 +597,7 @@ def bench(cfg, tokens, device):
     silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
     rate("the same without noise", chunk, silent)
     print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = parameters.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)

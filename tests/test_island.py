@@ -28,9 +28,11 @@ from model import state_digest
 from cluster import history
 from islands import gossip
 from islands import merging
+from model import fitness_digits
 from islands import peers
 from islands import transfer
 from model import parameters
+from model import rules
 import egg_net
 from cluster import snapshots
 from cluster import wire
@@ -305,9 +307,9 @@ def test_every_island_has_its_own_noise():
         assert np.array_equal(state.weights, parameters.initial_state(ISLE).weights)
         for step in range(2000):
             seeds_of.append(seed)
-            seed = parameters.next_seed(seed, step)
+            seed = rules.next_seed(seed, step)
         seeds.append(seeds_of)
-    assert seeds[0][0] == parameters.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
+    assert seeds[0][0] == rules.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkeypatch, capsys):
@@ -620,7 +622,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     run = history.open_run(cfg, base)
     for _ in range(12):
         fitness = np.random.default_rng(run.step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-        run.append(parameters.pack_ternary(fitness), 0, 0)
+        run.append(fitness_digits.pack_ternary(fitness), 0, 0)
         engine.update(fitness)
     run.close()
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
@@ -664,7 +666,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                 replay = Learner(cfg, 10)
                 history.replay(run, replay)
                 assert replay.state().digests() == state.digests() and not again.shelf.files
-            run.append(parameters.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
+            run.append(fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
         if not killed:
             break
     assert not killed and last > 8 and outcomes == sorted(outcomes) and {0, 1} == set(outcomes)

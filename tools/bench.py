@@ -14,6 +14,7 @@ import egg_config
 from model import data_files
 from engine import hardware
 from model import parameters
+from model import rules
 import egg_net
 from tools import train
 
@@ -70,7 +71,7 @@ def bench_cpu(cfg, tokens, threads):
         times.append(time.perf_counter() - started)
     size = 13 * parameters.n_weights(cfg)
     print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {size / 1e6:.1f} MB of state")
-    windows = parameters.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
+    windows = rules.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
     started = time.perf_counter()
     engine.validate(windows)
     print(f"validation  {len(windows) * cfg.SEQ_LEN / (time.perf_counter() - started):,.0f} tokens/s, without noise")
