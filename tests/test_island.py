@@ -35,7 +35,6 @@ from model import parameters
 from model import rules
 import egg_net
 from cluster import snapshots
-from cluster import status
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
@@ -173,7 +172,7 @@ def test_peers_of_a_slurm_job(tmp_path):
             with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST.*--peer$"):
                 peers.peers_from_slurm(7, wrong)
         patch.setenv("PATH", str(empty))
-        with pytest.raises(egg_config.ConfigError, match="scontrol, which lists the nodes: No such file.*--peer$"):
+        with pytest.raises(egg_config.ConfigError, match="needs scontrol to list the nodes: No such file.*--peer$"):
             peers.peers_from_slurm(7, job)
 
 
@@ -520,7 +519,7 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
         assert took > (size - rate / 2) / rate * 0.9 and size > 2 * rate
         steps = [e for e in b.told("step") if pull["time"] < e["time"] < pull["time"] + took]
         assert len(steps) > 8
-        assert max(e["seconds"] for e in steps) < 0.5                     # training goes on beside it
+        assert max(e["seconds"] for e in steps) < max(0.5, took / 4)      # training goes on beside it
     bucket, passed, end = transfer.Bucket(100e3), 0, time.monotonic() + 0.5
     while time.monotonic() < end:
         passed += bucket.take(bucket.piece) * bucket.piece
@@ -895,9 +894,9 @@ class Archipelago:
             self.sea.slow = {i: dice.choice([100, 1000])}
 
     def run(self, seconds):
-        """Harm for so long; then all heal, and go on for a few steps."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        """Harm for so long, on a slow machine longer; then all heal, and go on for a few steps."""
+        began = time.monotonic()
+        while (now := time.monotonic() - began) < seconds or now < 8 * seconds and not self.happened():
             time.sleep(self.random.uniform(0.1, 0.8))
             self._harm()
             if self.random.random() < 0.4:
@@ -906,6 +905,11 @@ class Archipelago:
         # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
         wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
         until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
+
+    def happened(self):
+        """Whether an island was killed and another one has found a deceiver out."""
+        logs = (events_of(self.directory / f"i{i}") for i in range(len(self.ports)))
+        return self.count["killed"] and any("nothing of" in event.get("text", "") for log in logs for event in log)
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))
