@@ -12,7 +12,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import difflib
 import importlib
-import inspect
 import os
 import re
 import shlex
@@ -525,7 +524,8 @@ def parser(typed=True):
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for function, options, saved in COMMANDS:
-        summary, _, examples = inspect.getdoc(function).partition("\n\n")
+        # without inspect.getdoc: that module takes long to load
+        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(function.__name__.rstrip("_"), help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved)

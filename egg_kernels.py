@@ -15,7 +15,7 @@ What the CUDA engine uses:
                         after every change of the weights. weights: int8, the flat canonical array of model.parameters.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd member.
-                        overlay: int8, flat as in State; windows: int32, model.parameters.windows of these pairs;
+                        overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
                         job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32 [count, T + 1]
@@ -23,7 +23,7 @@ What the CUDA engine uses:
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
                         logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without noise; the keys
                         and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are added. rope: device copy of
-                        model.parameters.rope_table(cfg, positions), int32, flat
+                        model.integer_tables.rope_table(cfg, positions), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous device arrays.
 """
@@ -34,6 +34,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
 
+from model import integer_tables
 from model import parameters
 from model import transforms
 from kernels import ptx
@@ -1201,14 +1202,14 @@ class Forward:
 
     def tables(self):
         cfg = self.cfg
-        exps = parameters.exp_table(cfg)
+        exps = integer_tables.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
             exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
-            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(parameters.gelu_table()),
-            rope=cuda.to_device(parameters.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
+            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(integer_tables.gelu_table()),
+            rope=cuda.to_device(integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]

@@ -28,7 +28,8 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError
-from model import parameters
+from model import fitness_digits
+from model import rules
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
@@ -67,7 +68,7 @@ class Start(NamedTuple):
 
 def beginning(cfg):
     """The Start of a run that begins with the random initial model."""
-    return Start(0, parameters.first_seed(cfg))
+    return Start(0, rules.first_seed(cfg))
 
 
 class Run:
@@ -165,7 +166,7 @@ class Run:
 
     def _advance(self, at):
         self._offsets.append(at)
-        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _remember(self, step, body):
@@ -353,7 +354,7 @@ def _is_trained(directory):
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
-        engine.update(parameters.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+        engine.update(fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 
 def read_cpp_checkpoints(cfg, directory):
@@ -366,10 +367,10 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it "
                            "the model cannot be rebuilt")
-    out, seed, size = [], parameters.first_seed(cfg), parameters.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
-        seed = parameters.next_seed(seed, step - 1, cfg.NOISE_REUSE)
+        seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         with open(path, "rb") as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         if len(data) < CPP_CHECKPOINT.size:
@@ -388,7 +389,7 @@ def read_cpp_checkpoints(cfg, directory):
         if its_seed != seed:
             raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
         try:
-            parameters.unpack_ternary(packed, cfg.N_PAIRS)
+            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
         except ValueError as error:
             raise HistoryError(f"{path}: {error}") from None
         out.append(packed)
@@ -479,7 +480,7 @@ def _crc(data):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = parameters.packed_size(cfg.N_PAIRS)
+    size = fitness_digits.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 

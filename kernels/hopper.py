@@ -14,6 +14,7 @@ an MLP are stored in blocks of 128, units i + sub * H of 32 neighbouring i, so t
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
+from model import integer_tables
 from model import parameters
 from kernels import ptx
 from egg_kernels import (A8, A32, A64, AU32, PLAN, TILE, aligned, amax_scale, blocks, build_noise, byte, clip, device,
@@ -51,7 +52,7 @@ def _descriptor(K=HIDDEN_DIM):
 
 def _exp_entries(cfg):
     """Entries of EXP up to the one that all further ones equal."""
-    exps = parameters.exp_table(cfg)
+    exps = integer_tables.exp_table(cfg)
     last = exps[min(255, exps.size - 1)]
     return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cluster import auth
 from model import data_files
+from engine import engines
 from engine import hardware
 from cluster import history
 import egg_net
@@ -66,7 +67,7 @@ def print_references(cfg, data, console):
 def start_engine(cfg, data, device, threads, log):
     """An engine for which everything is compiled that a worker with these data will use, and nothing else; `log` takes
     lines while it is compiled. Raises EngineError."""
-    engine = hardware.make(cfg, data.tokens, device, threads)
+    engine = engines.make(cfg, data.tokens, device, threads)
     verbs = ["evaluate", "update", "digest"]
     verbs += ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
     if device == "cpu":
