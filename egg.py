@@ -147,7 +147,8 @@ def for_this_machine(cfg, args):
     given = egg_config.given(args.preset, args.defines)
     facts, files = egg_config.FACTS, egg_config.DATA_FILES
     chosen = [name for name in given if facts[name].agree != egg_config.LOCAL or name in files]
-    if args.run or chosen or cfg.fingerprint() != egg_config.SHIPPED or hardware.devices(cfg) != ["cpu"]:
+    own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
+    if own or hardware.devices(cfg) != ["cpu"]:
         return cfg
     print("no GPU here: taking the preset laptop (or choose with --preset and -D)")
     return egg_config.load("laptop", args.defines)
@@ -355,18 +356,6 @@ def arch(cfg, args):
     print(parameters.describe(cfg))
 
 
-def need_room(directory, force):
-    """Asks before files of an earlier `prepare` in a directory are replaced. Raises UsageError."""
-    there = [path for name in ("input.bin", "val.bin", "decoding.bin")
-             if os.path.exists(path := os.path.normpath(os.path.join(directory, name)))]
-    if force or not there:
-        return
-    if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
-        return
-    raise egg_config.UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or "
-                                "--force")
-
-
 @command(option("texts", "files of text (or any bytes), read one after the other, also .zst", "TEXT", nargs="+"),
          option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
                 "plain bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
@@ -381,31 +370,12 @@ def prepare(cfg, args):
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
-    need_room(args.out, args.force)
+    prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     size = prepare.prepare(args.texts, wanted, args.val, args.out)
     gpu = hardware.devices(cfg) != ["cpu"]
-    print("next: " + command_line("train", *training_on(args.out, size, wanted == 256, gpu)))
-
-
-def training_on(directory, n_tokens, plain, gpu):
-    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
-    preset = ("best-bytes" if plain else "best") if gpu else "laptop"
-    constants = {"DETOKENIZE": 0} if plain else {}
-    if preset == "best" and n_tokens != egg_config.VOCAB_SIZE:
-        constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
-    names = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}
-    if os.path.normpath(directory) != ".":
-        constants |= {name: os.path.join(directory, file) for name, file in names.items()
-                      if not (plain and name == "DECODING_FILE")}
-    kept = first = "ckpt-" + os.path.basename(os.path.abspath(directory))
-    for number in range(2, 1000):
-        if not os.path.exists(kept):
-            break
-        kept = f"{first}-{number}"
-    return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
-            "--save-dir", kept]
+    print("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
 @command("--threads", "--gpu")
@@ -461,8 +431,9 @@ def command_line(*arguments):
 
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
-    return text.replace("python egg.py", command_line()).replace("pip install -r requirements/", pip() + " install -r "
-                                                                 + os.path.relpath(os.path.join(ROOT, "requirements/")))
+    lists = os.path.relpath(os.path.join(ROOT, "requirements"))
+    text = text.replace("python egg.py", command_line()).replace("-r requirements/", f"-r {shlex.quote(lists)}/")
+    return text.replace("pip install ", pip() + " install ")
 
 
 def pip():

@@ -27,7 +27,7 @@ class Console:
         self.terminal = self.stream.isatty()
         self.live = self.terminal and not verbose
         self._status, self._line_at = [], 0.0                # parts of the status line; when the next one lasts
-        self._references = self._last_validation = ""
+        self._references, self._last_validation, self._bits, self._unit = "", "", 1.0, ""
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._progress, self._next = False, 0.0              # a progress line stands there; when it may change
         self._last_loss = math.inf

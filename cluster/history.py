@@ -18,6 +18,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import tempfile
@@ -223,7 +224,7 @@ class Run:
         if later or size - at > longest:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
-                               f"`truncate -s {at}`")
+                               f"`truncate -s {at} {shlex.quote(self._name)}`")
         if writable:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())

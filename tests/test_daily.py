@@ -19,6 +19,7 @@ import egg_config
 import kit
 from cluster import history
 from cluster.console import Console
+from tools import prepare
 
 CFG = egg_config.make(**{**kit.CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64, "SNAPSHOT_EVERY": 0})
 CHANGED = {**egg_config.changed(CFG), "SNAPSHOT_EVERY": 0}
@@ -355,13 +356,13 @@ def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert egg.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
-    assert egg.training_on("/x/a b", 5000, False, True) == [
+    assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
+    assert prepare.training_on("/x/a b", 5000, False, True) == [
         "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D",
         "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
-    assert egg.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
+    assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
-        args = egg.parser().parse_args(["train", *egg.training_on(directory, size, plain, gpu)])
+        args = egg.parser().parse_args(["train", *prepare.training_on(directory, size, plain, gpu)])
         egg_config.load(args.preset, args.defines, environ={})
 
 
@@ -390,6 +391,18 @@ def test_a_secret_file_that_others_may_read(tmp_path, capfd):
         auth.read_secret(path)
         warning = f"egg: others on this machine may read or change {path}: chmod 600 '{path}'\n"
         assert capfd.readouterr().err == warns * warning
+
+
+def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
+    """From any directory: the Python that runs the program, or the pip that `make` has noted, and the list as it lies."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizers.py").write_text("raise ImportError")
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    result = run("prepare", "t.txt", env={"PYTHONPATH": tmp_path})
+    fails(result, 1, "the BPE needs the tokenizers library: ", "--vocab-size 256")
+    *pip, install, _, names = shlex.split(re.search("`(.*)`", result.stderr)[1])
+    assert install == "install" and os.path.samefile(names, kit.HERE / "requirements" / "prepare.txt")
+    assert subprocess.run([*pip, "--version"], capture_output=True, cwd=kit.HERE).returncode == 0 or not shutil.which(pip[0])
 
 
 def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch):
