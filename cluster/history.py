@@ -200,20 +200,21 @@ class Run:
         longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._body_length(head)
+            length = self._body_length(head, self.step, self.seed)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
-            if not length or len(body) != length + 4 or _crc(body[:length]) != body[length:]:
+            crc = int.from_bytes(body[length:], "little")
+            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
                 self._cut_torn_record(size, longest, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _body_length(self, head):
-        """Length of the body of the current step's record, 0 if `head` is not the head of that record."""
-        if len(head) < HEAD or _crc(head[:RECORD.size]) != head[RECORD.size:]:
+    def _body_length(self, head, step, seed):
+        """Length of the body of this step's record, 0 if `head` is not the head of that record."""
+        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
-        length, step, _, _, seed = RECORD.unpack(head[:RECORD.size])
-        return length if (step, seed) == (self.step, self.seed) else 0
+        length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
+        return length if (its_step, its_seed) == (step, seed) else 0
 
     def _cut_torn_record(self, size, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
