@@ -394,7 +394,7 @@ def test_a_secret_file_that_others_may_read(tmp_path, capfd):
 
 
 def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
-    """From any directory: the Python that runs the program, or the pip that `make` has noted, and the list as it lies."""
+    """From any directory: with the Python that runs the program, or the pip of `make`, and the list where it is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizers.py").write_text("raise ImportError")
     (tmp_path / "t.txt").write_bytes(TEXT)
@@ -402,7 +402,7 @@ def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
     fails(result, 1, "the BPE needs the tokenizers library: ", "--vocab-size 256")
     *pip, install, _, names = shlex.split(re.search("`(.*)`", result.stderr)[1])
     assert install == "install" and os.path.samefile(names, kit.HERE / "requirements" / "prepare.txt")
-    assert subprocess.run([*pip, "--version"], capture_output=True, cwd=kit.HERE).returncode == 0 or not shutil.which(pip[0])
+    assert subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
 
 
 def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Ctrl-C. Also what every worker does before it serves: open the data, make the en
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -166,6 +167,7 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.ready, self.started = None, time.monotonic()
         self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
+        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
         self.process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
