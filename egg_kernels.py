@@ -1131,7 +1131,8 @@ class _Packing:
         for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
                 self.at[t.name, t.layer] = end
-                padded = blocks(t.cols, TILE) * TILE
+                widest = 4 * TILE if cfg.MODEL == "transformer" else TILE       # columns of a tile of the head
+                padded = blocks(t.cols, widest) * widest
                 self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))
                 end += t.rows * padded
         self.bytes = end
@@ -1199,7 +1200,8 @@ class _Plan:
         return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
-        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up)), sums=self._add(12 * [0] + self._input(down, layer)),
+        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up) + self._input(down, layer)),
+                               sums=self._add(12 * [0] + self._input(down, layer)),
                                down=self._add(self._matrix(down, layer, bias_down) + self._input(down, layer)))
 
 
