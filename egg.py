@@ -160,10 +160,10 @@ def arch(cfg, args):
 
 
 def prepare(cfg, args):
-    from model import data_files
+    from tools import prepare
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    got = data_files.prepare(args.texts, wanted, args.val, args.out)
+    got = prepare.prepare(args.texts, wanted, args.val, args.out)
     vocab = "" if got == egg_config.VOCAB_SIZE else f" -D VOCAB_SIZE={max(got, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
     where = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
     print(f"next: {where}python {shlex.quote(os.path.relpath(__file__, args.out))} train{vocab}")

@@ -7,7 +7,8 @@ What the CUDA engine uses:
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        [(dispatcher, signature, dynamic shared bytes)]: compile each (kernels.ptx.allow_shared) before the first launch
+        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb (kernels.ptx.allow_shared) before
+                        its first launch; "load": pack, "step": evaluate, "validate", "generate": token
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -1310,8 +1311,9 @@ class Forward:
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
-        own = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]
-        self.kernels = own + self._noisy.kernels + self._clean.kernels
+        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if fast and k[0] is self._noisy.pack[0]]
+        self.kernels = {"load": pack, "step": self._noisy.kernels, "validate": self._clean.kernels,
+                        "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
         cfg = self.cfg

@@ -1120,7 +1120,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = history.open_run(cfg, save_dir, load_dir)
     with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
-        for line in run.said:
+        for line in run.notices:
             events.warn(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console, access=access,
                                   events=events, http=http, island=island)

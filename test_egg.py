@@ -1,73 +1,24 @@
-"""Configuration, model and CPU engine, held against recordings of the C++ system (golden/) and against a plain reading of the SPEC.
+"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain reading of the SPEC.
 
 `tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
 """
 
 import hashlib
-import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-import pyzstd
 
 import egg_config
 from engine import cpu_engine
 from model import parameters
 from engine import simd
 from tools.debug import Reading
+from kit import HERE, golden, loss_of, population_fitness, random_config, recorded_generation
 
-HERE = pathlib.Path(__file__).parent
 STEPS = 6
-
-
-def golden(name):
-    """(configuration, tokens, recording) of golden/<name>.npz."""
-    z = np.load(HERE / "tests" / "golden" / f"{name}.npz")
-    cfg = egg_config.make(**json.loads(str(z["config"])))
-    if name == "E":
-        raw = pyzstd.decompress((HERE / "tests" / "golden" / "input_8k.bin.zst").read_bytes())
-        return cfg, np.frombuffer(raw, np.uint32), z
-    return cfg, z["input_bin"] if cfg.VOCAB_SIZE == 256 else z["input_bin"].view(np.uint32), z
-
-
-def population_fitness(cfg, losses):
-    return np.concatenate([parameters.chunk_fitness(losses[i:i + cfg.CHUNK_SIZE], cfg) for i in range(0, losses.size, cfg.CHUNK_SIZE)])
-
-
-# --- the plain reading of the SPEC, and what to hold against it ---------------------------------------------------------------
-
-def loss_of(reading, window, seed, sign):
-    """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp, z = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)], reading.logits(window[:-1], seed, sign)
-    total = 0
-    for row, target in zip(z, window[1:]):
-        q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
-        above = int(row.max() - row[target])
-        if cfg.LOSS == "deggs":
-            total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
-        else:
-            # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
-            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
-    return total
-
-
-def random_config(rng, **more):
-    """A small configuration drawn over what validate() admits."""
-    head = int(rng.choice([32, 64, 128]))
-    mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
-    settings = dict(HIDDEN_DIM=head * int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2)), HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
-                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])), CHUNK_SIZE=8, POPULATION_SIZE=8,
-                    ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian, DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)),
-                    HOST_GAUSSIAN=int(rng.integers(2)), HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
-                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)), SHIFT_LOGIT=int(rng.integers(6, 10)),
-                    SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])), SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])),
-                    LOSS=str(rng.choice(["deggs", "exact"])), USE_SAME_DATA=int(rng.integers(2)),
-                    CHUNK_MEAN_FILTER=int(rng.integers(2)), USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
-    return egg_config.make(**{**settings, **more})
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------------
@@ -197,14 +148,15 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
-OTHERS = [kind for kind in simd.KINDS if kind in simd.available() and kind != simd.KIND]
+# tests/test_simd.py holds the operations of every kind against NumPy; a whole run is repeated with those of any processor
+OTHERS = [kind for kind in simd.available()[1:] if kind == "portable"]       # this process uses the first
 
 
 @pytest.fixture(scope="module")
 def others():
     """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
-    code = "import test_egg; from engine import simd; assert simd.KIND == {!r}; test_egg.hold_against_recording('A')"
-    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "EGG_SIMD": kind},
+    code = "import test_egg; from engine import simd; simd.use({!r}); test_egg.hold_against_recording('A')"
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
     for process in started.values():
@@ -289,25 +241,6 @@ def test_generation_does_not_depend_on_the_cache():
         assert token == reading.logits(sequence)[-1].argmax()
         sequence.append(token)
     assert len(got) == 30
-
-
-def recorded_generation(engine_type, step):
-    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt). Every state on the way
-    is the recorded one.
-
-    E.npz has the fitness of step 0 and digests of the others; E_fitness.npz has these, as our losses gave them but for single digits (in
-    E a few losses are not the recorded ones), which were turned until the digest was the recorded one: so it is checked here."""
-    cfg, tokens, z = golden("E")
-    engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
-    for k in range(step):
-        fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
-        assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
-        engine.update(fitness)
-        assert engine.state().digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
-    recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
-    start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
-    return engine, recorded, prompt
 
 
 @pytest.mark.parametrize("step", [0, 5])

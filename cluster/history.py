@@ -1,13 +1,14 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit.
 
-FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of all that;
-then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported, seed), u32 CRC-32 of these
-fields, the body (the packed fitness of all pairs, SPEC 8, under zstd) and its u32 CRC-32. Everything little-endian. A record is on
-the disk before a worker sees the next step, so whatever ends the coordinator, a completed step is never lost.
+FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of
+all that. Then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported,
+seed), u32 CRC-32 of these fields, the body (the packed fitness of all pairs, SPEC 8, compressed with zstd) and its u32
+CRC-32. Everything is little-endian. A record is on the disk before a worker sees the next step, so a completed step is
+never lost.
 
-A run that began from an imported model names its start in the header ("start": step, seed and digest of the state; version 2); it has no
-record before that step, and the snapshot of that step is what it is rebuilt from. An island (islands.gossip) that takes another state over
-begins a new epoch in the same way: its start also says where the state came from ("origin"; version 3), and the file of the epoch before
+A run that began from an imported model has a "start" in the header (step, seed and SHA-256 of the state; version 2).
+It has no record before that step, and is rebuilt from the snapshot of that step. An island that takes over another
+state begins a new epoch in the same way: its start also has an "origin" (version 3), and the file of the previous epoch
 stays beside it as OLD, with the number of that epoch.
 """
 
@@ -31,15 +32,14 @@ from model import parameters
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
-EVENTS = "events.jsonl"                  # what the run told, and so its curve; cluster.event_log has the format
-DATA_FILE = "data.sha256"                # digest of the training data, once a worker has told it
+EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
+DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
-RECENT = 64                              # steps whose fitness stays in memory: workers mostly ask for the newest
-WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # what others have packed may take so much memory to unpack (level 1 needs 2 ** 19)
-SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure; cluster.snapshots has the format
-NO_MATTER = ("SAMPL", "VALIDATE_")       # constants that leave the model as it is; a run goes on when they change
+RECENT = 64                              # newest steps whose fitness stays in memory
+WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
+SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure (cluster.snapshots)
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
@@ -51,8 +51,9 @@ class HistoryError(EggError):
 
 
 class Start(NamedTuple):
-    """Where a run, or an epoch of it, begins: at step 0 with the model that is drawn, or with another state (`state`: its SHA-256, hex).
-    origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state (model.state_digest, hex) and what islands.gossip tells about it."""
+    """Where a run, or an epoch of it, begins: at step 0 with the random initial model, or with another state (`state`:
+    its SHA-256, hex). origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state
+    (model.state_digest, hex), and more from islands.gossip."""
     step: int
     seed: int
     state: str = ""
@@ -64,17 +65,17 @@ class Start(NamedTuple):
 
 
 def beginning(cfg):
-    """The Start of a run whose model is drawn."""
+    """The Start of a run that begins with the random initial model."""
     return Start(0, parameters.first_seed(cfg))
 
 
 class Run:
-    """The completed steps of a run. `step`: their number, which is the step to do next; `seed`: that step's seed; `start`: a Start;
-    `directory`: where it lies, None for a temporary file; `owned`: nobody else may write there; `data`: digest of the training data,
-    zeros while unknown; `said`: lines about what was mended. Get one from `open_run` or `read_run`."""
+    """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
+    Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock; `data`: digest of the
+    training data, zeros while unknown; `notices`: lines about repairs. `open_run` and `read_run` make one."""
 
     def __init__(self, cfg, file, directory=None, writable=True, lock=None):
-        self.cfg, self.directory, self.said, self.start = cfg, directory, [], beginning(cfg)
+        self.cfg, self.directory, self.notices, self.start = cfg, directory, [], beginning(cfg)
         self.step, self.seed = self.start[:2]
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
@@ -88,18 +89,19 @@ class Run:
             self._read_all(os.fstat(file.fileno()).st_size, writable)
 
     def fitness(self, step):
-        """bytes: the packed fitness of all pairs in a completed step; b"" for the step before an imported start."""
+        """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
         return b"" if step == self.start.step - 1 else pyzstd.decompress(self.body(step))
 
     def body(self, step):
-        """bytes: the same under zstd, as the record has it."""
+        """bytes: the same, compressed, as in the record."""
         if step in self._recent:
             return self._recent[step]
         at = self._offsets[step - self.start.step]
         size = RECORD.unpack(self._pread(RECORD.size, at))[0]
         body = self._pread(size + 4, at + HEAD)
-        if zlib.crc32(body[:size]) != int.from_bytes(body[size:], "little"):
-            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it from a copy")
+        if _crc(body[:size]) != body[size:]:
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
+                               "from a copy")
         return self._remember(step, body[:size])
 
     def record(self, step):
@@ -107,8 +109,8 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Makes the current step complete: its packed fitness is on the disk when this returns. Raises HistoryError, and then the
-        file and this object are as they were."""
+        """Completes the current step: its packed fitness is on the disk when this returns. Raises HistoryError; then
+        the file and this object are unchanged."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -117,24 +119,25 @@ class Run:
         self._advance(at)
 
     def copy(self, steps, read, start=None):
-        """Takes over the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), beyond those that are here
-        already; these must be the same. start: of that run, None for the model that is drawn."""
+        """Appends the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), behind those that
+        this run has, which must be the same. start: of the other run, None for the random initial model."""
         start = start or beginning(self.cfg)
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
-            raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave --load-dir out")
-        self._durable = False                # one fsync for all: until it is done nobody has been told of these steps
+            raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
+                               "--load-dir out")
+        self._durable = False                # one fsync for all: no worker has seen these steps yet
         for k in range(self.step, steps):
             self.append(*read(k))
         self._durable = True
         os.fsync(self._file.fileno())
 
     def begin_epoch(self, start):
-        """Goes on from the present step with another state, whose snapshot must be on the disk. Whatever ends the coordinator, one of
-        the two epochs lies there whole. Raises OSError, and then nothing has changed."""
-        path, old = os.path.join(self.directory, FILE), os.path.join(self.directory, OLD.format(self.start.epoch))
+        """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
+        of the two epochs is on the disk completely. Raises OSError; then nothing has changed."""
+        path, old = (os.path.join(self.directory, name) for name in (FILE, OLD.format(self.start.epoch)))
         assert start[:2] == (self.step, self.seed) and self.step > self.start.step
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(old)                   # of a hand-over that was interrupted
+            os.unlink(old)                   # left by a handover that was interrupted
         os.link(path, old)
         file = _create(self.cfg, self.directory, path, start)
         self._file.close()
@@ -142,7 +145,7 @@ class Run:
         self._offsets, self._recent = [], {}
 
     def keep_data(self, digest):
-        """Notes the digest of the training data; without a disk for it, until the end of this session."""
+        """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
         if digest != self.data:
             self.data = digest
             if self.directory is not None:
@@ -182,52 +185,56 @@ class Run:
                 os.fsync(handle)
         except OSError as error:
             os.ftruncate(handle, self._end)
-            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend this and "
-                               "start the same command again") from None
+            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend "
+                               "this and start the same command again") from None
         self._end += len(data)
 
     def _read_all(self, size, writable):
-        """Checks every record and notes where it begins; a last one that is not whole is left out, and cut off where we may write."""
+        """Checks every record and stores its offset. An incomplete last record is ignored, and cut off if
+        `writable`."""
         self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
         self.step, self.seed = self.start[:2]
         longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._whole_head(head, self.step, self.seed)
+            length = self._body_length(head)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
-            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != int.from_bytes(body[length:], "little"):
-                self._torn(size, longest, writable)
+            if not length or len(body) != length + 4 or _crc(body[:length]) != body[length:]:
+                self._cut_torn_record(size, longest, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _whole_head(self, head, step, seed):
-        """Length of the body of this step's record, 0 where `head` is not the beginning of one."""
-        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
+    def _body_length(self, head):
+        """Length of the body of the current step's record, 0 if `head` is not the head of that record."""
+        if len(head) < HEAD or _crc(head[:RECORD.size]) != head[RECORD.size:]:
             return 0
-        length, found, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
-        return length if (found, its_seed) == (step, seed) else 0
+        length, step, _, _, seed = RECORD.unpack(head[:RECORD.size])
+        return length if (step, seed) == (self.step, self.seed) else 0
 
-    def _torn(self, size, longest, writable):
-        """A write that was interrupted can only be the last record; anything else is damage, and cutting it would lose steps."""
+    def _cut_torn_record(self, size, longest, writable):
+        """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
+        steps."""
         at, rest = self._end, self._pread(longest + 1, self._end)
-        later = any(zlib.crc32(rest[k:k + RECORD.size]) == int.from_bytes(rest[k + RECORD.size:k + HEAD], "little")
+        later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest:
-            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: restore the file "
-                               f"from a copy; to go on from step {self.step} instead, cut it with `truncate -s {at}`")
+            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
+                               f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
+                               f"`truncate -s {at}`")
         if writable:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
-            self.said.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut off")
+            self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 
 
 def open_run(cfg, save_dir=None, load_dir=None):
-    """The Run that a coordinator continues or begins; exclusively ours until it is closed.
+    """The Run that a coordinator continues or begins, locked until it is closed.
 
-    save_dir: continue the run that lies there, or begin one. load_dir (a save directory, or C++ checkpoints): begin as a copy of
-    that run and go on in save_dir, without save_dir in load_dir itself. Neither: a temporary file, gone at the end.
-    Raises HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable."""
+    save_dir: continue the run in this directory, or begin one. load_dir (a save directory, or C++ checkpoints): begin
+    with a copy of that run and continue in save_dir, without save_dir in load_dir itself. Neither: a temporary file,
+    removed at the end. Raises HistoryError: another configuration (naming the constants that differ), damage, a
+    directory in use or not writable."""
     if load_dir is None:
         return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):
@@ -250,7 +257,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
 
 
 def read_run(cfg, directory):
-    """The Run in a save directory, to read and not to write, also while a coordinator goes on with it; C++ checkpoints as a temporary
+    """The Run in a save directory, read-only, also while a coordinator continues it; C++ checkpoints as a temporary
     Run. Raises HistoryError."""
     if os.path.isfile(os.path.join(directory, FILE)):
         return _open_to_read(cfg, directory)
@@ -261,64 +268,61 @@ def read_run(cfg, directory):
 
 
 def begin_run(cfg, directory, start):
-    """The Run of a directory that holds none yet, begun from an imported model; its snapshot must be there. Raises HistoryError."""
+    """A new Run that begins with an imported model, whose snapshot must be in the directory. Raises HistoryError."""
     if os.path.exists(os.path.join(directory, FILE)):
         raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
     return _open(cfg, directory, start)
 
 
 def configuration(directory):
-    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do not tell.
-    Raises HistoryError."""
+    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do
+    not hold them. Raises HistoryError."""
     if not os.path.isdir(directory):
-        raise HistoryError(f"{directory}: no such directory: give --load-dir that of a saved run")
+        raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     name = os.path.join(directory, FILE)
     if not os.path.isfile(name):
         if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
             return {}
         raise _no_run(directory)
     try:
-        with open(name, "rb") as file:
-            return _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, name)[0]["config"]
+        return _header_of(name)["config"]
     except OSError as error:
         raise HistoryError(f"{name}: {error.strerror}") from None
 
 
 def epochs(directory):
-    """[Start]: of the epochs of the run in a directory that lie there, the oldest first. Raises HistoryError."""
-    starts = []
-    for name in sorted(n for n in os.listdir(directory) if n == FILE or OLD_NAME.fullmatch(n)):
-        path = os.path.join(directory, name)
-        with open(path, "rb") as file:
-            header = _read_header(lambda size, at: os.pread(file.fileno(), size, at), os.fstat(file.fileno()).st_size, path)[0]
-        starts.append(Start(**header["start"]) if "start" in header else Start(0, 0))
+    """[Start]: of the epochs whose history is in a save directory, the oldest first. Raises HistoryError."""
+    names = [name for name in os.listdir(directory) if name == FILE or OLD_NAME.fullmatch(name)]
+    headers = [_header_of(os.path.join(directory, name)) for name in names]
+    starts = [Start(**header["start"]) if "start" in header else Start(0, 0) for header in headers]
     return sorted(starts, key=lambda start: start.epoch)
 
 
 def newest(pattern="ckpt*"):
-    """Of the directories here whose names match, the one whose run was written last. Raises HistoryError where there is none."""
+    """The directory that matches and whose run was written last. Raises HistoryError if there is none."""
     found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
     if not found:
-        raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, or name its "
-                           "directory with --load-dir")
+        raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
+                           "or give its directory with --load-dir")
     return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
 
 
 def replay(run, engine, until=None):
-    """Brings an engine that stands at or before the run's step to it, or to step `until`."""
+    """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
         engine.update(parameters.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 
 def read_cpp_checkpoints(cfg, directory):
-    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises HistoryError."""
+    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises
+    HistoryError."""
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
     missing = sorted(set(range(1, max(found) + 1)) - set(found))
     if missing or min(found) < 1:
-        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it the model "
-                           "cannot be rebuilt")
+        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it "
+                           "the model cannot be rebuilt")
     out, seed, size = [], parameters.first_seed(cfg), parameters.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
@@ -330,15 +334,16 @@ def read_cpp_checkpoints(cfg, directory):
         magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
         packed = data[CPP_CHECKPOINT.size:]
         if (magic, version) != (CPP_MAGIC, 1):
-            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, "
+                               f"version {version}")
         if its_step != step:
             raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
         if its_size != size or len(packed) != size:
-            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes where "
-                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those "
-                               "of the run")
+            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, "
+                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and "
+                               "CHUNK_SIZE to those of the run")
         if its_seed != seed:
-            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: it is of another kind of run")
+            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
         try:
             parameters.unpack_ternary(packed, cfg.N_PAIRS)
         except ValueError as error:
@@ -348,34 +353,34 @@ def read_cpp_checkpoints(cfg, directory):
 
 
 def _no_run(directory):
-    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; name the directory of a saved one")
+    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
+                        "saved run")
 
 
 def _open(cfg, directory, start=None):
-    """The Run in `directory`, created where there is none; locked against a second coordinator."""
+    """The Run in `directory`, created if there is none; locked against a second coordinator."""
     path, lock = os.path.join(directory, FILE), None
     try:
         os.makedirs(directory, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = os.path.exists(path)
-        file = open(path, "r+b", buffering=0) if there else _create(cfg, directory, path, start or beginning(cfg))
+        exists = os.path.exists(path)
+        file = open(path, "r+b", buffering=0) if exists else _create(cfg, directory, path, start or beginning(cfg))
         return Run(cfg, file, directory, True, lock)
-    except BlockingIOError:
-        os.close(lock)
-        raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another --save-dir") from None
-    except OSError as error:
+    except (OSError, HistoryError) as error:
         if lock is not None:
             os.close(lock)
-        raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
-    except HistoryError:
-        os.close(lock)
-        raise
+        if isinstance(error, HistoryError):
+            raise
+        why = f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written"
+        if isinstance(error, BlockingIOError):
+            why = f"{directory} is in use by another coordinator: stop that one, or give another --save-dir"
+        raise HistoryError(why) from None
 
 
 def _copy_rest(source, target):
-    """Snapshots, curve and the epochs before, so that a run that goes on elsewhere is joined as quickly and drawn as a whole; it does
-    without what cannot be copied."""
+    """Copies snapshots, events and earlier epochs, for a run that continues in another directory. Files that cannot be
+    copied are left out."""
     for name in os.listdir(source):
         kept = SNAPSHOT.fullmatch(name) or name == EVENTS or name.startswith(("elite-", "history-"))
         if kept and not os.path.exists(os.path.join(target, name)):
@@ -384,8 +389,8 @@ def _copy_rest(source, target):
 
 
 def _create(cfg, directory, path, start):
-    """A history without a record, on the disk, as a file to write; takes the place of one that is there. Raises OSError."""
-    # under its name only when whole, so that a file without a header is never ours
+    """A history without a record, on the disk, as a writable file; replaces an existing one. Raises OSError."""
+    # it gets its name when it is complete, so that there is never a file without a header
     with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
         file.write(_header(cfg, start))
         file.flush()
@@ -398,7 +403,7 @@ def _create(cfg, directory, path, start):
 
 
 def sync(directory):
-    """What was renamed in it is on the disk when this returns."""
+    """Renames in the directory are on the disk when this returns."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -415,7 +420,7 @@ def _open_to_read(cfg, directory):
 
 
 def _read_data(directory):
-    """bytes [32] from DATA_FILE, zeros where there is none (or half of one)."""
+    """bytes [32] from DATA_FILE, zeros if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         with open(os.path.join(directory, DATA_FILE) if directory is not None else os.devnull) as file:
             digest = bytes.fromhex(file.read())
@@ -428,13 +433,14 @@ def _crc(data):
 
 
 def most_body(cfg):
-    """Bytes that the body of a record has at most: zstd's documented bound."""
+    """The largest body of a record, in bytes: the documented bound of zstd."""
     size = parameters.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 
 def unzip(data, size):
-    """bytes [size] from one whole zstd frame of somebody else. Raises ValueError where it is not that, before it takes more memory."""
+    """bytes [size] of one zstd frame from a stranger. Raises ValueError for anything else, before it takes more
+    memory."""
     decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
     try:
         raw = decompressor.decompress(data, size + 1)
@@ -446,13 +452,12 @@ def unzip(data, size):
 
 
 def kept(cfg):
-    """The constants that make the model what it is, as JSON gives them back."""
-    constants = {k: v for k, v in cfg.shared().items() if not k.startswith(NO_MATTER)}
-    return json.loads(json.dumps(constants))
+    """The constants that determine the model, as JSON returns them."""
+    return json.loads(json.dumps(cfg.saved()))
 
 
 def essential(cfg):
-    """The constants of `kept` that are not as in egg_config.py: later constants leave it as it is."""
+    """Those of `kept` that differ from egg_config.py: constants that are added later do not change it."""
     default = kept(egg_config.make())
     return {k: v for k, v in kept(cfg).items() if v != default[k]}
 
@@ -465,34 +470,44 @@ def difference(there, here, where=("there", "here")):
 
 def _header(cfg, start):
     fields = {k: v for k, v in start._asdict().items() if k != "origin" or v}
-    told = {"version": 3 if start.origin else 2, "start": fields} if start.step else {"version": 1}       # 1: what every version of egg reads
-    text = json.dumps({**told, "config": kept(cfg)}, sort_keys=True).encode()
+    version = 3 if start.origin else 2 if start.step else 1       # every version of egg reads 1
+    first = {"start": fields} if start.step else {}
+    text = json.dumps({"version": version, **first, "config": kept(cfg)}, sort_keys=True).encode()
     data = MAGIC + len(text).to_bytes(4, "little") + text
     return data + _crc(data)
 
 
+def _header_of(path):
+    """The header of a history file, a dict. Raises HistoryError, OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)[0]
+
+
 def _read_header(pread, size, name):
-    """(what the header says, its bytes). Raises HistoryError where it is not one of ours."""
+    """(the header, a dict; its size in bytes). Raises HistoryError."""
     start = pread(12, 0)
     if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(start[8:], "little")
     if len(start) < 12 or 12 + length + 4 > size:
-        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove it to begin "
-                           "anew")
+        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
+                           "it to begin again")
     data = pread(12 + length + 4, 0)
     if _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
     header = json.loads(data[12:-4])
     if header["version"] not in (1, 2, 3):
-        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 to 3: use the version of egg that wrote it")
+        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 to 3: use the version of egg "
+                           "that wrote it")
     return header, len(data)
 
 
 def _check_header(cfg, pread, size, name):
-    """(bytes of the header, Start). Raises HistoryError where it is not one of ours, or of another configuration."""
+    """(size of the header in bytes, Start). Raises HistoryError, also for another configuration."""
     header, length = _read_header(pread, size, name)
-    # a constant that is newer than the run had no say in it, as its default has none
+    # a constant that is newer than the run counts as at its default
     if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
-        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give another --save-dir")
+        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give "
+                           "another --save-dir")
     return length, Start(**header["start"]) if "start" in header else beginning(cfg)

@@ -1,9 +1,9 @@
-"""The state of the model as a file, by which a worker that joins late gets there quickly; and what tells configurations and data apart.
+"""The state of the model as a file, with which a late worker starts; digests that identify configurations and data.
 
-A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of the body), u32
-CRC-32 of these, then weights, moments and overlay, one after the other, under zstd. All little-endian. It is checked by the digest that
-workers state when it is taken and by SHA-256 when it is used, so nothing waits for the disk: a file that was only half written is found
-out and thrown away.
+A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of
+the body), u32 CRC-32 of these, then weights, moments and overlay, one after the other, compressed with zstd. All
+little-endian. A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing
+has to wait for the disk: a file that was only half written is detected and removed.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from model import parameters
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
-KEPT = 2                   # newest snapshots that stay, beside the best
+KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
-PIECE = 1 << 20            # bytes that are unpacked at a time,
-SLICE = 1 << 23            # and that are packed
+PIECE = 1 << 20            # bytes that are decompressed at a time
+SLICE = 1 << 23            # bytes that are compressed at a time
 
 
 def state_sha256(state):
@@ -47,18 +47,19 @@ def _parts(state):
 
 
 def data_digest(tokens):
-    """bytes [32] that tell one training set from another: its size, and all of it or, of what is large, 256 pieces spread evenly."""
+    """bytes [32] that identify training data: over its size and all of it, or 256 evenly spread pieces of large
+    data."""
     if tokens is None:
         return bytes(32)
     digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
-    starts = range(0, len(tokens), piece) if len(tokens) <= 256 * piece else np.linspace(0, len(tokens) - piece, 256).astype(np.int64)
-    for start in starts:
+    small = len(tokens) <= 256 * piece
+    for start in range(0, len(tokens), piece) if small else np.linspace(0, len(tokens) - piece, 256).astype(np.int64):
         digest.update(np.ascontiguousarray(tokens[start:start + piece]))
     return digest.digest()
 
 
 def config_digest(cfg):
-    """bytes [32] over the constants that make the model what it is."""
+    """bytes [32] over the constants that determine the model."""
     return hashlib.sha256(json.dumps(history.essential(cfg), sort_keys=True).encode()).digest()
 
 
@@ -69,7 +70,7 @@ def sizes(cfg):
 
 
 def most_bytes(cfg):
-    """Bytes that a snapshot file has at most: what zstd cannot shrink grows by less than that."""
+    """The largest snapshot file, in bytes: zstd adds less than that to what it cannot compress."""
     return sum(sizes(cfg)) * 101 // 100 + 8192
 
 
@@ -88,7 +89,7 @@ def _packed(state):
 
 
 def unpack(cfg, data):
-    """The State in the bytes-like content of a snapshot file. Raises ValueError (one line) where it is damaged or not of this configuration."""
+    """The State in the content of a snapshot file. Raises ValueError (one line): damage, another configuration."""
     data = memoryview(data)
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
@@ -116,8 +117,8 @@ def _from_raw(cfg, raw, step, seed):
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first bytes of a
-    snapshot file. Raises ValueError."""
+    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first
+    bytes of a snapshot file. Raises ValueError."""
     if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD.size + 4]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
@@ -127,14 +128,14 @@ def read_head(data):
 
 
 def _make_head(cfg, step, seed, sha256, fitness, size):
-    """The first bytes of a snapshot file. fitness: packed, of the step before; size: of the body, in bytes."""
+    """The first bytes of a snapshot file. fitness: packed, of the previous step; size: of the body, in bytes."""
     head = HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(), size)
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
 def save(cfg, state, directory, body=None):
-    """Puts a State into `directory` as the snapshot with which a run or an epoch begins, on the disk when this returns; its SHA-256
-    (bytes). body: what `pack` gives, where that is done already. Raises OSError."""
+    """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
+    its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
     sha256, size = state_sha256(state), 0
     with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
         try:
@@ -143,7 +144,7 @@ def save(cfg, state, directory, body=None):
                 file.write(piece)
                 file.flush()
                 size += len(piece)
-                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is packed
+                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is compressed
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
@@ -160,12 +161,14 @@ def save(cfg, state, directory, body=None):
 
 
 class Upload:
-    """A snapshot on its way in: its body comes in pieces in order, is unpacked as it comes and forgotten again, so that memory stays
-    flat and no piece costs much; `finished` when all is here and its digest is `digest`, or its SHA-256 `sha256`, whichever is given.
-    remember: no file is made, and what is unpacked is not forgotten, for `state`. Raises ValueError where it cannot be right, OSError of the disk."""
+    """A snapshot that is being received: the pieces of its body arrive in order and are decompressed and hashed at
+    once, so that memory use is constant. `finished`: it is complete, and has the expected `digest` or `sha256`,
+    whichever is given. remember: no file is written, and the decompressed bytes are kept in memory for `state`. Raises
+    ValueError for data that cannot be right, OSError of the disk."""
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
-        self.step, self.seed, self.digest, self.sha256, self.total, self.finished = step, seed, digest, sha256, None, False
+        self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
+        self.total, self.finished = None, False
         self._raw = bytearray() if remember else None
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
@@ -184,12 +187,13 @@ class Upload:
             self.total = total
         most = most_bytes(self._cfg)
         if total != self.total or offset != self._got or not data or offset + len(data) > total or total > most:
-            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self._got} of {self.total}")
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self._got} of "
+                             f"{self.total}")
         if self._file:
             self._file.write(data)
         self._got += len(data)
         try:
-            # what is unpacked is asked for in bounded pieces: a few bytes of zstd can stand for a great many
+            # in bounded pieces: a few bytes of zstd can decompress to very many
             while not self._zstd.eof and (data or not self._zstd.needs_input):
                 raw = self._zstd.decompress(data, PIECE)
                 data = b""
@@ -215,18 +219,19 @@ class Upload:
 
     def _keep_overlay(self, raw):
         weights, moments, _ = sizes(self._cfg)
-        at = sum(sizes(self._cfg)) - self._left - len(raw)     # where in the state `raw` begins
+        at = sum(sizes(self._cfg)) - self._left - len(raw)     # offset of `raw` in the state
         self._overlay += raw[max(weights + moments - at, 0):]
 
     def overlay(self):
-        """{"mean", "min", "max"} of the noise-scale overlay in a finished upload, None where the configuration has none."""
+        """{"mean", "min", "max"} of the noise-scale overlay of a finished upload, None if the configuration has
+        none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
         values = np.frombuffer(self._overlay, np.int8)
         return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
 
     def keep(self, path, fitness):
-        """Gives the file its head and its name. fitness: packed, of the step before."""
+        """Gives the file its head and its name. fitness: packed, of the previous step."""
         self._file.seek(0)
         self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
         self._file.close()
@@ -234,7 +239,7 @@ class Upload:
         os.replace(self._file.name, path)
 
     def state(self):
-        """The State in a finished upload that was remembered, or neither kept nor dropped. Raises OSError."""
+        """The State of a finished upload that was not dropped, and not kept unless remembered. Raises OSError."""
         if self.remembered:
             return _from_raw(self._cfg, self._raw, self.step, self.seed)
         self._file.seek(HEAD.size + 4)
@@ -243,15 +248,16 @@ class Upload:
     def drop(self):
         if self.remembered:
             return
-        with contextlib.suppress(OSError):           # what is still buffered may find the disk full
+        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
             self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._file.name)
 
 
 class Download:
-    """The snapshot file of another coordinator on its way in, by its bytes in order from `got` on; an Upload once its head is here.
-    sha256: that its state must have. Raises ValueError where it cannot be right, OSError of the disk."""
+    """A snapshot file that is being received from another coordinator, in order from byte `got`; `upload`: its Upload
+    once the head is complete. sha256: of its state. Raises ValueError for data that cannot be right, OSError of the
+    disk."""
 
     def __init__(self, cfg, sha256, directory):
         self.sha256, self.got, self.upload = sha256, 0, None
@@ -264,7 +270,7 @@ class Download:
     def add(self, total, offset, data):
         size = HEAD.size + 4
         if offset != self.got or not data or offset + len(data) > total:
-            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, wanted is the one at {self.got}")
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got}")
         self.got += len(data)
         if self.upload is None:
             self._head, data = (self._head + data)[:size], (self._head + data)[size:]
@@ -283,18 +289,18 @@ class Download:
 
 
 class Shelf:
-    """The snapshots in a save directory that belong to `run`, or to its present epoch: `latest` and `best` name two of them, the others
-    go."""
+    """The snapshots in a save directory that belong to the current epoch of `run`. The links `latest` and `best` name
+    two of them; older ones are removed."""
 
     def __init__(self, cfg, run):
         self.cfg, self.run, self.directory = cfg, run, run.directory
-        self.files, self.digests, self.figures = {}, {}, {}     # step -> name, -> digest of those taken in, -> validation figure
-        self.sha256 = {}                                         # step -> that of the state
+        self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
+        self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
         self._open, self._stopped = (None, None), False
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
                 with contextlib.suppress(OSError):
-                    if run.owned:                            # else it may be on its way in
+                    if run.owned:                            # otherwise it may be an upload in progress
                         os.unlink(os.path.join(self.directory, name))
             elif match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
@@ -302,19 +308,20 @@ class Shelf:
             self._clear()
 
     def _clear(self):
-        """Removes the snapshots of epochs before."""
+        """Removes the snapshots of earlier epochs."""
         for name in os.listdir(self.directory):
             match = history.SNAPSHOT.fullmatch(name)
             if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
                 self.remove(name)
 
     def _take(self, name, match):
-        """Lists a file if its head is that of this run; others are left alone."""
+        """Lists a file if its head belongs to this run."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
             data = file.read(HEAD.size + 4)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
-            if (step == int(match[1]) and config == config_digest(self.cfg) and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+            if (step == int(match[1]) and config == config_digest(self.cfg)
+                    and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
                     and (step != start.step or sha256.hex() == start.state)
                     and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
                 self.files[step], self.sha256[step] = name, sha256
@@ -328,16 +335,16 @@ class Shelf:
 
     @property
     def best(self):
-        """Step of the snapshot that was best in validation, None where none was validated."""
+        """Step of the snapshot with the best validation, None if none was validated."""
         return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
 
     def state(self, step):
-        """The State in a snapshot. Raises ValueError (one line) where it is damaged, OSError."""
+        """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
         with open(os.path.join(self.directory, self.files[step]), "rb") as file:
             return unpack(self.cfg, file.read())
 
     def check_start(self):
-        """Whether the state with which an epoch began is there, whole. Raises HistoryError where it is not."""
+        """Raises HistoryError if the state with which the epoch began is missing or damaged."""
         start = self.run.start
         if start.origin:
             try:
@@ -345,53 +352,56 @@ class Shelf:
             except (KeyError, OSError, ValueError):
                 good = False
             if not good:
-                name, old = (os.path.join(self.directory, x) for x in (history.FILE, history.OLD.format(start.epoch - 1)))
-                raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch {start.epoch} began, is "
-                                               f"missing or damaged: restore it from a copy, or go on with the epoch before: mv {old} {name}")
+                names = history.FILE, history.OLD.format(start.epoch - 1)
+                name, old = (os.path.join(self.directory, x) for x in names)
+                raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
+                                           f"{start.epoch} began, is missing or damaged: restore it from a copy, or "
+                                           f"continue from the previous epoch: mv {old} {name}")
 
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
-        return bool(self.directory and every and step and step % every == 0 and step not in self.files and not self._stopped)
+        return bool(self.directory and every and step and step % every == 0 and step not in self.files
+                    and not self._stopped)
 
     def stop(self):
-        """No more are wanted: they cannot be written."""
+        """No more snapshots: they cannot be written."""
         self._stopped = True
 
     def put(self, upload):
-        """Takes a finished upload in. Raises OSError."""
-        name = f"snapshot-{upload.step:08d}.egg"
-        upload.keep(os.path.join(self.directory, name), self.run.fitness(upload.step - 1))
-        self.files[upload.step], self.digests[upload.step], self.sha256[upload.step] = name, upload.digest, upload.sha256
+        """Adds a finished upload. Raises OSError."""
+        step, name = upload.step, f"snapshot-{upload.step:08d}.egg"
+        upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
+        self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
 
     def validated(self, step, figure):
-        """Notes the validation figure of a step; the snapshot of this step, here already or still to come, carries it in its name."""
+        """Stores the validation figure of a step, for the file name of its snapshot, which may still be on its way."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
 
     def forget(self, step):
-        """Removes a snapshot: an old one, or one that turned out wrong."""
+        """Removes a snapshot."""
         if step in self.files:
             self.remove(self.files.pop(step))
         self.digests.pop(step, None)
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        """Removes a file, if it is there."""
+        """Removes a file if it exists."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.directory, name))
 
     def arrange(self):
-        """Names with figures, `latest` and `best`, and away with the rest."""
+        """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
         for step, name in list(self.files.items()):
             if step in self.figures and not history.SNAPSHOT.fullmatch(name)[2]:
                 new = f"snapshot-{step:08d}-{self.figures[step]:.4f}.egg"
                 os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
                 self.files[step] = new
         best = self.best
-        stay = set(sorted(self.files)[-KEPT:]) | {best, self.run.start.step}       # an imported start is nowhere else
+        stay = set(sorted(self.files)[-KEPT:]) | {best, self.run.start.step}       # there is no other copy of the start
         for step in set(self.files) - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", best)):
@@ -403,7 +413,7 @@ class Shelf:
                 os.replace(path + ".part", path)
 
     def block(self, step, offset, size):
-        """(bytes of the whole file, up to `size` of them from `offset`), None where there is no such snapshot."""
+        """(size of the file, up to `size` bytes of it from `offset`), None if there is no such snapshot."""
         try:
             if self._open[0] != step:
                 self.close()

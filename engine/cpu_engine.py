@@ -8,10 +8,6 @@ Work is parallel over antithetic pairs; a pair's activations stay in a core's ca
 
 import concurrent.futures
 import functools
-import hashlib
-import os
-import pathlib
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -21,30 +17,14 @@ import numpy as np
 import egg_config
 from model import state_digest
 from engine import hardware
+from engine import kernel_cache
 from model import parameters
 from model import transforms
 from engine import simd
 from engine.simd import PANEL, ROWS, chain_tile, exp_sum, look_up_bytes, tile
 
 
-def _cache_directory():
-    """A directory a state of the sources and product kind, because numba's own key sees neither the other modules, some of whose constants
-    are compiled in, nor the kind."""
-    root = pathlib.Path(__file__).parent.parent
-    names = "engine/cpu_engine.py", "engine/cpu_gru.py", "engine/simd.py", "model/parameters.py", "model/state_digest.py"
-    source = b"".join((root / name).read_bytes() for name in names)
-    key = f"cpu-{hashlib.sha256(source + simd.KIND.encode()).hexdigest()[:16]}"
-    path = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "egg" / key
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return os.path.join(tempfile.gettempdir(), f"egg-{os.getuid()}", key)
-    return str(path)
-
-
-CACHE = _cache_directory()
-numba.config.CACHE_DIR = CACHE
-njit = numba.njit(cache=True, nogil=True, error_model="numpy")
+njit = kernel_cache.njit(simd.use)
 i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 # columns of Weights.table: one row a parameter and layer
@@ -961,9 +941,7 @@ class CpuEngine:
     default all. Raises ValueError (one line) for a product kind this process cannot use."""
 
     def __init__(self, cfg, tokens=None, threads=None):
-        if cfg.SIMD not in ("auto", simd.KIND):
-            simd.choose(cfg.SIMD)
-            raise ValueError(f"SIMD = {cfg.SIMD}: set EGG_SIMD={cfg.SIMD} before the CPU engine is loaded; it uses {simd.KIND}")
+        simd.use(cfg.SIMD)
         limit = hardware.cores()
         if threads is not None and not 1 <= threads <= limit:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
@@ -1135,18 +1113,23 @@ class CpuEngine:
             new, position = np.array([token], np.int32), position + 1
 
 
-def warm_up(cfg, say=print):
-    """Compiles every kernel (or loads it from the cache) on a tiny model; seconds it took."""
+STEP = ("evaluate", "update")                      # the verbs of a training step
+VERBS = *STEP, "validate", "digest", "generate"
+
+
+def warm_up(cfg, say=print, verbs=STEP):
+    """Compiles the kernels of some verbs on a tiny model, or loads them from the cache; seconds it took. `say` takes a line
+    if anything is compiled."""
     started = time.monotonic()
-    last = "cpu_gru.next_logits" if cfg.MODEL == "gru" else "cpu_engine.hidden"        # of the last to be compiled
-    compiled = any(pathlib.Path(CACHE).rglob(f"{last}-*.nbi"))
-    say(f"{'loading' if compiled else 'compiling'} the CPU engine ({simd.KIND}) ...")
-    small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2, SIMD=cfg.SIMD,
-                            MODEL=cfg.MODEL, USE_MUON=1)
+    kernel_cache.CpuCache.before_next = lambda: say(f"compiling the CPU engine ({simd.use()}) ...")
+    small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
+                            SIMD=cfg.SIMD, MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
     engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-    engine.evaluate(0, 2)
-    engine.update(np.ones(1, np.int8))
-    engine.validate(np.zeros((1, 9), np.int32))
-    engine.digest()
-    list(engine.generate([1], 1, 0))
+    arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),), digest=(),
+                     generate=([1], 1, 0))
+    for verb in verbs:
+        done = getattr(engine, verb)(*arguments[verb])
+        if verb == "generate":
+            list(done)
+    kernel_cache.CpuCache.before_next = None
     return time.monotonic() - started

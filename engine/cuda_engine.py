@@ -5,13 +5,12 @@ on disk, launch sequences replayed as CUDA graphs, windows and token choice on t
 """
 
 import fcntl
-import hashlib
-import os
 import pathlib
 import pickle
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import numpy as np
 from cuda.bindings import driver
@@ -19,14 +18,15 @@ from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
-from numba.cuda.serialize import dumps
 
-from engine import cpu_engine
-from model import state_digest
 import egg_kernels
-from model import parameters
+from engine import hardware
+from engine import kernel_cache
+from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
+from model import parameters
+from model import state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -36,43 +36,12 @@ DIGESTERS = 1024            # blocks that make a digest, at most
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
-COMPILERS = 8               # processes that compile kernels at once, at most
+COMPILERS = 8               # most processes that compile kernels at once
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
 
 
-# --- compiled kernels on disk ----------------------------------------------------------------------------------------------
-
-class KernelCache:
-    """Keeps the compiled form of one kernel in a file, in place of numba's own cache: that one knows a closure by its pickled
-    cells, which differ from process to process. Here everything a kernel depends on is in the name of the directory."""
-
-    def __init__(self, path):
-        self.cache_path = path
-
-    def load_overload(self, signature, context):
-        context.refresh()
-        try:
-            return pickle.loads(self.cache_path.read_bytes())
-        except (OSError, EOFError, pickle.UnpicklingError):
-            return None
-
-    def save_overload(self, signature, kernel):
-        try:
-            part = self.cache_path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(dumps(kernel))
-            part.replace(self.cache_path)
-        except OSError as error:                             # a full disk costs time, nothing else
-            _tell(f"egg: a compiled kernel cannot be kept in {self.cache_path.parent}: {error.strerror}\n")
-
-
-def cache_directory(cfg, device):
-    """Where the kernels of a configuration, of these sources and numba-cuda, for this kind of device are kept (a Path)."""
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted([*ROOT.glob("egg_*.py"), *(path for folder in ("model", "kernels", "engine") for path in (ROOT / folder).glob("*.py"))])))
-    import numba_cuda
-    versions = device.name, device.compute_capability, numba_cuda.__version__, np.__version__, sys.version
-    key.update(repr((cfg.fingerprint(), *versions)).encode())
-    return pathlib.Path(cpu_engine.CACHE).parent / f"cuda-{key.hexdigest()[:16]}"
-
+# --- compiling -------------------------------------------------------------------------------------------------------
 
 def limits(gpu):
     """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
@@ -80,79 +49,89 @@ def limits(gpu):
 
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
-    """(forward pass, {name: dispatcher} of update and engine, [(name, dispatcher, signature, dynamic shared bytes)] of all).
+    """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
+    "load", "step" (evaluate and update), "validate", "generate" and "digest".
 
     silent: evaluation without noise (egg_kernels.build_noise)."""
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
-    own = update.build(cfg, cc[0] == 9) | build(cfg, token_type)
-    made = {name: cuda.jit(function) for name, (function, _) in own.items()}
-    every = [(name, made[name], signature, update.SHARED if name == "products" else 0) for name, (_, signature) in own.items()]
-    return forward, made, every + [(k.py_func.__name__, k, signature, shared) for k, signature, shared in forward.kernels]
+    forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
+    for verb, some in forward.kernels.items():
+        every[verb] = [Kernel(k.py_func.__name__, k, signature, shared) for k, signature, shared in some]
+    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
+        made[name] = cuda.jit(function)
+        kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
+        every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
+    return forward, made, every
 
 
-def compile_all(every, directory, what, job):
-    """Compiles, or loads from `directory`, all of `every` (from `kernels`), with a word on stderr where something is compiled.
-    job: (cfg, device, name of the token type, silent), for the processes that help. Returns the seconds it took."""
-    started = time.monotonic()
-    paths = [directory / f"{i:02d}-{name}" for i, (name, *_) in enumerate(every)]
-    missing, keep = sum(not path.exists() for path in paths), True
+class Kernel(NamedTuple):
+    """A kernel to be compiled for one signature; shared: bytes of dynamic shared memory."""
+    name: str
+    dispatcher: object
+    signature: tuple
+    shared: int
+
+
+def compile_all(every, capability, what, job):
+    """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on stderr
+    says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same kernels."""
+    started, known = time.monotonic(), {}
+    paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
+    missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
     if missing:
-        _tell(f"egg: compiling {missing} CUDA kernels for {what}, once for this configuration; kept in {directory}\n")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with open(directory / "lock", "w") as lock:      # workers that start together compile once
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                _share_out([(i, path) for i, path in enumerate(paths) if not path.exists()], job)
-        except OSError as error:
-            keep = False
-            _tell(f"egg: cannot keep them there: {error.strerror}\n")
-    for (_, dispatcher, signature, shared), path in zip(every, paths):
-        if keep:
-            dispatcher._cache = KernelCache(path)
-        ptx.allow_shared(dispatcher, signature, shared)
-        dispatcher.disable_compile()
+        where = kernel_cache.directory()
+        tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
+        name = kernel_cache.key({}, [path.name for _, path in missing])
+        with open(where / f"lock-{name}", "w") as lock:      # processes that start together compile once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _share_out([(i, path) for i, path in missing if not path.exists()], job)
+    for i, (kernel, path) in enumerate(zip(every, paths)):
+        if not path.exists():
+            _progress(i, len(every), started)
+        kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+        ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
+        kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        _tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
+        _progress()
+        tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
 def _share_out(missing, job):
-    """Has kernels, [(index, file)], compiled into their files by several processes; with one core there is nothing to share."""
-    count = min(COMPILERS, len(os.sched_getaffinity(0)), len(missing))
+    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core."""
+    count = min(COMPILERS, hardware.cores(), len(missing))
     if count < 2:
         return
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
     compilers = []
     for share in range(count):
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, "-c", COMPILER], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         process.stdin.write(pickle.dumps((job, missing[share::count])))
         process.stdin.close()
         compilers.append(process)
-    started, terminal = time.monotonic(), sys.stderr.isatty()
+    started = time.monotonic()
     while any(process.poll() is None for process in compilers):
         time.sleep(0.1)
-        if terminal:
-            done = sum(path.exists() for _, path in missing)
-            _tell(f"\r\x1b[Kegg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
-    if terminal:
-        _tell("\r\x1b[K")
+        _progress(sum(path.exists() for _, path in missing), len(missing), started)
 
 
-def _tell(text):
-    print(text, end="", file=sys.stderr, flush=True)
+def _progress(done=0, total=0, started=0.0):
+    """Shows on a terminal how many kernels are compiled; without arguments it clears that line."""
+    if sys.stderr.isatty():
+        tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
 
 def compile_share():
-    """A compiling process: its share comes pickled through stdin. Whatever fails here, the engine does again, and tells."""
-    (cfg, device, token_type, silent), share = pickle.load(sys.stdin.buffer)
+    """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
+    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is left."""
+    (cfg, device, token_type, silent, verb), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
-    gpu = cuda.get_current_device()
-    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    gpu, known = cuda.get_current_device(), {}
+    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2][verb]
     for i, path in share:
-        _, dispatcher, signature, _ = every[i]
-        dispatcher._cache = KernelCache(path)
-        dispatcher.compile(signature)
+        name, dispatcher, signature, _ = every[i]
+        if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
+            dispatcher._cache = kernel_cache.CudaCache(path)
+            dispatcher.compile(signature)
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------------
@@ -334,12 +313,19 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, every = kernels(cfg, *limits(gpu), token_type, silent)
-        directory = cache_directory(cfg, gpu) / (token_type.name + ("-silent" if silent else ""))
-        self.compile_seconds = compile_all(every, directory, self.name, (cfg, device, token_type.name, silent))
+        self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
+        self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
+        for verb in ("load", "step") if tokens is not None else ("load",):
+            self._ready(verb)
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
+
+    def _ready(self, verb):
+        """Compiles or loads the kernels of a verb of `kernels` before they are first launched."""
+        if verb in self._waiting:
+            every, capability = self._waiting.pop(verb), self._gpu.compute_capability
+            self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
@@ -383,6 +369,7 @@ class CudaEngine:
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host."""
+        self._ready("digest")
         words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
         blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
         self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
@@ -395,6 +382,7 @@ class CudaEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
+        self._ready("step")
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
@@ -432,6 +420,7 @@ class CudaEngine:
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        self._ready("step")
         self._set_update(fitness)
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
@@ -457,6 +446,7 @@ class CudaEngine:
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
         [n, SEQ_LEN + 1] windows (gru: of any length)."""
+        self._ready("validate")
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
         most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), cuda.current_context().get_memory_info().free // 2)
@@ -477,6 +467,7 @@ class CudaEngine:
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration.
 
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
+        self._ready("generate")
         cfg, forward, stream = self.cfg, self._forward, self.stream
         s, prompt = parameters.sampling(cfg, temp, min_p, penalty), parameters.checked_prompt(cfg, prompt)
         total = len(prompt) + count

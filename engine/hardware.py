@@ -1,7 +1,7 @@
-"""Which engine serves a configuration on this machine, and the making of it. The standard library alone until one is made.
+"""The devices of this machine and the choice of the engine. Nothing but the standard library until an engine is made.
 
-A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process started by multiprocessing makes its own engine.
-"""
+A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process of multiprocessing makes its own
+engine. """
 
 import ctypes
 import importlib.util
@@ -10,7 +10,7 @@ import sys
 
 from egg_config import EggError
 
-OLDEST = (8, 0)     # compute capability of the oldest GPU that is served
+OLDEST = (8, 0)     # lowest compute capability that is supported
 
 
 class EngineError(EggError):
@@ -23,7 +23,8 @@ def cores():
 
 
 def driver():
-    """(CUDA major version of the NVIDIA driver, [compute capability of every visible GPU]); (0, []) where there is none."""
+    """(CUDA major version of the NVIDIA driver, [compute capability of every visible GPU]); (0, []) without a
+    driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -44,7 +45,7 @@ def driver():
 def devices(cfg):
     """The devices that cfg.DEVICE allows here, one worker each: ["cuda:0", ...] or ["cpu"].
 
-    "auto" takes the GPUs where there are any that can be used. Raises EngineError for "cuda" where there is none."""
+    "auto" takes the GPUs if any can be used. Raises EngineError for "cuda" without a usable GPU."""
     if cfg.DEVICE == "cpu":
         return ["cpu"]
     major, capabilities = driver()
@@ -65,20 +66,20 @@ def devices(cfg):
 
 
 def one_device(cfg, gpu=None):
-    """The device of one worker: that of GPU number `gpu`, else the first of `devices`. Raises EngineError where it cannot be used."""
-    there = devices(cfg)
-    if gpu is not None and f"cuda:{gpu}" not in there:
-        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(there)}")
-    return there[0] if gpu is None else f"cuda:{gpu}"
+    """The device of one worker: GPU number `gpu`, or the first of `devices`. Raises EngineError for an unusable GPU."""
+    usable = devices(cfg)
+    if gpu is not None and f"cuda:{gpu}" not in usable:
+        raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
+    return usable[0] if gpu is None else f"cuda:{gpu}"
 
 
 def make(cfg, tokens, device="cpu", threads=None):
-    """The engine for `device`. tokens: 1-D array or None (engine.cpu_engine, engine.cuda_engine have the verbs). threads: CPU cores, default all.
+    """The engine for `device`. tokens: 1-D array or None (engine.cpu_engine, engine.cuda_engine have the verbs).
+    threads: CPU cores, default all.
 
     Raises EngineError where the device cannot do it."""
     try:
         if device == "cpu":
-            os.environ["EGG_SIMD"] = cfg.SIMD       # numba compiles for it when the module is loaded
             from engine import cpu_engine
             return cpu_engine.CpuEngine(cfg, tokens, threads)
         from engine import cuda_engine

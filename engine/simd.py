@@ -1,15 +1,14 @@
 """The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and two table look-ups.
 
-`KIND` says which product is in use; EGG_SIMD / SIMD forces one:
+`use` chooses the product, once for a process:
   vnni512   vpdpbusd on 512-bit registers (AVX-512 VNNI)
   vnni256   vpdpbusd on 256-bit registers (AVX-VNNI, or AVX-512 VNNI with VL)
   madd      vpmaddwd on bytes widened to 16 bits (AVX-512 BW or AVX2)
   portable  plain LLVM vectors, any processor
-All give the same bits: every product is exact. numba's disk cache must not mix them, so `engine.cpu_engine` caches in a directory that names KIND.
+All give the same bits: every product is exact.
 """
 
 import itertools
-import os
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -39,11 +38,25 @@ def choose(wanted):
     return wanted
 
 
-KIND = choose(os.environ.get("EGG_SIMD", "auto"))
-WIDE = KIND == "vnni512" or KIND == "madd" and bool(llvm.get_host_cpu_features().get("avx512bw"))
-LANES = 16 if WIDE else 8                   # int32 accumulators of one register
-TILE_ROWS, TILE_VECTORS = (8, 2) if WIDE else (4, 2)       # accumulators kept in registers: 16 of 32, or 8 of 16
-VBMI = KIND == "vnni512" and bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+KIND = None                 # set by `use`, as are these:
+WIDE = VBMI = None          # whether registers have 512 bits, and whether bytes of two of them can be permuted
+LANES = None                # int32 accumulators of one register
+TILE_ROWS = TILE_VECTORS = None            # accumulators kept in registers: 16 of 32, or 8 of 16
+
+
+def use(wanted="auto"):
+    """Chooses the kind for cfg.SIMD when it is first called, because numba compiles for one kind; the kind. Raises
+    ValueError (one line) for a kind that this processor lacks, and for another kind than that in use."""
+    global KIND, WIDE, LANES, TILE_ROWS, TILE_VECTORS, VBMI
+    if KIND is None:
+        has = llvm.get_host_cpu_features().get
+        KIND = choose(wanted)
+        WIDE = KIND == "vnni512" or KIND == "madd" and bool(has("avx512bw"))
+        LANES, TILE_ROWS, TILE_VECTORS = (16, 8, 2) if WIDE else (8, 4, 2)
+        VBMI = KIND == "vnni512" and bool(has("avx512vbmi"))
+    elif wanted != "auto" and choose(wanted) != KIND:
+        raise ValueError(f"SIMD = {wanted}: this process has compiled for {KIND} already; start another one")
+    return KIND
 
 
 def _vector(kind, n):

@@ -47,16 +47,6 @@ MOST_PEERS = 1024
 LINEAGE = 200              # epochs that `status` lists at most
 BANDWIDTH = 16e6           # bytes a second, unless told otherwise
 
-# An island's peers may try other rates, noise, populations and fitness; what is not here has to be the same, so that a state means the same.
-# Validation has to be the same because it is compared.
-MAY_DIFFER = {"ISLAND_SEED", "CHUNK_SIZE", "POPULATION_SIZE", "GROUP_SIZE", "SIGMA_SHIFT", "SIGMA_SHIFT_VECTOR", "HOST_GAUSSIAN", "HOST_MASK",
-              "TOKEN_MASK", "DEVICE_GAUSSIAN", "DEVICE_MASK", "NOISE_REUSE", "ADAPTIVE_NOISE_INIT", "ADAPTIVE_NOISE_INC", "ADAPTIVE_NOISE_DEC",
-              "USE_SAME_DATA", "CHUNK_MEAN_FILTER", "CHUNK_MEAN_EXPONENT", "USE_ADAPTIVE_THRESHOLD", "ADAPTIVE_THRESHOLD_ALPHA", "FAST_FITNESS",
-              "LR_SCHEDULE", "RARE_TOKENS", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPS", "ADAM_WEIGHT_DECAY", "ZTEST_ALPHA", "USE_CLT",
-              "MUON_MOMENTUM", "MUON_LR_SCALE", "MUON_NS", "SAMPLING_TEMP", "SAMPLING_MIN_P", "SAMPLING_PRESENCE_PENALTY", "SAMPLE_EVERY",
-              "SAMPLE_PROMPT", "SAMPLE_TOKENS", "VALIDATE_EVERY"}
-
-
 class IslandError(EggError):
     """About a peer's address, or what an island needs."""
 
@@ -394,7 +384,7 @@ class Island:
             return "its name cannot be shown: letters, digits and _ . : / - are"
         if card["name"] == self.terms.name:
             return f"it is called {card['name']} as this island is: give every island a name of its own"
-        here, there = ({k: v for k, v in config.items() if k not in MAY_DIFFER} for config in (self.card()["config"], card["config"]))
+        here, there = ({k: v for k, v in config.items() if not egg_config.may_differ(k)} for config in (self.card()["config"], card["config"]))
         if differ := history.difference(there, here):
             return f"these constants must be the same on all islands: {differ}"
         if card["config"].get("ISLAND_SEED") == self.cfg.ISLAND_SEED:

@@ -1,19 +1,19 @@
-"""What becomes of two states of one configuration when islands meet, element by element: the same bits on every machine. NumPy alone.
+"""Merges the states of two islands of one configuration, element by element, with the same bits on every machine. NumPy
+alone.
 
-A weight and its accumulator are one number, w + acc: the accumulator holds what the weight has not yet moved (SPEC 9). Neither is ever taken
-without the other. MERGE says what becomes of this number and of the noise-scale overlay:
-  "clone"      the other's.
-  "recombine"  a mix of both, in integers. The worse state has a part of (1 - RECOMBINE_ALPHA) * better / worse of their fitness, the better
-               one the rest: RECOMBINE_ALPHA is the share of the better one where both are equally good, and who is far behind counts less.
-OPTIMIZER_MERGE says what becomes of the moments m and v (Muon: its momentum; "sgd" and "ztest" have none): "reset" to 0, "copy" the
-other's, "interpolate" a mix with the same parts.
+A weight and its accumulator are one number, w + acc: the accumulator holds what has not moved the weight yet (SPEC 9).
+They are never separated. MERGE decides about this number and the noise-scale overlay:
+  "clone"      the peer's.
+  "recombine"  a mix of both, in integers. The worse state's share is (1 - RECOMBINE_ALPHA) * better / worse fitness.
+               So RECOMBINE_ALPHA is the share of the better state if both are equally good; a much worse one has less.
+OPTIMIZER_MERGE decides about the moments m and v (Muon: its momentum; "sgd" and "ztest" have none): "reset" sets them
+to 0, "copy" takes the peer's, "interpolate" mixes them with the same shares.
 
-In fixed point w + acc counts units of 2^-24 weight. A mix leaves the better one's weight only by whole weights, as an update does, and
-what is less than one goes into the accumulator: a state mixed with itself stays as it is. float32 holds every accumulator up to 1 in
-these units exactly. Rounded, to the nearest unit, is what comes in finer: accumulators below a half in size. Accumulators above 1, which
-learning rates above 1 can make, may be rounded where they go out, and count as MOST above that. "ztest" moves weights without
-accumulators; there the rest of a mix waits for the next merge.
-"""
+In fixed point w + acc counts units of 2^-24 weight. As in an update, the weight of a mix differs from the better
+state's weight by whole weights, and the remainder goes into the accumulator: a state that is mixed with itself does not
+change. float32 holds every accumulator up to 1 exactly in these units. Finer accumulators, below a half, are rounded to
+the nearest unit. Accumulators above 1, which learning rates above 1 can cause, may be rounded in the result, and are
+clipped to MOST. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge. """
 
 import math
 
@@ -22,8 +22,8 @@ import numpy as np
 from model import parameters
 
 UNIT = 24                  # fractional bits of a weight
-PART = 16                  # fractional bits of a share
-MOST = 1 << 15             # an accumulator is taken for this at most: sums then stay within 64 bits
+SHARE_BITS = 16            # fractional bits of a share
+MOST = 1 << 15             # accumulators are clipped to this, so that sums fit 64 bits
 PIECE = 1 << 16            # weights that are mixed at a time, so that they stay in the cache
 
 
@@ -33,12 +33,13 @@ def needs_ours(cfg):
 
 
 def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
-    """The State that an island goes on with, at the step and under the seed of `ours`; neither argument is changed or kept.
+    """The State with which an island continues, with the step and seed of `ours`. The arguments are neither changed nor
+    kept.
 
-    ours may be None where `needs_ours` says no: step and seed are then those of `theirs`, and the caller's to set. The fitnesses are
-    losses of one kind, 0 or more; where they are equal ours counts as the better. Raises ValueError (one line) for a fitness, or a state,
-    that no training gives: a state may come from a stranger."""
-    part = worse_part(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
+    ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses are
+    losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
+    fitness or a state that no training produces: a state may come from a stranger."""
+    share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state, whose in ((ours, "our own"), (theirs, "the other")):
         if state is not None:
             _check(state, whose)
@@ -47,36 +48,36 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     if cfg.OPTIMIZER_MERGE == "copy":
         moments[:, :2] = theirs.moments[:, :2]
     elif cfg.OPTIMIZER_MERGE == "interpolate":
-        share = part / (1 << PART)
         for column in range(2):
-            here = better.moments[:, column].astype(np.float64)
-            moments[:, column] = here + (worse.moments[:, column] - here) * share
+            base = better.moments[:, column].astype(np.float64)
+            moments[:, column] = base + (worse.moments[:, column] - base) * (share / (1 << SHARE_BITS))
     if cfg.MERGE == "clone":
         weights, overlay = np.array(theirs.weights), np.array(theirs.overlay)
         moments[:, 2] = theirs.moments[:, 2]
     else:
         weights = np.empty_like(theirs.weights)
         for at in range(0, weights.size, PIECE):
-            some = slice(at, at + PIECE)
-            weights[some], moments[some, 2] = _mixed(better, worse, some, part)
-        here = better.overlay.astype(np.int64)
-        overlay = (here + _nearest((worse.overlay - here) * part)).astype(np.int8)
+            piece = slice(at, at + PIECE)
+            weights[piece], moments[piece, 2] = _mix(better, worse, piece, share)
+        base = better.overlay.astype(np.int64)
+        overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
     own = theirs if ours is None else ours
     return parameters.State(cfg, weights, moments, overlay, own.step, own.seed)
 
 
-def worse_part(alpha, fitness_ours, fitness_theirs):
-    """The worse state's part of a mix, a whole number of 2^-PART; alpha: RECOMBINE_ALPHA. Raises ValueError for a fitness that is none."""
+def worse_share(alpha, fitness_ours, fitness_theirs):
+    """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS; alpha: RECOMBINE_ALPHA. Raises
+    ValueError for a fitness that is not a finite loss."""
     better, worse = sorted((fitness_ours, fitness_theirs))
     if not (math.isfinite(better) and math.isfinite(worse) and better >= 0):
-        raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: wanted are finite losses, 0 or more")
-    return round((1 - alpha) * (better / worse if worse else 1.0) * (1 << PART))
+        raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: finite losses of 0 or more are needed")
+    return round((1 - alpha) * (better / worse if worse else 1.0) * (1 << SHARE_BITS))
 
 
 def rejuvenate(cfg, state):
-    """The State with a push: moments 0, so that the next votes alone say where to, and the noise scales that have become quieter again as
-    loud as at the start of a run, ADAPTIVE_NOISE_INIT. Louder ones stay, so it is never quieter than before; that start is what the rest
-    of the configuration was chosen for, and more would have to be unlearned at ADAPTIVE_NOISE_DEC a step."""
+    """The State with moments of 0, so that only the next votes decide, and with noise scales of ADAPTIVE_NOISE_INIT, as
+    at the start of a run, where they have become quieter. Louder ones stay. Scales above that start do not suit the
+    rest of the configuration, and would fall by only ADAPTIVE_NOISE_DEC a step."""
     moments = np.zeros_like(state.moments)
     moments[:, 2] = state.moments[:, 2]
     overlay = np.array(state.overlay)
@@ -86,7 +87,7 @@ def rejuvenate(cfg, state):
 
 
 def _check(state, whose):
-    """Raises ValueError for a state in which an update would go wrong."""
+    """Raises ValueError for a state that an update cannot handle."""
     if not np.isfinite(state.moments).all():
         raise ValueError(f"{whose} state holds moments that are not finite numbers")
     if (state.moments[:, 1] < 0).any():
@@ -95,22 +96,23 @@ def _check(state, whose):
         raise ValueError(f"{whose} state holds a weight or noise scale of -128")
 
 
-def _fixed(state, some):
-    """int64: w + acc of some weights, in units of 2^-UNIT."""
-    acc = np.clip(state.moments[some, 2], -MOST, MOST) * np.float32(1 << UNIT)          # a power of two: exact
-    return (state.weights[some].astype(np.int64) << UNIT) + np.rint(acc).astype(np.int64)
+def _fixed(state, piece):
+    """int64: w + acc of a slice of the weights, in units of 2^-UNIT."""
+    acc = np.clip(state.moments[piece, 2], -MOST, MOST) * np.float32(1 << UNIT)          # a power of two: exact
+    return (state.weights[piece].astype(np.int64) << UNIT) + np.rint(acc).astype(np.int64)
 
 
-def _mixed(better, worse, some, part):
-    """(weights int8, accumulators float32) of the mix of two states."""
-    mixed = _fixed(better, some)
-    mixed += _nearest((_fixed(worse, some) - mixed) * part)
-    here = better.weights[some].astype(np.int64)
-    rest = mixed - (here << UNIT)
-    here = np.clip(here + np.sign(rest) * (np.abs(rest) >> UNIT), -127, 127)
-    return here.astype(np.int8), (mixed - (here << UNIT)).astype(np.float32) * np.float32(1 / (1 << UNIT))
+def _mix(better, worse, piece, share):
+    """(weights int8, accumulators float32) of the mix of a slice of two states."""
+    mix = _fixed(better, piece)
+    mix += _round((_fixed(worse, piece) - mix) * share)
+    weights = better.weights[piece].astype(np.int64)
+    rest = mix - (weights << UNIT)
+    weights = np.clip(weights + np.sign(rest) * (np.abs(rest) >> UNIT), -127, 127)
+    return weights.astype(np.int8), (mix - (weights << UNIT)).astype(np.float32) * np.float32(1 / (1 << UNIT))
 
 
-def _nearest(x):
-    """int64: x without its PART fractional bits, rounded to the nearest, halves toward zero: toward the better one."""
-    return np.sign(x) * (np.abs(x) + ((1 << PART - 1) - 1) >> PART)
+def _round(x):
+    """int64: x without its SHARE_BITS fractional bits, rounded to the nearest; halves toward zero: toward the better
+    state."""
+    return np.sign(x) * (np.abs(x) + ((1 << SHARE_BITS - 1) - 1) >> SHARE_BITS)

@@ -807,9 +807,10 @@ class Forward:
         self._clean = _Pass(cfg, False, shared_limit)
         self._token, self._logits, self._gather = _token_kernel(cfg), _logits_kernel(cfg), _gather_kernel()
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
-        own = [(self._packing.kernel, PACK_TYPES, 0), (self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0),
-               (self._gather, GATHER_TYPES, 0)]
-        self.kernels = own + self._noisy.kernels + self._clean.kernels
+        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if fast and k[0] is self._noisy.pack[0]]
+        states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
+        self.kernels = {"load": pack, "step": self._noisy.kernels + states, "validate": self._clean.kernels,
+                        "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
         cfg = self.cfg

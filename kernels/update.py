@@ -127,7 +127,7 @@ A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
     pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
-    masks, gaussian, muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
+    masks, gaussian, with_muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
     rare = cfg.RARE_TOKENS > 0
     sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
     noise = build_noise(cfg).noise
@@ -341,7 +341,7 @@ def build(cfg, wgmma):
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate, by_token, direction = rates[tensor], tensors[tensor, BY_TOKEN], tensors[tensor, DIRECTION] if muon else int32(-1)
+        rate, by_token, direction = rates[tensor], tensors[tensor, BY_TOKEN], tensors[tensor, DIRECTION] if with_muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False

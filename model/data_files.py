@@ -1,32 +1,26 @@
-"""Tokens, token bytes, held-out windows, reference figures, and the preparation of a text. SPEC section 10 has the file formats.
+"""Data files: tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the files.
 
-input.bin, val.bin: tokens, little-endian uint32, or plain bytes where VOCAB_SIZE is 256. decoding.bin: u32 count, then for every
-token u32 length and its bytes. Everything that can be wrong with a file raises DataError: one line that says what to do.
+input.bin, val.bin: tokens, little-endian uint32, or plain bytes if VOCAB_SIZE is 256. decoding.bin: u32 count, then for
+every token u32 length and its bytes (SPEC 10). A file that is missing or wrong raises DataError, whose one line says
+what to do.
 """
 
 import math
 import os
 import re
 import sys
-import tempfile
-import time
 from typing import NamedTuple
 
 import numpy as np
 
 from egg_config import EggError
 
-LONGEST_TOKEN = 1 << 16      # bytes; a longer one in decoding.bin is taken for damage
-BLOCK = 1 << 22              # tokens looked at in one go, so that a file larger than the memory can be checked
-REFERENCE_TOKENS = 1 << 24   # the references count at most so many training tokens, in runs spread evenly over the file
+LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
+BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
+REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
 
-VAL_SHARE = 0.05             # of a prepared text is held out,
-VAL_BLOCKS = 64              # in so many blocks at most,
-VAL_BLOCK_MIN = 1024         # none shorter than this many bytes where the text allows
-ENCODE_BYTES = 1 << 16       # bytes of text in one call of the tokenizer's encoder, roughly
-
-# Words as the BPE sees them, on bytes written as the 256 characters of Latin-1: a word with the space before it, digits,
-# punctuation, space. Bytes from 128 up count as letters, so that no UTF-8 character is torn apart before the BPE sees it.
+# The words that the BPE splits a text into: a word with the space before it, digits, punctuation, space. The text is
+# its bytes as characters of Latin-1. Bytes of 128 and above count as letters, so that no UTF-8 character is split here.
 WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+"
          r"|[ \t\n\r\x0b\x0c]+(?![^ \t\n\r\x0b\x0c])|[ \t\n\r\x0b\x0c]+")
 
@@ -35,12 +29,12 @@ class DataError(EggError):
     """One line: which file, what is wrong with it, what to do."""
 
 
-# --- tokens --------------------------------------------------------------------------------------------------------------
+# --- tokens ----------------------------------------------------------------------------------------------------------
 
 def open_tokens(cfg, path):
     """The tokens of a file: 1-D uint32 (uint8 where VOCAB_SIZE is 256), memory-mapped, read-only, all below VOCAB_SIZE.
 
-    With DETOKENIZE the file holds tokens of decoding.bin, and the result is the bytes they stand for (uint8, in memory).
+    With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory).
     Raises DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
     size = _size(path)
     if size == 0:
@@ -58,8 +52,9 @@ def open_tokens(cfg, path):
     elif wide:
         largest = _largest(tokens)
         if largest >= cfg.VOCAB_SIZE:
-            raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE to that of the "
-                            "file (-D VOCAB_SIZE=N), or make the file again with `python egg.py prepare TEXT --vocab-size N`")
+            raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE "
+                            "to that of the file (-D VOCAB_SIZE=N), or make the file again with "
+                            "`python egg.py prepare TEXT --vocab-size N`")
     if tokens.size < cfg.SEQ_LEN + 2:
         raise DataError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: "
                         f"{cfg.SEQ_LEN + 2} are needed; prepare a longer text or lower SEQ_LEN")
@@ -72,8 +67,8 @@ def _size(path):
             return os.path.getsize(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start where it lies, or make it with "
-                    "`python egg.py prepare TEXT`")
+    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start in its directory, "
+                    "or make it with `python egg.py prepare TEXT`")
 
 
 def _largest(tokens):
@@ -83,8 +78,8 @@ def _largest(tokens):
 def _detokenize(tokens, path, decoding_file):
     """uint8: the bytes that `tokens` stand for."""
     if not os.path.exists(decoding_file):
-        raise DataError(f"{decoding_file} is missing, and DETOKENIZE needs it to turn the tokens of {path} into bytes: "
-                        "make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 if the file holds plain bytes")
+        raise DataError(f"{decoding_file} is missing, and DETOKENIZE needs it to turn the tokens of {path} into "
+                        "bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 if the file holds plain bytes")
     decoding = Decoding.read(decoding_file)
     _need_decodable(tokens, path, decoding, decoding_file)
     return np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
@@ -97,7 +92,24 @@ def _need_decodable(tokens, path, decoding, decoding_file):
                         "`python egg.py prepare` belong together, keep them so")
 
 
-# --- what a token stands for ---------------------------------------------------------------------------------------------
+def read_text(path):
+    """bytes of a file; a .zst file unpacked."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}: give the path of a text file") from None
+    if not path.endswith(".zst"):
+        return data
+    import pyzstd
+    try:
+        return pyzstd.decompress(data)
+    except (pyzstd.ZstdError, EOFError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: no whole zstd file ({reason}): fetch or pack it again") from None
+
+
+# --- what a token stands for -----------------------------------------------------------------------------------------
 
 class Decoding:
     """The bytes of every token. `lengths`: int64 [tokens], bytes of each; len() is the number of tokens known."""
@@ -113,7 +125,7 @@ class Decoding:
 
     @classmethod
     def read(cls, path):
-        """From a decoding.bin. Raises DataError where the file is missing, cut short or damaged."""
+        """From a decoding.bin. Raises DataError for a file that is missing, cut short or damaged."""
         _size(path)
         try:
             with open(path, "rb") as file:
@@ -148,15 +160,16 @@ class Decoding:
         return self._bytes[np.repeat(self._first[tokens], lengths) + inside]
 
     def encode(self, data):
-        """int32: the tokens of `data` (bytes). Within a word (WORDS) the two neighbours go together that make the token with the
-        lowest id, then again: in the decoding.bin of `prepare` ids follow the order in which the BPE learned its merges, so these are
-        the tokens that it would give. Raises DataError for a byte that no token stands for."""
+        """int32: the tokens of `data` (bytes). Within a word (WORDS), the two neighbours whose merge is the token with
+        the lowest id are merged, as long as there are any. `prepare` numbers tokens in the order in which the BPE
+        learned its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
         if self._ids is None:
             at = [*self._first.tolist(), self._bytes.size]
-            self._ids = {self._bytes[at[t]:at[t + 1]].tobytes(): t for t in reversed(range(len(self)))}     # the first of equal ones
+            # of equal tokens the first counts
+            self._ids = {self._bytes[at[t]:at[t + 1]].tobytes(): t for t in reversed(range(len(self)))}
         if unknown := [b for b in sorted(set(data)) if bytes([b]) not in self._ids]:
-            raise DataError(f"the vocabulary has no token for byte {unknown[0]:#04x} ({chr(unknown[0])!r}), which the text holds: leave it "
-                            "out, or use the decoding.bin of `python egg.py prepare`, which has all bytes")
+            raise DataError(f"the vocabulary has no token for byte {unknown[0]:#04x} ({chr(unknown[0])!r}), which the "
+                            "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`, which has all")
         if (self.lengths == 1).all():
             return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
         known, out = {}, []
@@ -181,14 +194,15 @@ class Decoding:
             parts = merged
 
     def decode(self, tokens):
-        """bytes of a sequence of token ids; one that decoding.bin does not know becomes U+FFFD."""
-        return b"".join(self.expand(np.array([t])).tobytes() if 0 <= t < len(self) else b"\xef\xbf\xbd" for t in map(int, tokens))
+        """bytes of a sequence of token ids; an id that decoding.bin does not have becomes U+FFFD."""
+        return b"".join(self.expand(np.array([t])).tobytes() if 0 <= t < len(self) else b"\xef\xbf\xbd"
+                        for t in map(int, tokens))
 
 
 def load_decoding(cfg, warn=None):
-    """The Decoding for cfg's tokens; None, after one warning, where decoding.bin is missing.
+    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing.
 
-    `warn` takes the text of the warning (default: print to stderr). Raises DataError where the file is damaged."""
+    `warn` takes the text of the warning (default: print to stderr). Raises DataError for a damaged file."""
     if cfg.VOCAB_SIZE == 256:
         return Decoding([bytes([b]) for b in range(256)])
     if not os.path.exists(cfg.DECODING_FILE):
@@ -198,7 +212,7 @@ def load_decoding(cfg, warn=None):
 
 
 def text(decoding, tokens):
-    """str for people: the text of the tokens, or their ids where there is no decoding."""
+    """str for people: the text of the tokens, or their ids if `decoding` is None."""
     if decoding is None:
         return "token ids " + " ".join(str(int(t)) for t in tokens)
     return decoding.decode(tokens).decode("utf-8", "replace")
@@ -208,11 +222,11 @@ def _warn(line):
     print(f"egg: {line}", file=sys.stderr, flush=True)
 
 
-# --- validation ----------------------------------------------------------------------------------------------------------
+# --- validation ------------------------------------------------------------------------------------------------------
 
 class Validation(NamedTuple):
     """Held-out windows. engine.validate(windows) gives (nats, number of targets) for them."""
-    windows: np.ndarray      # int32 [n, VALIDATE_WINDOW or SEQ_LEN, + 1]: a row's inputs are row[:-1], its targets row[1:]
+    windows: np.ndarray      # int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1]: inputs row[:-1], targets row[1:]
     n_bytes: int             # bytes the targets stand for; without a decoding the number of targets
     unit: str                # "bits/byte" or "bits/token"
 
@@ -224,8 +238,8 @@ class Validation(NamedTuple):
 def open_validation(cfg, decoding, warn=None):
     """The windows of VAL_FILE that validation reads, evenly spaced, VALIDATE_TOKENS tokens at most: a Validation.
 
-    None where validation is off (VALIDATE_EVERY 0) or, after one warning, where the file is missing. `decoding`: a Decoding or None.
-    Raises DataError like open_tokens."""
+    None if validation is off (VALIDATE_EVERY 0) or, after one warning, if the file is missing. `decoding`: a Decoding
+    or None. Raises DataError like open_tokens."""
     if not cfg.VALIDATE_EVERY:
         return None
     if not os.path.exists(cfg.VAL_FILE):
@@ -235,13 +249,14 @@ def open_validation(cfg, decoding, warn=None):
 
 
 def held_out(cfg, tokens, path, decoding, most=0):
-    """A Validation on `tokens`, those of the file `path`: `most` of them at most, in windows spread evenly; 0: all. Raises DataError."""
+    """A Validation on `most` of the tokens (of the file `path`), in windows spread evenly; 0: on all. Raises
+    DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
-    there = (tokens.size - 1) // length
-    wanted = min(there, max(1, most // length)) if most else there
-    starts = np.arange(wanted) * there // wanted * length
+    all_windows = (tokens.size - 1) // length
+    wanted = min(all_windows, max(1, most // length)) if most else all_windows
+    starts = np.arange(wanted) * all_windows // wanted * length
     windows = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
     if decoding is None:
         return Validation(windows, wanted * length, "bits/token")
@@ -249,10 +264,10 @@ def held_out(cfg, tokens, path, decoding, most=0):
 
 
 def references(cfg, train, validation):
-    """What simple models reach on the targets of `validation`: {"uniform": x, "unigram": x, "bigram": x} in validation.unit.
+    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit.
 
-    Counts come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, that is
-    (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) the number of different tokens seen after h and p the unigram."""
+    Counts come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which
+    is (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
     vocab = cfg.VOCAB_SIZE
     before, target = validation.windows[:, :-1].ravel(), validation.windows[:, 1:].ravel()
     runs = max(1, -(-train.size // REFERENCE_TOKENS))
@@ -271,143 +286,3 @@ def references(cfg, train, validation):
     return {"uniform": validation.bits(target.size * math.log(vocab)),
             "unigram": validation.bits(-np.log(unigram).sum()),
             "bigram": validation.bits(-np.log(bigram).sum())}
-
-
-# --- preparing a text ----------------------------------------------------------------------------------------------------
-
-def prepare(texts, vocab_size, val=None, out=".", say=print):
-    """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
-
-    texts: paths, read as bytes one after the other, .zst ones unpacked. val: path of the held-out text; without it VAL_SHARE of
-    the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone. `say` takes progress
-    lines. Returns the number of tokens in the vocabulary. Raises DataError; then the files that were there are as they were."""
-    train = [b"".join(map(read_text, texts))]
-    if not train[0]:
-        raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
-    held_out = [read_text(val)] if val else None
-    if held_out is None:
-        train, held_out = split(train[0])
-    if val and not held_out[0]:
-        raise DataError(f"{val}: no text there, nothing to hold out")
-    if not any(train) or not any(held_out):
-        raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text with --val FILE")
-    say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
-
-    if vocab_size == 256:
-        files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
-    else:
-        bpe, pieces = _train_bpe(train, vocab_size, say)
-        n_tokens = len(pieces)
-        files = {"input.bin": _encode(bpe, train, "input.bin", say), "val.bin": _encode(bpe, held_out, "val.bin", say),
-                 "decoding.bin": [len(x).to_bytes(4, "little") + x for x in pieces]}
-        files["decoding.bin"].insert(0, n_tokens.to_bytes(4, "little"))
-    _write_all(out, files)
-    for name, parts in files.items():
-        say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
-    return n_tokens
-
-
-def split(data):
-    """(training, held out): two lists of bytes that together hold `data`; the second about VAL_SHARE of it, in blocks spread
-    evenly, so that both have the same kind of text. Cuts are at line ends where a line is not longer than a block."""
-    share = int(len(data) * VAL_SHARE)
-    blocks = max(1, min(VAL_BLOCKS, share // VAL_BLOCK_MIN))
-    size = share // blocks
-
-    def cut(at):
-        return data.find(b"\n", at, at + size) + 1 or at
-
-    train, held_out, done = [], [], 0
-    for block in range(blocks):
-        first = cut((2 * block + 1) * len(data) // (2 * blocks) - size // 2)
-        after = cut(first + size)
-        train.append(data[done:first])
-        held_out.append(data[first:after])
-        done = after
-    return train + [data[done:]], held_out
-
-
-def read_text(path):
-    """bytes of a file; a .zst file unpacked."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}: give the path of a text file") from None
-    if not path.endswith(".zst"):
-        return data
-    import pyzstd
-    try:
-        return pyzstd.decompress(data)
-    except (pyzstd.ZstdError, EOFError) as error:
-        raise DataError(f"{path}: no whole zstd file ({' '.join(str(error).split())}): fetch or pack it again") from None
-
-
-def _blocks(parts):
-    """The texts in pieces of about ENCODE_BYTES, as Latin-1 strings: one character a byte, valid UTF-8 or not. Pieces end at
-    line ends where there are any, because a word goes no further than its piece."""
-    for part in parts:
-        at = 0
-        while at < len(part):
-            after = part.find(b"\n", at + ENCODE_BYTES, at + 2 * ENCODE_BYTES) + 1 or min(at + 2 * ENCODE_BYTES, len(part))
-            yield part[at:after].decode("latin-1")
-            at = after
-
-
-def _train_bpe(parts, vocab_size, say):
-    """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError("the BPE needs the tokenizers library: install it with `pip install -r requirements/prepare.txt`, "
-                        "or prepare plain bytes with --vocab-size 256") from None
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False,
-                                             initial_alphabet=[chr(b) for b in range(256)])
-    say(f"BPE: learning {vocab_size:,} tokens ...")
-    started = time.monotonic()
-    bpe.train_from_iterator(_blocks(parts), trainer)
-    vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
-    say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
-    if len(vocabulary) < vocab_size:
-        say(f"BPE: the text has no more repeated pairs, so {vocab_size - len(vocabulary):,} tokens fewer than asked for")
-    return bpe, [token.encode("latin-1") for token, _ in vocabulary]
-
-
-def _encode(bpe, parts, name, say):
-    """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
-    total, done, out, told, group = sum(map(len, parts)), 0, [], time.monotonic(), []
-    for block in _blocks(parts):
-        group.append(block)
-        done += len(block)
-        if len(group) == 32 or done == total:
-            out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
-            group = []
-            if time.monotonic() - told > 2:
-                told = time.monotonic()
-                say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
-    return out
-
-
-def _write_all(directory, files):
-    """Writes {name: [bytes]} completely to temporary files, then puts all in place: an interruption leaves the old ones."""
-    written = []
-    try:
-        os.makedirs(directory, exist_ok=True)
-        for name, parts in files.items():
-            handle, temporary = tempfile.mkstemp(prefix=name + ".", dir=directory)
-            written.append((temporary, os.path.join(directory, name)))
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-        while written:
-            os.replace(*written[0])
-            written.pop(0)
-    except OSError as error:
-        raise DataError(f"{error.filename or directory}: {error.strerror}: nothing was changed there") from None
-    finally:
-        for temporary, _ in written:
-            os.unlink(temporary)

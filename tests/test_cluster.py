@@ -28,37 +28,10 @@ from cluster import snapshots
 from cluster import leases
 from cluster import wire
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, RESULT, V2, WELCOME
-from test_net import CFG, GOOD, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until, whole, work_in_thread
+from kit import (CFG, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
+                 cluster, coordinator_process, expected, filled, until, whole, work_in_thread)
 
-SECRET = b"sixteen bytes or more"
 LIMITS = wire.limits(CFG)
-
-
-def changed(**constants):
-    return egg_config.make(**{**CFG.constants(), **constants})
-
-
-def card(cfg=CFG, **values):
-    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil", "config": history.kept(cfg), "data": "",
-            **values}
-
-
-class Peer2(Peer):
-    """A worker of protocol 2 spoken frame by frame."""
-
-    def __init__(self, port, cfg=CFG, secret=b"", **values):
-        self.cfg = cfg
-        self.link = egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card(cfg, **values))
-
-    def ask(self, step, digest=bytes(16)):
-        self.link.send(self.link.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), wire.STATED.pack(digest)))
-
-    def next(self, *opcodes, timeout=5):
-        return self.link.any_of(opcodes, timeout)
-
-    def result(self, step, position, packed=GOOD, loss=5):
-        head = wire.RESULT_HEAD.pack(0, step, position, 0, loss, len(packed))
-        self.link.send(self.link.frame(RESULT, head, packed))
 
 
 # --- introduction -----------------------------------------------------------------------------------------------------------
@@ -113,7 +86,7 @@ def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other,
 
 
 def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
-    """PROTOCOL.md in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
+    """SPEC 16 in plain integers; then every part of the state, pieces of any size, and the CPU engine."""
     from engine import cpu_engine
     most = (1 << 64) - 1
     cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
@@ -293,16 +266,6 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
     refused_by(lambda: Peer2(listener.getsockname()[1], secret=SECRET), "does not know the secret")
     thread.join(5)
     listener.close()
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """(certificate, key) files of localhost, signed by itself."""
-    at = tmp_path_factory.mktemp("tls")
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-                    "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", at / "key", "-out", at / "cert"],
-                   check=True, capture_output=True)
-    return at / "cert", at / "key"
 
 
 def test_tls(tmp_path, certificates):
@@ -513,52 +476,6 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
     assert all(peer.answer()[1] == 1 for peer in peers[2:])
     coordinator.close()
     run.close()
-
-
-class Liar(FakeEngine):
-    """Evaluates wrongly from some step on."""
-
-    def __init__(self, cfg=CFG, start=0, **options):
-        super().__init__(cfg, **options)
-        self.start = start
-
-    def evaluate(self, first, count):
-        losses = super().evaluate(first, count)
-        return losses[::-1].copy() if self.step >= self.start else losses
-
-
-class Drifting(FakeEngine):
-    """Its weights change by themselves after some step, so many times."""
-
-    def __init__(self, cfg=CFG, after=3, times=1, **options):
-        super().__init__(cfg, **options)
-        self.after, self.times = after, times
-
-    def update(self, fitness):
-        changed = super().update(fitness)
-        if self.step >= self.after and self.times:
-            self.times -= 1
-            self.weights[3] ^= 1
-        return changed
-
-
-def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
-    """Runs these engines as workers of one coordinator; the server, after `steps` steps."""
-    server = Server(directory, cfg, steps=steps, **options)
-    threads, said = [], [Lines() for _ in engines]
-
-    def serve(engine, name, lines):
-        with contextlib.suppress(egg_net.EggError):
-            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name, console=egg_net.Console(lines))
-
-    for i, engine in enumerate(engines):
-        threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
-        threads[-1].start()
-    time.sleep(0.1)
-    with server:
-        until(lambda: server.run.step == steps, 30)
-    [thread.join(10) for thread in threads]
-    return server
 
 
 def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
@@ -828,7 +745,7 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     assert process.returncode == 1 and kept, err
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
     run = history.open_run(CFG, tmp_path)
-    assert run.step == int(kept[1]) > 60 and run.said == []
+    assert run.step == int(kept[1]) > 60 and run.notices == []
     run.close()
 
 
@@ -870,120 +787,6 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         assert others[1].next(JOB_RESPONSE) and others[0].next(JOB_RESPONSE)
         refused_by(lambda: (liar.ask(1, state_digest.of_state(state)), liar.next(REBUILD), liar.ask(1, bytes(16)), liar.next(JOB_RESPONSE)), "banned")
     assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
-
-
-class Chaos:
-    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in mid-frame, stop,
-    crawl or say everything twice, and a coordinator that is killed."""
-
-    def __init__(self, directory, seed, honest=3, kills=4):
-        self.directory, self.random, self.kills = directory, random.Random(seed), kills
-        self.stop, self.threads, self.engines = False, [], []
-        self.process, self.port = coordinator_process(directory, 0, CHAOS)
-        self.collect()
-        for i in range(honest):
-            self.start(FakeEngine(CHAOS, 0.001 * (1 + 3 * i)), f"honest{i}")
-        self.start(Drifting(CHAOS, after=self.random.randrange(5, 30), pause=0.002), "drifting")
-        self.start(Liar(CHAOS, start=self.random.randrange(3, 20), pause=0.002), "liar")
-        for i in range(3):
-            thread = threading.Thread(target=self.misbehave, args=(random.Random(seed * 10 + i), f"rogue{i}"), daemon=True)
-            self.threads.append(thread)
-            thread.start()
-
-    def collect(self):
-        """Reads what the coordinator prints, so that it never waits for us."""
-        self.lines = []
-        threading.Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
-
-    def start(self, engine, name):
-        self.engines.append(engine)
-
-        def serve():
-            lives = 0
-            while not self.stop:
-                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
-                    egg_net.run_worker(CHAOS, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
-                                          console=egg_net.Console(Lines()))
-                lives += 1
-                time.sleep(0.05)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        self.threads.append(thread)
-        thread.start()
-
-    def misbehave(self, dice, name):
-        while not self.stop:
-            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
-                peer = Peer2(self.port, CHAOS, name=f"{name}.{dice.random()}")
-                peer.ask(0, FakeEngine(CHAOS).digest())
-                what, step = dice.randrange(7), peer.answer(1)[1]
-                if what == 0:
-                    peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
-                elif what == 1:
-                    peer.result(dice.randrange(200), dice.randrange(4) * 32)            # wrong step
-                elif what == 2:
-                    peer.ask(200, os.urandom(32))                                       # wrong digest
-                elif what == 3:
-                    time.sleep(dice.random())                                           # paused
-                elif what == 4:
-                    peer.link.send(dice.randbytes(dice.randrange(200)))
-                elif what == 5:
-                    for byte in result_frame():                                         # crawls
-                        peer.link.send(bytes([byte]))
-                        time.sleep(0.01)
-                else:
-                    [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
-                peer.link.close()
-            time.sleep(dice.random() * 0.1)
-
-    def run(self, steps):
-        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
-        started, kills, seen = time.monotonic(), 0, 0
-        while True:
-            time.sleep(self.random.uniform(0.05, 0.8))
-            self.process.kill()
-            self.process.wait()
-            kills += 1
-            run = history.open_run(CHAOS, self.directory)
-            done, left = run.step, run.said
-            run.close()
-            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
-            seen = done
-            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
-            if done >= steps and kills >= self.kills:
-                break
-            self.process, _ = coordinator_process(self.directory, self.port, CHAOS)
-            self.collect()
-            if kills >= self.kills:
-                end = time.monotonic() + 30
-                while time.monotonic() < end and sum(line.startswith("Step") for line in list(self.lines)) + seen < steps + 2:
-                    time.sleep(0.02)
-        self.stop = True
-        return kills
-
-
-CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
-
-
-def chaos(directory, seed, steps, kills):
-    """Runs it and compares every step with an undisturbed run; steps, kills done."""
-    trouble = Chaos(directory, seed, kills=kills)
-    try:
-        done = trouble.run(steps)
-    finally:
-        trouble.stop = True
-        trouble.process.kill()
-        trouble.process.communicate()
-    run = history.open_run(CHAOS, directory)
-    try:
-        packed, digests = expected(run.step, CHAOS)
-        assert whole(run) == packed
-        engine = FakeEngine(CHAOS)
-        history.replay(run, engine)
-        assert engine.state().digests() == digests
-        return run.step, done
-    finally:
-        run.close()
 
 
 def test_chaos_changes_no_bit(tmp_path):

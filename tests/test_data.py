@@ -17,6 +17,7 @@ import egg_config
 from model import data_files
 from engine import hardware
 from model import parameters
+from tools import prepare
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = dict(SEQ_LEN=8, VOCAB_SIZE=300)
@@ -230,13 +231,13 @@ def read_back(directory, vocab):
 
 def test_split_gives_back_all_of_the_text():
     for data in (PROSE.encode() * 3000, b"x" * 100000, b"a\n" * 30000, PROSE.encode() * 5, (b"y" * 999 + b"\n") * 1000):
-        train, held_out = data_files.split(data)
+        train, held_out = prepare.split(data)
         assert sum(map(len, train)) + sum(map(len, held_out)) == len(data) and len(train) == len(held_out) + 1
         assert b"".join(a + b for a, b in itertools.zip_longest(train, held_out, fillvalue=b"")) == data
         assert 0.04 < sum(map(len, held_out)) / len(data) < 0.11
         if len(data) > 50000 and data.count(b"\n") * 200 > len(data):
             assert all(part.endswith(b"\n") for part in train + held_out), "cuts are at line ends"
-    assert len(data_files.split(PROSE.encode() * 30000)[1]) == data_files.VAL_BLOCKS
+    assert len(prepare.split(PROSE.encode() * 30000)[1]) == prepare.VAL_BLOCKS
 
 
 @pytest.mark.parametrize("vocab", [256, 257, 400])
@@ -246,8 +247,8 @@ def test_any_bytes_come_back(tmp_path, vocab):
     data = PROSE.encode() * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100 + b"\r\n \r\n" * 500 + bytes(range(256)) * 20
     (tmp_path / "text").write_bytes(data)
     said = []
-    assert data_files.prepare([str(tmp_path / "text")], vocab, None, str(tmp_path / "out"), said.append) == vocab
-    train, held_out = data_files.split(data)
+    assert prepare.prepare([str(tmp_path / "text")], vocab, None, str(tmp_path / "out"), said.append) == vocab
+    train, held_out = prepare.split(data)
     assert read_back(tmp_path / "out", vocab) == [b"".join(train), b"".join(held_out)]
     assert any("held out" in line for line in said)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(["input.bin", "val.bin"] + ["decoding.bin"] * (vocab > 256))
@@ -262,14 +263,14 @@ def test_several_texts_zst_and_held_out_file(tmp_path):
     (tmp_path / "b").write_bytes(parts[1])
     (tmp_path / "c.zst").write_bytes(pyzstd.compress(parts[2]))
     (tmp_path / "v").write_bytes(b"held out\xff")
-    data_files.prepare([str(tmp_path / n) for n in ("a", "b", "c.zst")], 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
+    prepare.prepare([str(tmp_path / n) for n in ("a", "b", "c.zst")], 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
     assert read_back(tmp_path, 300) == [b"".join(parts), b"held out\xff"]
 
 
 def test_the_vocabulary_is_learned_from_the_training_part_alone(tmp_path):
     (tmp_path / "t").write_bytes(PROSE.encode() * 50)
     (tmp_path / "v").write_bytes(b"zyzzyva " * 5000)
-    data_files.prepare([str(tmp_path / "t")], 320, str(tmp_path / "v"), str(tmp_path), lambda line: None)
+    prepare.prepare([str(tmp_path / "t")], 320, str(tmp_path / "v"), str(tmp_path), lambda line: None)
     decoding = data_files.Decoding.read(str(tmp_path / "decoding.bin"))
     assert not any(b"zy" in decoding.decode([t]) for t in range(320)) and decoding.lengths.max() > 2
 
@@ -277,15 +278,15 @@ def test_the_vocabulary_is_learned_from_the_training_part_alone(tmp_path):
 def test_a_text_longer_than_the_pieces_of_the_encoder(tmp_path, monkeypatch):
     data = PROSE.encode() * 100 + b"no line end" * 500
     (tmp_path / "t").write_bytes(data)
-    monkeypatch.setattr(data_files, "ENCODE_BYTES", 100)
-    data_files.prepare([str(tmp_path / "t")], 400, str(tmp_path / "t"), str(tmp_path), lambda line: None)
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 100)
+    prepare.prepare([str(tmp_path / "t")], 400, str(tmp_path / "t"), str(tmp_path), lambda line: None)
     assert read_back(tmp_path, 400) == [data, data]
 
 
 def test_fewer_tokens_than_asked_for(tmp_path):
     (tmp_path / "t").write_bytes(b"abababab\n" * 200)
     said = []
-    got = data_files.prepare([str(tmp_path / "t")], 5000, None, str(tmp_path), said.append)
+    got = prepare.prepare([str(tmp_path / "t")], 5000, None, str(tmp_path), said.append)
     assert 256 < got < 300 and any(f"{5000 - got:,} tokens fewer" in line for line in said)
     assert len(data_files.Decoding.read(str(tmp_path / "decoding.bin"))) == got
 
@@ -299,18 +300,18 @@ def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
     for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"), (["short"], "too short"),
                          (["bad.zst"], "no whole zstd file"), (["cut.zst"], "no whole zstd file")):
         with pytest.raises(data_files.DataError, match=words) as raised:
-            data_files.prepare(texts, 300, say=lambda line: None)
+            prepare.prepare(texts, 300, say=lambda line: None)
         assert texts[0] in one_line(raised) or "too short" in one_line(raised)
     with pytest.raises(data_files.DataError, match="empty: no text there, nothing to hold out"):
-        data_files.prepare(["good"], 300, "empty", say=lambda line: None)
+        prepare.prepare(["good"], 300, "empty", say=lambda line: None)
     with pytest.raises(data_files.DataError, match="good: .*: nothing was changed there") as raised:
-        data_files.prepare(["good"], 256, out="good", say=lambda line: None)
+        prepare.prepare(["good"], 256, out="good", say=lambda line: None)
     one_line(raised)
     (tmp_path / "val.bin").unlink()
     (tmp_path / "val.bin").mkdir()
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(data_files.DataError, match="No space left on device"):
-        data_files.prepare(["good"], 256, say=lambda line: None)
+        prepare.prepare(["good"], 256, say=lambda line: None)
     assert (tmp_path / "input.bin").read_bytes() == b"old" and (tmp_path / "decoding.bin").read_bytes() == b"oldest"
     assert not [name for name in os.listdir(tmp_path) if name.startswith("input.bin.")], "no temporary file stays"
 
@@ -319,10 +320,10 @@ def test_without_the_tokenizers_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "t").write_bytes(PROSE.encode() * 100)
     with pytest.raises(data_files.DataError, match="pip install -r requirements/prepare.txt") as raised:
-        data_files.prepare([str(tmp_path / "t")], 300, out=str(tmp_path), say=lambda line: None)
+        prepare.prepare([str(tmp_path / "t")], 300, out=str(tmp_path), say=lambda line: None)
     one_line(raised)
     assert os.path.exists(os.path.join(HERE, "requirements/prepare.txt"))
-    assert data_files.prepare([str(tmp_path / "t")], 256, out=str(tmp_path), say=lambda line: None) == 256
+    assert prepare.prepare([str(tmp_path / "t")], 256, out=str(tmp_path), say=lambda line: None) == 256
 
 
 # --- engines -------------------------------------------------------------------------------------------------------------

@@ -17,37 +17,34 @@ from numba import cuda, uint32
 import egg_config
 from engine import cuda_engine
 from engine import hardware
+from engine import kernel_cache
 from model import parameters
 from kernels import update
+from kit import CARDS, SEED, compare, hold_against_every_card, kernels_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}    # KiB of shared memory a block can have
-SEED = 20240607
 PARTS = 5                   # of the random configurations: a run that is cut off has compared some
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
 
-def compile_for(cc):
-    """[(name, PTX, dynamic shared bytes)] of every kernel for one card."""
-    every = cuda_engine.kernels(egg_config.make(), cc, CARDS[cc] * 1024, uint32)[2]
-    target = (9, 0, "a") if cc == (9, 0) else cc
-    return [(name, cuda.compile_ptx(dispatcher.py_func, signature, cc=target)[0], shared) for name, dispatcher, signature, shared in every]
+def test_every_kernel_compiles(compiler):
+    """All of them for the oldest card; for each other one those that differ from what is compiled already."""
+    names = hold_against_every_card(compiler, {})
+    assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
+               for made in names.values())
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Every card's kernels as futures, compiled by as many processes as there are cores."""
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        yield {cc: pool.submit(compile_for, cc) for cc in CARDS}
+def test_kernels_that_differ_are_told_apart():
+    """What saves compiling above: kernels are the same if their code is, what is compiled in, and that of all they call."""
+    def keys(cc=(8, 0), **constants):
+        known = {}
+        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
 
-
-@pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
-def test_every_kernel_compiles(cc, compiled):
-    for name, ptx, shared in compiled[cc].result():
-        assert f".target sm_{cc[0]}{cc[1]}" in ptx, name
-        assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
-        assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
+    base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
+    assert base == keys(VALIDATE_EVERY=7)
+    assert "operands" in {name for name in base if base[name] != mask[name]}
+    assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
 
 
 def test_optimizer_rounds_as_the_specification_does():
@@ -130,8 +127,8 @@ def no_gpu(monkeypatch):
         return launch
 
     def compile_all(every, *_):
-        for _, dispatcher, signature, _ in every:
-            dispatcher.expected = signature
+        for kernel in every:
+            kernel.dispatcher.expected = kernel.signature
         return 0.0
 
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
@@ -264,7 +261,7 @@ def test_golden(name):
 
 @pytest.mark.gpu
 def test_golden_default_configuration():
-    """All 327,680 members of all six steps, against d-eggs with its data race mended (README, Exactness); and against its recording as far
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its recording as far
     as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
     import pyzstd
     recorded, mended = golden("E"), golden("E_mended")
@@ -388,43 +385,6 @@ def random_configurations(count):
     return out
 
 
-def compare(constants, seed):
-    """What differs between the engines on one configuration: a text, empty where nothing does."""
-    from engine import cpu_engine
-    cuda_engine.COMPILERS = 1                                   # this process is one of many
-    rng = np.random.default_rng(seed)
-    cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
-    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-    cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
-    state = cpu.state()
-    state.seed = int(rng.integers(2 ** 32))
-    cpu.load(state)
-    gpu.load(state)
-    wrong = []
-    for step in range(3):
-        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
-        if not np.array_equal(*losses):
-            wrong.append(f"losses of step {step}")
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
-        if cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests() or cpu.seed != gpu.seed:
-            wrong.append(f"update {step}")
-        if cpu.digest() != gpu.digest():
-            wrong.append(f"digest after update {step}")
-    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
-    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
-    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
-        wrong.append(f"validation {nats} {nats_gpu}")
-    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
-    settings = {name: float(rng.choice(values)) for name, values in
-                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
-    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
-    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
-    if sequences[0] != sequences[1]:
-        wrong.append(f"tokens {sequences} with {settings}")
-    return ", ".join(wrong)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_configurations_against_the_cpu_engine(part):
@@ -447,6 +407,7 @@ def test_recorded_generation(step):
     engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
+    engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
     rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
@@ -493,11 +454,15 @@ def test_more_positions_than_the_memory_holds():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("engine.cpu_engine.CACHE", str(tmp_path / "cpu"))
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    first = cuda_engine.CudaEngine(cfg)
+    """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
+    monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
+    shape = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4)
+    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
+    first = cuda_engine.CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(cfg)
-    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     fitness = np.ones(cfg.N_PAIRS, np.int8)
     assert first.update(fitness) == second.update(fitness) and first.state().digests() == second.state().digests()
+    assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
+    assert first.digest() == second.digest()
+    assert capfd.readouterr().err.count("egg: compiling 1 of 1 CUDA kernels") == 1

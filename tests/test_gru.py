@@ -2,7 +2,6 @@
 and a cluster that trains it."""
 
 import concurrent.futures
-import functools
 import math
 import multiprocessing
 import re
@@ -12,16 +11,14 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import data_files
 from tools import debug
 from engine import hardware
 from cluster import history
 from model import parameters
 import egg_net
+from tools import prepare
 from tools import train
-import test_cluster
-import test_gpu
-import test_net
+import kit
 from tools.debug import hashes, truncated, wrap
 
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64, STATE_TOKENS=5, GROUP_SIZE=4,
@@ -268,7 +265,7 @@ def test_pieces_and_threads_give_the_same_bits():
 # --- training it -------------------------------------------------------------------------------------------------------------------
 
 class Engine(cpu_engine.CpuEngine):
-    """The real model for the tests of test_cluster, which make their engines so."""
+    """The real model, made as the chaos of the kit makes its engines."""
 
     def __init__(self, cfg=None, pause=0.0):
         super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
@@ -298,16 +295,16 @@ class Drifting(Engine):
         return changed
 
 
-# the numbers of test_net.CFG, whose peers are among the troublemakers
+# the numbers of kit.CFG, whose peers are among the troublemakers
 CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
                            "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
 
 
-def test_chaos_changes_no_bit(tmp_path, monkeypatch):
-    """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is the undisturbed one's."""
-    for name, what in dict(CHAOS=CHAOS, FakeEngine=Engine, Liar=Liar, Drifting=Drifting, expected=functools.partial(test_net.expected, kind=Engine)).items():
-        monkeypatch.setattr(test_cluster, name, what)
-    steps, kills = test_cluster.chaos(tmp_path, 1, steps=12, kills=3)
+def test_chaos_changes_no_bit(tmp_path):
+    """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is the
+    undisturbed one's."""
+    Engine().evaluate(0, 2)                                      # compiled before the clock runs
+    steps, kills = kit.chaos(tmp_path, 1, steps=12, kills=3, cfg=CHAOS, kinds=(Engine, Drifting, Liar))
     assert steps >= 12 and kills >= 3
 
 
@@ -315,9 +312,9 @@ def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
     """`prepare --vocab-size 256` and `train --preset nano-egg`, with few members, stopped and continued."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
-    data_files.prepare(["text"], 256, say=lambda line: None)
+    prepare.prepare(["text"], 256, say=lambda line: None)
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu", "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
-    cfg, lines = egg_config.load("nano-egg", defines, {}), test_cluster.Lines()
+    cfg, lines = egg_config.load("nano-egg", defines, {}), kit.Lines()
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
     second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
@@ -344,50 +341,14 @@ def test_it_learns():
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------------------------
 
-def compile_for(cc):
-    """[(name, PTX)] of a sixth of the forward pass' kernels for one card, so that each is compiled for one: what they need of a card is the
-    same as in the kernels that test_gpu compiles for all."""
-    from kernels import gru
-    from numba import cuda
-    limit, number = test_gpu.CARDS[cc] * 1024, list(test_gpu.CARDS).index(cc)
-    forward = gru.Forward(egg_config.make(**SMALL), cc, limit)
-    assert all(shared <= limit for _, _, shared in forward.kernels)
-    target = (9, 0, "a") if cc == (9, 0) else cc
-    return [(kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=target)[0])
-            for kernel, signature, _ in forward.kernels[number::len(test_gpu.CARDS)]]
-
-
 FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200, "POPULATION_SIZE": 400,
         "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
-
-
-def compile_fast(number):
-    """(name, PTX) of a kernel of the fast path, None beyond the last."""
-    from kernels import gru_hopper
-    from egg_kernels import _Packing
-    from numba import cuda
-    cfg, limit = egg_config.make(**FAST), test_gpu.CARDS[9, 0] * 1024
-    assert gru_hopper.fits(cfg, (9, 0), limit)
-    kernels = gru_hopper.Hopper(cfg, _Packing(cfg), False).kernels
-    if number >= len(kernels):
-        return None
-    kernel, signature, shared = kernels[number]
-    assert shared <= limit
-    return kernel.py_func.__name__, cuda.compile_ptx(kernel.py_func, signature, cc=(9, 0, "a"))[0]
-
-
-def test_every_kernel_of_the_fast_path_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        made = list(pool.map(compile_fast, range(7)))
-    assert made[-1] is None and [name for name, _ in made[:-1]] == ["embed", "wide", "wide", "recur", "mlp", "pack"]
-    for name, ptx in made[:-1]:
-        assert ".target sm_90a" in ptx and not re.search(r"\.local\b", ptx), name
 
 
 def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
     from kernels import gru_hopper
-    limit = test_gpu.CARDS[9, 0] * 1024
+    limit = kit.CARDS[9, 0] * 1024
     assert gru_hopper.fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
     assert not gru_hopper.fits(egg_config.make(**FAST), (8, 0), limit) and not gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
     for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False), (dict(SIGMA_SHIFT=5), False),
@@ -397,17 +358,15 @@ def test_where_the_fast_path_serves():
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-def test_every_kernel_compiles():
-    with concurrent.futures.ProcessPoolExecutor(hardware.cores(), multiprocessing.get_context("spawn")) as pool:
-        for cc, kernels in zip(test_gpu.CARDS, pool.map(compile_for, test_gpu.CARDS)):
-            for name, ptx in kernels:
-                assert f".target sm_{cc[0]}{cc[1]}" in ptx and not re.search(r"\.local\b", ptx), (cc, name)
+@pytest.mark.parametrize("constants", [SMALL, FAST], ids=["general", "fast"])
+def test_every_kernel_compiles(constants, compiler):
+    kit.hold_against_every_card(compiler, constants, forward_only=True)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
 def test_the_recurrence_fits_every_card(width):
     from kernels import gru
-    for limit in test_gpu.CARDS.values():
+    for limit in kit.CARDS.values():
         assert any(gru.recur_bytes(egg_config.make(**{**SMALL, "HIDDEN_DIM": width}), True, rows) + 1024 <= limit * 1024
                    for rows in gru.STATE_ROWS)
 
@@ -427,7 +386,7 @@ EXTREMES = (
 
 
 def random_configurations(count):
-    rng = np.random.default_rng(test_gpu.SEED)
+    rng = np.random.default_rng(kit.SEED)
     out = []
     for i in range(count):
         chunk = 2 * int(rng.integers(1, 30))
@@ -459,7 +418,7 @@ def test_random_configurations_against_the_cpu_engine():
     cpu_engine.warm_up(egg_config.make(**SMALL), lambda line: None)
     drawn = random_configurations(22)
     with concurrent.futures.ProcessPoolExecutor(max(1, min(12, hardware.cores() - 2)), multiprocessing.get_context("spawn")) as pool:
-        wrong = list(pool.map(test_gpu.compare, drawn, range(len(drawn))))
+        wrong = list(pool.map(kit.compare, drawn, range(len(drawn))))
     assert not any(wrong), "\n".join(f"{w}: {c}" for w, c in zip(wrong, drawn) if w)
 
 

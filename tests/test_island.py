@@ -33,11 +33,8 @@ from model import parameters
 import egg_net
 from cluster import snapshots
 from cluster import wire
-import test_cluster
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from test_net import CFG, HERE, FakeEngine, Lines, Server, until, work_in_thread
-
-SECRET, certificates = test_cluster.SECRET, test_cluster.certificates        # a fixture
+from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0, "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from fractions import Fraction
 
 import hypothesis
@@ -15,7 +14,7 @@ from model import state_digest
 from islands import merging
 from model import parameters
 from cluster import snapshots
-from test_net import HERE
+from kit import HERE
 
 SHAPE = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32)
 MERGES, OPTIMIZERS = ("clone", "recombine"), ("reset", "copy", "interpolate")
@@ -31,16 +30,18 @@ def state(cfg, seed, step=7, widest=1.0):
     acc = rng.uniform(-widest, widest, n)
     at = rng.integers(0, 4, n)
     acc = np.where(at == 0, np.round(acc * 4) / 4, np.where(at == 1, acc * 2.0 ** -rng.integers(0, 40, n), acc))
-    weights = np.where(rng.integers(0, 4, n) == 0, rng.choice([-127, -126, 126, 127], n), rng.integers(-127, 128, n)).astype(np.int8)
+    weights = np.where(rng.integers(0, 4, n) == 0, rng.choice([-127, -126, 126, 127], n),
+                       rng.integers(-127, 128, n)).astype(np.int8)
     moments = np.stack([rng.normal(0, 1e3, n), rng.exponential(1e5, n), acc], 1).astype(np.float32)
-    return parameters.State(cfg, weights, moments, rng.integers(-127, 128, parameters.n_overlay(cfg)).astype(np.int8), step, seed)
+    return parameters.State(cfg, weights, moments, rng.integers(-127, 128, parameters.n_overlay(cfg)).astype(np.int8),
+                            step, seed)
 
 
 def same(a, b):
     return a.digests() == b.digests() and (a.step, a.seed) == (b.step, b.seed)
 
 
-# --- plain readings of the rules ---------------------------------------------------------------------------------------------
+# --- plain readings of the rules --------------------------------------------------------------------------------------
 
 def toward_zero(x, away=Fraction(0)):
     """x rounded to a whole number toward zero, or from `away` on away from it."""
@@ -68,11 +69,13 @@ def mixed(better, worse, part):
 
 
 ELEMENT = st.tuples(st.integers(-127, 127) | st.sampled_from([-127, 126, 127]),
-                    st.floats(-1, 1, width=32) | st.floats(-2.0**20, 2.0**20, width=32) | st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
+                    st.floats(-1, 1, width=32) | st.floats(-2.0**20, 2.0**20, width=32)
+                    | st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
 
 
 @hypothesis.settings(max_examples=400, deadline=None)
-@hypothesis.given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16), st.booleans())
+@hypothesis.given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16),
+                  st.booleans())
 def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
     if float_holds:                                  # accumulators as the usual learning rates make them
         pairs = [tuple((w, max(-1.0, min(1.0, acc))) for w, acc in pair) for pair in pairs]
@@ -83,7 +86,7 @@ def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
         moments[:, 2] = acc
         return parameters.State(None, np.array(weights, np.int8), moments, None)
 
-    weights, acc = merging._mixed(of(0), of(1), slice(None), part)
+    weights, acc = merging._mix(of(0), of(1), slice(None), part)
     assert (weights.dtype, acc.dtype) == (np.int8, np.float32)
     for got, rest, (better, worse) in zip(weights, acc, pairs):
         weight, exact, total = mixed(better, worse, Fraction(part, 1 << 16))
@@ -97,22 +100,24 @@ def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
 @hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(st.integers(-254, 254), st.integers(0, 1 << 16))
 def test_nearest_is_that_of_fractions(distance, part):
-    assert merging._nearest(np.array([distance * part]))[0] == nearest(Fraction(distance * part, 1 << 16))
+    assert merging._round(np.array([distance * part]))[0] == nearest(Fraction(distance * part, 1 << 16))
 
 
 def test_the_worse_ones_part():
-    parts = {alpha: [merging.worse_part(alpha, *pair) for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
+    parts = {alpha: [merging.worse_share(alpha, *pair)
+                     for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
              for alpha in (0.0, 0.5, 0.75, 1.0)}
     assert parts == {0.0: [65536, 49152, 49152, 655, 65536, 0], 0.5: [32768, 24576, 24576, 328, 32768, 0],
                      0.75: [16384, 12288, 12288, 164, 16384, 0], 1.0: [0] * 6}
     for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (-0.1, 1.0), (1.0, float("-inf"))):
-        with pytest.raises(ValueError, match="^a fitness of .* against .*: wanted are finite losses, 0 or more$"):
-            merging.worse_part(0.5, *wrong)
+        with pytest.raises(ValueError, match="^a fitness of .* against .*: finite losses of 0 or more are needed$"):
+            merging.worse_share(0.5, *wrong)
 
 
-# --- whole states --------------------------------------------------------------------------------------------------------------
+# --- whole states -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1), dict(OPTIMIZER="sgd"),
+@pytest.mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1),
+                                    dict(OPTIMIZER="sgd"),
                                     dict(OPTIMIZER="ztest")], ids=["transformer", "gru", "muon", "sgd", "ztest"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("merge", MERGES)
@@ -124,20 +129,24 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
         got = merging.merge(cfg, ours, theirs, *fitness)
         assert (got.step, got.seed) == (7, 1) and before == (ours.digests(), theirs.digests())
         better, worse = (ours, theirs) if fitness[0] <= fitness[1] else (theirs, ours)
-        part = Fraction(merging.worse_part(0.7, *fitness), 1 << 16)
+        part = Fraction(merging.worse_share(0.7, *fitness), 1 << 16)
         some = np.random.default_rng(3).integers(0, got.weights.size, 300)
         for i in some:
             if merge == "clone":
                 assert (got.weights[i], got.moments[i, 2]) == (theirs.weights[i], theirs.moments[i, 2])
             else:
-                weight, rest, _ = mixed((better.weights[i], better.moments[i, 2]), (worse.weights[i], worse.moments[i, 2]), part)
+                weight, rest, _ = mixed((better.weights[i], better.moments[i, 2]),
+                                        (worse.weights[i], worse.moments[i, 2]), part)
                 assert (got.weights[i], Fraction(float(got.moments[i, 2]))) == (weight, rest)
             for column in (0, 1):
                 a, b = (Fraction(float(x.moments[i, column])) for x in (better, worse))
-                wanted = {"reset": 0.0, "copy": theirs.moments[i, column], "interpolate": np.float32(float(a + (b - a) * part))}[optimizer]
-                assert got.moments[i, column] == pytest.approx(wanted, rel=1e-6) if optimizer == "interpolate" else got.moments[i, column] == wanted
+                wanted = {"reset": 0.0, "copy": theirs.moments[i, column],
+                          "interpolate": np.float32(float(a + (b - a) * part))}[optimizer]
+                wanted = pytest.approx(wanted, rel=1e-6) if optimizer == "interpolate" else wanted
+                assert got.moments[i, column] == wanted
         overlay = [a + nearest((b - a) * part) for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
-        assert got.overlay.tolist() == (theirs.overlay.tolist() if merge == "clone" else overlay) and got.overlay.dtype == np.int8
+        assert got.overlay.tolist() == (theirs.overlay.tolist() if merge == "clone" else overlay)
+        assert got.overlay.dtype == np.int8
         assert (got.moments[:, 1] >= 0).all() and got.moments.dtype == np.float32 and got.moments.flags.c_contiguous
         assert same(got, merging.merge(cfg, ours, theirs, *fitness))
 
@@ -148,7 +157,8 @@ def test_a_state_merged_with_itself_stays(merge, optimizer):
     cfg = config(merge, optimizer)
     mine = state(cfg, 5)
     acc = np.round(mine.moments[:, 2] * 2**24) / 2**24 + 0.0                 # what a mix can hold: no -0 either
-    mine.moments[:, 2] = np.where((np.abs(acc) == 1) & (acc * 127 != mine.weights), 0, acc)       # a whole one moves a weight that can move
+    # a whole one moves a weight that can move
+    mine.moments[:, 2] = np.where((np.abs(acc) == 1) & (acc * 127 != mine.weights), 0, acc)
     assert same(merging.merge(cfg, mine, mine, 3.0, 3.0), mine)
 
 
@@ -162,7 +172,8 @@ def test_all_of_one_and_nothing_of_the_other():
 
 
 def test_many_states_average_to_their_mean():
-    """The accumulators carry what int8 cannot: mixing one state after the other with falling parts gives the mean of w + acc of all."""
+    """The accumulators carry what int8 cannot: mixing one state after the other with falling parts gives the mean of w
+    + acc of all."""
     cfg = config()
     states = [state(cfg, seed) for seed in range(8)]
     mine = states[0]
@@ -170,7 +181,8 @@ def test_many_states_average_to_their_mean():
         cfg.RECOMBINE_ALPHA = 1 - 1 / i
         mine = merging.merge(cfg, mine, other, 1.0, 1.0)
     mean = np.mean([s.weights + s.moments[:, 2].astype(np.float64) for s in states], 0)
-    assert np.abs(mine.weights + mine.moments[:, 2].astype(np.float64) - mean).max() < 0.02        # of shares in 2^-16, times 254
+    # of shares in 2^-16, times 254
+    assert np.abs(mine.weights + mine.moments[:, 2].astype(np.float64) - mean).max() < 0.02
     assert np.abs(mine.weights - mean).max() < 1.02
 
 
@@ -197,8 +209,10 @@ def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
 
 
 @pytest.mark.parametrize("spoil, said", [
-    (lambda s: s.moments.__setitem__((3, 0), np.nan), "moments that are not finite"), (lambda s: s.moments.__setitem__((3, 2), np.inf), "not finite"),
-    (lambda s: s.moments.__setitem__((3, 1), -1.0), "mean squares below 0"), (lambda s: s.weights.__setitem__(3, -128), "-128"),
+    (lambda s: s.moments.__setitem__((3, 0), np.nan), "moments that are not finite"),
+    (lambda s: s.moments.__setitem__((3, 2), np.inf), "not finite"),
+    (lambda s: s.moments.__setitem__((3, 1), -1.0), "mean squares below 0"),
+    (lambda s: s.weights.__setitem__(3, -128), "-128"),
     (lambda s: s.overlay.__setitem__(3, -128), "-128")])
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_state_that_no_training_gives_is_refused(merge, spoil, said):
@@ -218,7 +232,8 @@ def test_rejuvenation():
         before = old.digests()
         new = merging.rejuvenate(cfg, old)
         assert old.digests() == before and (new.step, new.seed) == (old.step, old.seed)
-        assert not new.moments[:, :2].any() and (new.moments[:, 2] == old.moments[:, 2]).all() and (new.weights == old.weights).all()
+        assert not new.moments[:, :2].any() and (new.moments[:, 2] == old.moments[:, 2]).all()
+        assert (new.weights == old.weights).all()
         assert new.overlay.tolist() == ([max(x, 40) for x in old.overlay.tolist()] if mode else old.overlay.tolist())
 
 
@@ -238,7 +253,8 @@ def test_the_same_bits_everywhere():
     def made(factor):                                # from integers alone, without a random generator that may change
         x = np.arange(1, n + 1, dtype=np.int64) * factor
         moments = np.stack([x % 1009 - 504, x % 100003, (x % 1999 - 999) / 1000], 1).astype(np.float32)
-        return parameters.State(cfg, (x % 255 - 127).astype(np.int8), moments, (x[:k] % 255 - 127).astype(np.int8), factor, factor)
+        return parameters.State(cfg, (x % 255 - 127).astype(np.int8), moments, (x[:k] % 255 - 127).astype(np.int8),
+                                factor, factor)
 
     got = merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)
     assert state_digest.of_state(got).hex() == RECORDED
@@ -250,18 +266,3 @@ RECORDED = "f0cd4628edf17652588830c234f0db53"
 def test_a_merge_needs_no_numba():
     program = "import sys; from islands import merging; print('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
-
-
-def seconds(**values):
-    """{(MERGE, OPTIMIZER_MERGE): seconds}: what a merge of two random states takes, the median of five; for BENCHMARKS.md."""
-    found = {}
-    for merge in MERGES:
-        for optimizer in OPTIMIZERS:
-            cfg = egg_config.make(**values, MERGE=merge, OPTIMIZER_MERGE=optimizer)
-            ours, theirs, times = state(cfg, 1), state(cfg, 2), []
-            for _ in range(5):
-                at = time.perf_counter()
-                merging.merge(cfg, ours, theirs, 3.0, 2.5)
-                times.append(time.perf_counter() - at)
-            found[merge, optimizer] = round(sorted(times)[2], 3)
-    return found

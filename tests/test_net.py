@@ -12,183 +12,21 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 
 import numpy as np
 import pytest
 
 import egg_config
-from model import state_digest
 from cluster import history
 from model import parameters
 import egg_net
 from tools import train
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until,
+                 whole, work_in_thread)
 
-HERE = pathlib.Path(__file__).parent.parent
 SPAWN = multiprocessing.get_context("spawn")
-
-# 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
-CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=128,
-                      VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3, AUDIT_RATE=0.0)
-
-
-class FakeEngine:
-    """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
-
-    name = "fake"
-
-    def __init__(self, cfg=CFG, pause=0.0):
-        self.cfg, self.pause, self.evaluated, self.loads = cfg, pause, [], -1
-        self.load(parameters.initial_state(cfg))
-
-    def load(self, state):
-        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
-        self.loads += 1
-
-    def state(self):
-        weights = np.concatenate([self.weights, self.whole.weights[8:]])
-        return parameters.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
-
-    def digest(self):
-        return state_digest.of_state(self.state())
-
-    def evaluate(self, first, count):
-        assert first % 2 == count % 2 == 0 and count > 0
-        self.evaluated.append((self.step, first, count))
-        time.sleep(self.pause)
-        x = parameters.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
-        return (x % 1000).astype(np.int64)
-
-    def update(self, fitness):
-        assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
-        digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
-        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = parameters.next_seed(self.seed, self.step), self.step + 1
-        return 100 + self.step
-
-    def validate(self, windows):
-        return float(self.step + 1), windows.shape[0] * (windows.shape[1] - 1)
-
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        yield from [65 + self.step] * count
-
-
-def expected(steps, cfg=CFG, kind=None):
-    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
-    engine, packed = (kind or FakeEngine)(cfg), []
-    for _ in range(steps):
-        chunks = [parameters.chunk_fitness(engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE), cfg) for c in range(cfg.N_CHUNKS)]
-        packed.append(parameters.pack_ternary(np.concatenate(chunks)))
-        engine.update(np.concatenate(chunks))
-    return packed, engine.state().digests()
-
-
-class Lines:
-    """A stream that remembers what was printed."""
-
-    encoding = "utf-8"
-
-    def __init__(self):
-        self.text = ""
-
-    def isatty(self):
-        return False
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-class Server:
-    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
-
-    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
-        self.lines, self.drain, self.stay = Lines(), drain, stay
-        self.run = history.open_run(cfg, directory if save else None)
-        console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console, **options)
-        self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
-        self.thread = threading.Thread(target=self._serve)
-
-    def _serve(self):
-        try:
-            while not self.stopping and (self.stay or not self.coordinator.finished):
-                self.coordinator.poll(0.02)
-            self.coordinator.drain(self.drain if self.coordinator.finished else 0)
-        except Exception as error:
-            self.failure = error
-        self.coordinator.close()
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind, *_):
-        self.stopping = kind is not None or self.stopping or self.stay or self.coordinator.steps is None
-        self.thread.join(20)
-        self.run.close()
-        assert kind or not self.failure, self.failure
-
-    def stop(self):
-        self.stopping = True
-        self.thread.join(10)
-
-
-class Peer:
-    """A worker spoken byte by byte."""
-
-    def __init__(self, port, cfg=CFG):
-        self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
-
-    def ask(self, step):
-        self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
-
-    def answer(self, timeout=5):
-        return self.link.response(timeout)
-
-    def chunk(self, step):
-        self.ask(step)
-        seed, its_step, position, packed = self.answer()
-        assert (its_step, packed) == (step, b"")
-        return position
-
-    def result(self, step, position, packed=None, updates=0, loss=5, size=None):
-        packed = parameters.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
-        head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
-        self.link.send(wire.frame(RESULT, head, packed))
-
-    def silent(self, seconds=0.15):
-        """Nothing comes, and the connection stays."""
-        try:
-            self.answer(seconds)
-        except TimeoutError:
-            return True
-        return False
-
-    def closed(self):
-        self.link.sock.settimeout(5)
-        try:
-            return self.link.sock.recv(1) == b""
-        except ConnectionResetError:
-            return True
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-
-
-def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
-    options.update(retry=retry, console=egg_net.Console(lines or Lines()))
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options, daemon=retry)
-    thread.start()
-    return thread
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------------
@@ -212,14 +50,6 @@ def test_frames_come_out_whole_however_the_bytes_arrive():
         while one := wire.next_frame(buffer, limits):
             got.append(one[1:])
     assert got == sent and not buffer
-
-
-GOOD = parameters.pack_ternary(np.ones(16, np.int8))
-
-
-def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
-    size = len(packed) if size is None else size
-    return wire.frame(RESULT, wire.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
 
 
 REFUSED = {
@@ -566,21 +396,6 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
 
 # --- history --------------------------------------------------------------------------------------------------------------
 
-def filled(directory, steps=5, cfg=CFG):
-    """[packed fitness] of a run that was written to `directory`."""
-    rng, packed = np.random.default_rng(steps), []
-    run = history.open_run(cfg, directory)
-    for k in range(steps):
-        packed.append(parameters.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
-        run.append(packed[-1], -k * 1000, k)
-    run.close()
-    return packed
-
-
-def whole(run):
-    return [run.fitness(k) for k in range(run.step)]
-
-
 def test_history_keeps_every_step(tmp_path):
     packed = filled(tmp_path, 150)                                     # more than stay in memory
     run = history.open_run(CFG, tmp_path)
@@ -588,7 +403,7 @@ def test_history_keeps_every_step(tmp_path):
     for k in range(150):
         seed = parameters.next_seed(seed, k)
     assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
-    assert run.said == [] and len(run._recent) <= history.RECENT
+    assert run.notices == [] and len(run._recent) <= history.RECENT
     run.append(packed[0], 1 << 62, 1)
     run.close()
     again = history.open_run(CFG, tmp_path)
@@ -618,7 +433,7 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.said) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.said)
+            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data
@@ -692,7 +507,7 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     run.append(packed[0], 1, 1)
     run.close()
     run = history.open_run(CFG, tmp_path)
-    assert whole(run) == packed + packed[:1] and run.said == []
+    assert whole(run) == packed + packed[:1] and run.notices == []
     run.close()
 
 
@@ -722,13 +537,6 @@ def golden_a():
     """(Config, recorded arrays) of golden configuration A."""
     recorded = np.load(HERE / "tests" / "golden" / "A.npz")
     return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0), recorded
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(CFG, lambda line: None)
 
 
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
@@ -846,20 +654,6 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
 
 # --- the coordinator as a command, and training ------------------------------------------------------------------------------
 
-def coordinator_process(directory, port=0, cfg=CFG):
-    """A coordinator in a process of its own: (process, port)."""
-    constants = cfg.constants()
-    program = ("import sys, egg_net, egg_config\n"
-               f"cfg = egg_config.make(**{constants!r})\n"
-               "try:\n"
-               f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
-               "except egg_net.EggError as error:\n"
-               "    sys.exit(f'egg: {error}')\n")
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    first = process.stdout.readline()
-    return process, int(re.search(r":(\d+), step", first)[1]) if first else None
-
-
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
     process, port = coordinator_process(tmp_path)
@@ -880,16 +674,6 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     run = history.open_run(CFG, tmp_path)
     assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
     run.close()
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A configuration that trains in a moment, in a directory with its data."""
-    text = (b"the quick brown fox jumps over the lazy dog. " * 200)
-    (tmp_path / "input.bin").write_bytes(text)
-    (tmp_path / "val.bin").write_bytes(text[:500])
-    monkeypatch.chdir(tmp_path)
-    return egg_config.make(**{**CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64})
 
 
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):

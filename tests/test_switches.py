@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from numba import cuda, uint32
+from numba import uint32
 
 import egg_config
 from engine import cpu_engine
@@ -20,11 +20,8 @@ from kernels import muon
 from model import transforms
 from tools import train
 from tools.debug import Reading
-from test_cluster import cluster
-from test_egg import loss_of, random_config
-from test_gpu import CARDS
+from kit import CARDS, HERE, cluster, loss_of, random_config
 
-HERE = pathlib.Path(__file__).parent.parent
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0,
              SAMPLE_EVERY=0, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0)
 
@@ -252,8 +249,8 @@ def muon_digest():
 
 
 def test_threads_and_vector_widths_give_the_same_bits():
-    code = "import sys; sys.path.insert(0, 'tests'); import test_switches as t; from engine import simd; assert simd.KIND == 'portable'; print(t.product_digest())"
-    other = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"EGG_SIMD": "portable", "PATH": "", "HOME": str(pathlib.Path.home())},
+    code = "import sys; sys.path.insert(0, 'tests'); import test_switches as t; from engine import simd; simd.use('portable'); print(t.product_digest())"
+    other = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"PATH": "", "HOME": str(pathlib.Path.home())},
                            capture_output=True, text=True)
     assert other.stdout.split() == [product_digest()], other.stderr
     assert muon_digest()
@@ -334,21 +331,28 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
 
 
 @pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
-def test_their_kernels_compile(cc):
-    """Muon's for every card, the look-ups of the general path for the oldest one, those of the fast path and of generation for cc 9.0."""
-    cfg = egg_config.make(NTT_MODE=1 if cc == (8, 0) else 3, NTT_CAUSAL=int(cc != (8, 0)), USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
+def test_their_kernels_compile(cc, compiler):
+    """Muon's for every card, the look-ups of the general path for the oldest one, those of the fast path and of
+    generation for cc 9.0."""
+    constants = dict(NTT_MODE=1 if cc == (8, 0) else 3, NTT_CAUSAL=int(cc != (8, 0)), USE_MUON=1, ADAPTIVE_NOISE_MODE=2,
+                     RARE_TOKENS=0.01)
     wanted = ("muon", "optimize", *{(8, 0): ("rows",), (9, 0): ("embed", "token")}.get(cc, ()))
     seen = set()
-    for name, dispatcher, signature, shared in cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024, uint32)[2]:
-        if name in seen or not name.startswith(wanted):
-            continue
-        seen.add(name)                                       # of the rows' kernels the first looks tokens up
-        ptx, _ = cuda.compile_ptx(dispatcher.py_func, signature, cc=(9, 0, "a") if cc == (9, 0) else cc)
+
+    def first(name):                                         # of the rows' kernels the first looks tokens up
+        new = name.startswith(wanted) and name not in seen
+        seen.update([name] if new else [])
+        return new
+
+    for name, _, future, _ in compiler(constants, cc, first):
+        ptx = future.result()
         assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
         if name.startswith("muon"):
             used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
-            assert used <= {"mul.rn.f32", "add.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"} and "fma.rn.f32" in used
-    assert seen >= {"muon_start", "muon_gram", "muon_mix", "optimize"} and all(any(name.startswith(w) for name in seen) for w in wanted)
+            assert used <= {"mul.rn.f32", "add.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
+            assert "fma.rn.f32" in used
+    assert seen >= {"muon_start", "muon_gram", "muon_mix", "optimize"}
+    assert all(any(name.startswith(w) for name in seen) for w in wanted)
 
 
 # --- distributed, resumed -----------------------------------------------------------------------------------------------------------------

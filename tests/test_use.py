@@ -27,8 +27,8 @@ import egg_net
 from cluster import snapshots
 from tools import use
 from tools.debug import Reading
-from test_egg import HERE, random_config
-from test_net import CFG as NET_CFG, Lines, Peer, Server, work_in_thread
+from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, drawn, hold_draws_against_the_distribution, random_config, settings_of,
+                 work_in_thread)
 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -36,33 +36,6 @@ STEPS, SNAPSHOT = 6, 4
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------------
-
-def weights_of(cfg, z, seen, temp, min_p, penalty):
-    """int64 [V]: the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11); float [V] scores beside them."""
-    scores = z.astype(np.float32)
-    scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
-    if temp == 0:
-        return None, scores
-    d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
-    exp = parameters.exp_table(cfg).astype(np.int64)
-    floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
-    return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
-
-
-def drawn(cfg, z, seen, position, seed, **settings):
-    """The token after `position`: the walk over v = 0, H, 2 H, ..., 1, H + 1, ... of SPEC 10."""
-    weights, scores = weights_of(cfg, z, seen, **settings)
-    if weights is None:
-        return int(scores.argmax())
-    walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = parameters.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
-    return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
-
-
-def settings_of(rng):
-    return {name: float(rng.choice(values)) for name, values in
-            dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
-
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_are_those_of_the_plain_reading(seed):
@@ -76,22 +49,6 @@ def test_tokens_are_those_of_the_plain_reading(seed):
     for t in range(len(prompt) - 1, len(sequence) - 1):
         assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, 70 + seed, **settings), (t, settings)
     assert len(got) == cfg.SEQ_LEN + 9
-
-
-def hold_draws_against_the_distribution(engine_type):
-    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its 1 - 1e-4 quantile."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
-    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
-    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
-    counts = np.bincount([next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)], minlength=cfg.VOCAB_SIZE)
-    expected = 4000 * weights / weights.sum()
-    assert not counts[weights == 0].any()
-    common = expected >= 5
-    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
-    free = len(counts) - 1
-    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
-    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
-    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
 
 
 def test_the_draw_follows_the_exact_distribution():

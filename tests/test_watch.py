@@ -23,6 +23,7 @@ import egg
 from cluster import auth
 from model import data_files
 from cluster import history
+from tools.curves import Merge, Thinned, read_curve
 from tools import live_page
 import egg_net
 from tools import plot
@@ -30,12 +31,8 @@ from tools import train
 from cluster import event_log
 from cluster import wire
 from cluster.wire import LOG_MESSAGE, VALIDATION
-from test_cluster import certificates, changed, cluster
-from test_net import CFG, HERE, FakeEngine, Lines, Peer, Server, compiled, small, until, work_in_thread
+from kit import CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread
 
-assert compiled and small and certificates           # fixtures
-
-SECRET = b"sixteen bytes or more"
 EVERYBODY = live_page.Where("127.0.0.1", 0, b"", None)
 MASTER = live_page.Where("127.0.0.1", 0, SECRET, None)
 
@@ -124,7 +121,7 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     with open(path, "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n{"event": "step", "step": 9, "tokens": NaN, "loss": 1, "seconds": 1}\n' + b"[" * 100000 + b"\n"
                    b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
-    curve = event_log.read_curve(path)
+    curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
     assert (curve.validation, curve.unit, curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
 
@@ -138,12 +135,12 @@ def test_a_resumed_run_has_one_curve(tmp_path):
                 state = json.loads(ask(server, "/state.json")[2])
                 assert state["curves"]["loss"][0][0] == 0 and len(state["curves"]["loss"]) >= 3
         thread.join(10)
-    curve = event_log.read_curve(tmp_path)
+    curve = read_curve(tmp_path)
     assert [p[0] for p in curve.loss] == list(range(6)) and len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
     seconds = [p[2] for p in curve.loss]
     assert seconds == sorted(seconds) and curve.name == tmp_path.name
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
-    assert event_log.read_curve(tmp_path / "elsewhere")[1:] == curve[1:]
+    assert read_curve(tmp_path / "elsewhere")[1:] == curve[1:]
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
@@ -153,7 +150,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
         for _ in range(3):
             told.warn("something")
     run.close()
-    assert lines.text.count("/dev/full: No space left on device: what happens meanwhile is missing there") == 1
+    assert lines.text.count("/dev/full: No space left on device: events are missing in it from now on") == 1
     assert lines.text.count("something") == 3
 
 
@@ -209,7 +206,7 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     lines, run = Lines(), history.open_run(CFG)
     (tmp_path / "file").write_text("")
-    with pytest.raises(event_log.WatchError, match="File exists: name a directory"):
+    with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
         event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "file")
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "tb") as told:
         def full(_):
@@ -245,7 +242,7 @@ def example(path, steps=300, loss=2.0, unit="bits/byte"):
 
 def test_a_thinned_curve_is_the_mean_of_the_whole():
     for n in (0, 1, 7, 8, 9, 1000, 1001):
-        curve = event_log.Thinned(8)
+        curve = Thinned(8)
         for k in range(n):
             curve.add(k, 2.0 * k)
         points = curve.all()
@@ -266,7 +263,7 @@ class Stream(io.StringIO):
 
 
 def charts(paths, x="tokens"):
-    curves = plot._named([event_log.read_curve(p) for p in paths], [str(p) for p in paths])
+    curves = plot._named([read_curve(p) for p in paths], [str(p) for p in paths])
     made = [plot.Chart("validation", curves, x), plot.Chart("loss", curves, x)]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
 
@@ -329,8 +326,8 @@ def test_runs_without_data_are_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").write_text("")
     (tmp_path / "dir").mkdir()
     (tmp_path / "binary").write_bytes(os.urandom(1 << 20))
-    for run, line in (("empty", "empty holds no step of a run"), ("dir", "dir: no run of egg lies there"), ("none", "none: No such file"),
-                      ("binary", "binary holds no step of a run"), (str(HERE / "tests" / "golden"), "no run of egg lies there")):
+    for run, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"), ("none", "none: No such file"),
+                      ("binary", "binary holds no step of a run"), (str(HERE / "tests" / "golden"), "contains no run of egg")):
         assert egg.main(["plot", run]) == 1
         err = capsys.readouterr().err
         assert line in err and err.count("\n") == 1 and "name a --save-dir, or a file of --log-json" in err
@@ -344,7 +341,7 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
     assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / history.EVENTS)]
     assert [e["event"] for e in told[-3:]] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
-    curve = event_log.read_curve("run")
+    curve = read_curve("run")
     assert len(curve.loss) == 4 and [p[0] for p in curve.validation] == [0, 2, 4]
     assert egg.main(["plot", "run", "log", "--x", "steps"]) == 0
     assert "training loss" in capsys.readouterr().out
@@ -382,31 +379,31 @@ def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
 
 def test_a_curve_knows_what_an_island_took_in(tmp_path):
     paths = archipelago(tmp_path)
-    a, b, c = map(event_log.read_curve, paths)
-    assert (a.island, a.merges, a.pushes, a.steps) == ("a", [], [(70,)], 100)
-    assert b.merges == [event_log.Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30) == (30, 3000, 15.0) and b.at(0) == (0, 0, 0)
-    assert [m.part for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]      # our own wins a tie
+    a, b, c = map(read_curve, paths)
+    assert (a.island, a.merges, a.rejuvenations, a.steps) == ("a", [], [(70,)], 100)
+    assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30) == (30, 3000, 15.0) and b.at(0) == (0, 0, 0)
+    assert [m.share for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]      # our own wins a tie
     with open(paths[2], "a") as file:
         for what in ({"event": "merge"}, {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN", "kind": "clone"}, {"event": "island"},
                      {"event": "merge", "step": 99, "time": 1, "peer": "x", "peer_step": 1, "kind": "recombine", "ours": None, "theirs": 1},
                      {"event": "start", "config": 3}, {"event": "rejuvenated", "step": []}):
             print(json.dumps(what), file=file)
-        assert event_log.read_curve(paths[2]).merges == c.merges
+        assert read_curve(paths[2]).merges == c.merges
         print(json.dumps({"event": "step", "step": 50, "tokens": 0, "loss": 1, "seconds": 1}), file=file)      # went on from before the second
-    assert event_log.read_curve(paths[2]).merges == c.merges[:1] and event_log.read_curve(tmp_path / "a").merges == []
+    assert read_curve(paths[2]).merges == c.merges[:1] and read_curve(tmp_path / "a").merges == []
 
 
 def test_the_family_of_islands(tmp_path):
     paths = archipelago(tmp_path, "far")
     tree = charts(paths)[2]
-    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)] and list(tree.here) == ["a", "b", "c"]
+    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)] and list(tree.runs) == ["a", "b", "c"]
     assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
     part = 1 - 0.25 * 6 / 8
     assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4), "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
                                        "far": pytest.approx(0.25, abs=1e-4)}
     assert [(giver, taker) for giver, _, taker, _ in tree.edges] == [("a", "b"), ("b", "c"), ("far", "c")]
     assert [[pytest.approx(x, abs=1e-9) for x in (start, end)] for _, start, _, end in tree.edges] == [[2, 3], [4, 5], [6, 6]]      # thousand tokens
-    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0} and tree.pushes == [("a", 7)]
+    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0} and tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
     # at step 30 of b there are two states: the digest says which one was given
     for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):

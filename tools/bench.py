@@ -38,8 +38,7 @@ def main(cfg, args):
 def bench_cpu(cfg, tokens, threads):
     """Evaluation against NumPy's float32 matrix product with as many threads, update, validation, generation."""
     from engine import cpu_engine
-    os.environ["EGG_SIMD"] = cfg.SIMD
-    seconds = cpu_engine.warm_up(cfg, lambda line: print(line, flush=True))
+    seconds = cpu_engine.warm_up(cfg, lambda line: print(line, flush=True), cpu_engine.VERBS)
     print(f"engine ready after {seconds:.1f} s")
     engine = hardware.make(cfg, tokens, "cpu", threads)
     print(f"engine {engine.name}")

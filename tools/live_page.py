@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from cluster import auth
 from cluster import event_log
+from tools import curves
 
 MOST_CLIENTS = 128         # connections
 MOST_HEADER = 8192         # bytes of a request
@@ -162,7 +163,7 @@ class Page:
         with open(PAGE, "rb") as file:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
-        self.loss, self.validation = event_log.Thinned(POINTS), event_log.Thinned(POINTS)
+        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.seconds, self.step, self.references = 0.0, None, {}
         self.last_validation = self.best = self.unit = None
         self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
@@ -182,7 +183,7 @@ class Page:
         if run.directory is None or not run.step:
             return
         with contextlib.suppress(event_log.WatchError):          # a run of before there were events, say
-            curve = event_log.read_curve(run.directory)
+            curve = curves.read_curve(run.directory)
             for step, tokens, seconds, value in curve.loss:
                 if step < run.step:
                     self.loss.add(tokens, seconds, value)
@@ -192,7 +193,7 @@ class Page:
                     self._validated(step, tokens, seconds, value, curve.unit)
             self.references = curve.references
             for merge in curve.merges:
-                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.part)
+                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
 
     def _validated(self, step, tokens, seconds, value, unit):
         self.validation.add(tokens, seconds, value)
@@ -248,7 +249,7 @@ class Page:
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
         if kind == "merge":
             self._merged(event["step"], event["step"] * self.coordinator.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
-                         event_log.part(event, self.coordinator.cfg.RECOMBINE_ALPHA))
+                         curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA))
         if kind in self.counts:
             self.counts[kind] += 1
 

@@ -59,9 +59,10 @@ def say_references(cfg, data, console):
 
 
 def start_engine(cfg, data, device, threads, say):
-    """An engine that is ready to work; `say` takes lines while it is compiled. Raises EngineError."""
+    """An engine that is ready for a training step if there are data; `say` takes lines while it is compiled. Kernels that
+    other verbs need are compiled at their first use. Raises EngineError."""
     engine = hardware.make(cfg, data.tokens, device, threads)
-    if device == "cpu":
+    if device == "cpu" and data.tokens is not None:
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, say)
     return engine
@@ -227,7 +228,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     run = history.open_run(cfg, save_dir, load_dir)
     with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
-        for line in run.said:
+        for line in run.notices:
             events.warn(line)
         # nobody else on this machine may take part: the workers are given a secret with their work
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,

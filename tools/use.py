@@ -1,12 +1,15 @@
-"""What a saved run is good for: text from it, its figures on a text, its weights as a safetensors file, and back.
+"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file,
+and import such a file.
 
-A safetensors file: u64 length of the header (little-endian), the header (JSON: name -> dtype, shape, data_offsets; "__metadata__": texts),
-the arrays. Ours holds every array of model.parameters.TABLE under its name ("embedding", "layers.0.w_q"), int8, [rows = inputs, cols = outputs]
-row by row; with the state of the optimizer also NAME.moments float32 [..., 3] (m, v, accumulator), and the noise scales NAME.noise_in int8
-[rows] (matrices) and NAME.noise_out int8 [cols].
+A safetensors file: u64 length of the header (little-endian), the header (JSON: name -> dtype, shape, data_offsets;
+"__metadata__": texts), the arrays. Ours holds every array of model.parameters.TABLE under its name ("embedding",
+"layers.0.w_q"), int8, [rows = inputs, cols = outputs] row by row. With the state of the optimizer it also holds
+NAME.moments float32 [..., 3] (m, v, accumulator), and the noise scales NAME.noise_in int8 [rows] (matrices only) and
+NAME.noise_out int8 [cols].
 """
 
 import codecs
+import itertools
 import json
 import math
 import os
@@ -24,26 +27,26 @@ from cluster import snapshots
 from tools import train
 from egg_config import EggError
 
-EVAL_SECONDS = 0.3         # of evaluation between two looks at the clock, roughly
+EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
 
 
 class UseError(EggError):
-    """One line: what cannot be used, what to do."""
+    """About a saved run, a prompt or a file that cannot be used."""
 
 
-# --- a saved run -------------------------------------------------------------------------------------------------------------
+# --- a saved run ------------------------------------------------------------------------------------------------------
 
 class Saved(NamedTuple):
-    """A saved run: an engine in its newest state (or its best), and where that is."""
+    """engine: in the newest (or best) state of the run in `directory`, after `step` steps."""
     engine: object
     step: int
     directory: str
 
 
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
-    """The Saved in a directory: from the newest snapshot, replaying what came after it, or (best) the snapshot that was best in validation.
-    console: takes progress. Raises HistoryError, UseError, EngineError, DataError."""
+    """The Saved in a directory: the newest snapshot and a replay of the steps after it, or (best) the snapshot with the
+    best validation. console: shows progress. Raises HistoryError, UseError, EngineError, DataError."""
     run = history.read_run(cfg, directory)
     try:
         state = _state(cfg, run, best, console.line)
@@ -60,50 +63,51 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
         run.close()
 
 
-def _state(cfg, run, best, say):
-    """The State to begin from: that of a snapshot where there is one that can be read."""
+def _state(cfg, run, best, warn):
+    """The State to begin with: of the newest readable snapshot, else the initial one; `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
     steps = [shelf.best] if best else sorted(shelf.files, reverse=True)
     if steps == [None]:
-        raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and judged where a validation "
-                       "falls on them; leave --best out")
+        raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
+                       "rated if the step has a validation; leave --best out")
     for step in steps:
         try:
             return shelf.state(step)
         except (ValueError, OSError) as error:
-            say(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
+            warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
         raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
     return parameters.initial_state(cfg)
 
 
 def _tokens_of(cfg, run):
-    """The training data of a run, whose updates depend on them."""
+    """The training data of a run whose updates depend on them."""
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     if any(run.data) and snapshots.data_digest(tokens) != run.data:
-        raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its last steps cannot be repeated "
-                       "without that: name it with -D INPUT_FILE=...")
+        raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its last "
+                       "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
     return tokens
 
 
-# --- generate ----------------------------------------------------------------------------------------------------------------
+# --- generate ---------------------------------------------------------------------------------------------------------
 
 def prompt_tokens(cfg, decoding, text):
     """int32: the tokens of a prompt (bytes). Raises UseError, DataError."""
     if not text:
         raise UseError("the prompt is empty: give it a character at least, the model goes on from there")
     if decoding is None:
-        raise UseError(f"{cfg.DECODING_FILE} is missing, and without it no text can be turned into tokens: start where it lies, or name it with "
-                       "-D DECODING_FILE=...")
+        raise UseError(f"{cfg.DECODING_FILE} is missing, and without it no text can be turned into tokens: start in "
+                       "its directory, or name it with -D DECODING_FILE=...")
     tokens = decoding.encode(text)
     if tokens.max() >= cfg.VOCAB_SIZE:
-        raise UseError(f"{cfg.DECODING_FILE} has {len(decoding)} tokens, the model {cfg.VOCAB_SIZE}: give the decoding.bin of its training")
+        raise UseError(f"{cfg.DECODING_FILE} has {len(decoding)} tokens, the model {cfg.VOCAB_SIZE}: give the "
+                       "decoding.bin of its training")
     return tokens
 
 
 def stream(decoding, tokens):
-    """Yields the text of `tokens` (an iterable) as they come: a character that is split over tokens when it is whole, what is no UTF-8 as
-    U+FFFD."""
+    """Yields the text of each of `tokens` (an iterable). A character that is split over tokens comes with the last of
+    them, invalid UTF-8 as U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(decoding.decode([token]))
@@ -111,12 +115,13 @@ def stream(decoding, tokens):
 
 
 def generate(cfg, saved, text, count, seed, console, **settings):
-    """Prints `text` (bytes) and how the model goes on from there for `count` tokens, as they come. settings: temp, min_p, penalty, where
-    not None instead of SAMPLING_* of cfg."""
+    """Prints `text` (bytes) and the model's continuation of `count` tokens, token by token. settings: temp, min_p,
+    penalty, which replace SAMPLING_* of cfg if not None."""
     decoding = data_files.load_decoding(cfg)
     prompt = prompt_tokens(cfg, decoding, text)
     # one decoder for both: the prompt may end inside a character
-    pieces = stream(decoding, _chain(prompt, saved.engine.generate(prompt, count, seed, **settings)))
+    more = saved.engine.generate(prompt, count, seed, **settings)
+    pieces = stream(decoding, itertools.chain(prompt.tolist(), more))
     try:
         for at, piece in enumerate(pieces):
             console.write(piece, "blue" if at < len(prompt) else "green")
@@ -124,32 +129,27 @@ def generate(cfg, saved, text, count, seed, console, **settings):
         console.write("\n")
 
 
-def _chain(prompt, more):
-    yield from prompt.tolist()
-    yield from more
-
-
-# --- eval --------------------------------------------------------------------------------------------------------------------
+# --- eval -------------------------------------------------------------------------------------------------------------
 
 def evaluate(cfg, saved, path, most, console):
-    """Prints how well the model does on a file (text, or tokens in a .bin; None: VAL_FILE), on `most` tokens of it (0: all), beside simple
-    models. Returns (nats, tokens, Validation)."""
+    """Prints the loss of the model and of simple models on a file (text, or tokens in a .bin; None: VAL_FILE), on at
+    most `most` tokens of it (0: all). Returns (nats, tokens, Validation)."""
     decoding = data_files.load_decoding(cfg)
     name = path or cfg.VAL_FILE
     held_out = data_files.held_out(cfg, _read_tokens(cfg, decoding, name, path), name, decoding, most)
-    windows, nats, started, at = held_out.windows, 0.0, time.perf_counter(), 0
-    some = 1
+    windows, nats, at, batch, started = held_out.windows, 0.0, 0, 1, time.perf_counter()
     while at < len(windows):
         began = time.perf_counter()
-        nats += saved.engine.validate(windows[at:at + some])[0]
-        at += some
+        nats += saved.engine.validate(windows[at:at + batch])[0]
+        at += batch
         console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
-        some = min(8 * some, max(1, int(some * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
+        batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
     seconds, count = time.perf_counter() - started, windows[:, 1:].size
     figures = {f"step {saved.step}": held_out.bits(nats), **_references(cfg, held_out)}
-    stand = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
-    console.line(f"{name}: {count:,} tokens{stand}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on {saved.engine.name}")
+    size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
+    console.line(f"{name}: {count:,} tokens{size}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on "
+                 f"{saved.engine.name}")
     console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
@@ -162,12 +162,13 @@ def _read_tokens(cfg, decoding, name, path):
         return data_files.open_tokens(cfg, name)
     tokens = prompt_tokens(cfg, decoding, data_files.read_text(path))
     if tokens.size <= cfg.SEQ_LEN:
-        raise UseError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: give a longer text")
+        raise UseError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: give a "
+                       "longer text")
     return tokens
 
 
 def _references(cfg, held_out):
-    """What simple models reach: all of them where the training data are here, else the one that needs none."""
+    """{name: figure} of simple models; without training data only of the one that needs none."""
     try:
         return data_files.references(cfg, data_files.open_tokens(cfg, cfg.INPUT_FILE), held_out)
     except data_files.DataError as error:
@@ -175,22 +176,24 @@ def _references(cfg, held_out):
         return {"uniform": held_out.bits(held_out.windows[:, 1:].size * math.log(cfg.VOCAB_SIZE))}
 
 
-# --- safetensors -------------------------------------------------------------------------------------------------------------
+# --- safetensors ------------------------------------------------------------------------------------------------------
 
 DTYPES = {"I8": np.dtype("i1"), "F32": np.dtype("<f4")}
 LONGEST_HEADER = 100_000_000     # bytes; what the format allows
 
 
 def write_tensors(path, arrays, metadata):
-    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError; then nothing has changed."""
+    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError; then nothing has
+    changed."""
     names, header, at = {v: k for k, v in DTYPES.items()}, {"__metadata__": metadata}, 0
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))         # so that every element is aligned
     for name, array in arrays.items():
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
+        at, first = at + array.nbytes, at
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [first, at]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with tempfile.NamedTemporaryFile(dir=os.path.dirname(os.path.abspath(path)), prefix=os.path.basename(path), delete=False) as file:
+    directory, name = os.path.split(os.path.abspath(path))
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=name, delete=False) as file:
         try:
             file.write(len(text).to_bytes(8, "little") + text)
             for array in arrays.values():
@@ -204,7 +207,7 @@ def write_tensors(path, arrays, metadata):
 
 
 def read_tensors(path):
-    """({name: array}, {name: text}) of a safetensors file of int8 and float32 arrays. Raises UseError for what is none or is damaged."""
+    """({name: array}, {name: text}) of a safetensors file of int8 and float32 arrays. Raises UseError."""
     def wrong(what):
         return UseError(f"{path} is no safetensors file of `egg.py export`, or damaged: {what}")
 
@@ -220,13 +223,13 @@ def read_tensors(path):
         header = json.loads(data[8:8 + length])
         metadata = header.pop("__metadata__", {})
         arrays, reach = {}, 0
-        for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if told["dtype"] not in DTYPES:
-                raise wrong(f"{name} is {told['dtype']}; weights here are int8 (I8)")
-            dtype, (first, end) = DTYPES[told["dtype"]], told["data_offsets"]
-            if first != reach or end - first != math.prod(told["shape"]) * dtype.itemsize or end > len(data) - 8 - length:
+        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if fields["dtype"] not in DTYPES:
+                raise wrong(f"{name} is {fields['dtype']}; weights here are int8 (I8)")
+            dtype, (first, end), shape = DTYPES[fields["dtype"]], fields["data_offsets"], fields["shape"]
+            if first != reach or end - first != math.prod(shape) * dtype.itemsize or end > len(data) - 8 - length:
                 raise wrong(f"{name} does not fit its {end - first} bytes")
-            arrays[name] = np.frombuffer(data, dtype, math.prod(told["shape"]), 8 + length + first).reshape(told["shape"])
+            arrays[name] = np.frombuffer(data, dtype, math.prod(shape), 8 + length + first).reshape(shape)
             reach = end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong(f"its header cannot be read ({error})") from None
@@ -241,14 +244,15 @@ def tensor_name(t):
 
 
 def to_arrays(cfg, state, full):
-    """{name: array} of a State; full: with the state of the optimizer and the noise scales."""
+    """{name: array} of a State; full: with moments and noise scales."""
     arrays = {}
     for t in parameters.tensors(cfg):
         name, part = tensor_name(t), slice(t.weights, t.weights + t.size)
         plain = lambda flat: parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
         arrays[name] = plain(state.weights[part])
         if full:
-            arrays[name + ".moments"] = np.stack([plain(np.ascontiguousarray(x)) for x in state.moments[part].T], axis=-1)
+            moments = [plain(np.ascontiguousarray(x)) for x in state.moments[part].T]
+            arrays[name + ".moments"] = np.stack(moments, axis=-1)
             arrays[name + ".noise_out"] = state.overlay[t.overlay_a:t.overlay_a + t.cols]
             if t.matrix:
                 arrays[name + ".noise_in"] = state.overlay[t.overlay_b:t.overlay_b + t.rows]
@@ -256,50 +260,55 @@ def to_arrays(cfg, state, full):
 
 
 def from_arrays(cfg, arrays, path):
-    """(State, full) from {name: array}; moments and noise scales begin anew where the file has none. Raises UseError."""
+    """(State, full) from {name: array}. Without moments and noise scales these are the initial ones. Raises
+    UseError."""
     state, left = parameters.initial_state(cfg), dict(arrays)
     full = any(name.endswith(".moments") for name in arrays)
+    advice = "set the constants as they were when it was made"
 
     def take(name, shape, dtype):
         if name not in left:
-            raise UseError(f"{path} has no {name}, which this configuration needs: set the constants as they were when it was made")
+            raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
         array = left.pop(name)
         if array.shape != shape or array.dtype != dtype:
-            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {dtype} {list(shape)}: set the "
-                           "constants as they were when it was made")
+            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {dtype} "
+                           f"{list(shape)}: {advice}")
         return array
 
     for t in parameters.tensors(cfg):
-        name, part, shape = tensor_name(t), slice(t.weights, t.weights + t.size), (t.rows, t.cols) if t.matrix else (t.cols,)
+        name, part = tensor_name(t), slice(t.weights, t.weights + t.size)
+        shape = (t.rows, t.cols) if t.matrix else (t.cols,)
         flat = lambda x: parameters.to_canonical(x) if t.matrix else x
         state.weights[part] = flat(take(name, shape, np.int8))
         if full:
-            state.moments[part] = np.stack([flat(x) for x in np.moveaxis(take(name + ".moments", (*shape, 3), np.float32), -1, 0)], axis=-1)
+            moments = np.moveaxis(take(name + ".moments", (*shape, 3), np.float32), -1, 0)
+            state.moments[part] = np.stack([flat(x) for x in moments], axis=-1)
             state.overlay[t.overlay_a:t.overlay_a + t.cols] = take(name + ".noise_out", (t.cols,), np.int8)
             if t.matrix:
                 state.overlay[t.overlay_b:t.overlay_b + t.rows] = take(name + ".noise_in", (t.rows,), np.int8)
     if left:
-        raise UseError(f"{path} holds {next(iter(left))}, which this configuration does not have: set the constants as they were when it "
-                       "was made")
+        raise UseError(f"{path} holds {next(iter(left))}, which this configuration does not have: {advice}")
     if state.weights.min() < -127 or not np.isfinite(state.moments).all():
         raise UseError(f"{path}: weights go from -127 to 127, moments are finite; here they are not")
     return state, full
 
 
 def export(cfg, saved, path, full):
-    """Writes the weights of a saved run as a safetensors file; a line about it. Raises UseError."""
+    """Writes the weights of a saved run as a safetensors file; returns a line about it. Raises UseError."""
     state = saved.engine.state()
     arrays = to_arrays(cfg, state, full)
-    metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed), "config": json.dumps(history.kept(cfg), sort_keys=True)}
+    metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
+                "config": json.dumps(history.kept(cfg), sort_keys=True)}
     try:
         write_tensors(path, arrays, metadata)
     except OSError as error:
         raise UseError(f"{path}: {error.strerror}: give the path of a file that can be written") from None
-    return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}" + (", with the optimizer's state" if full else "")
+    what = ", with the optimizer's state" if full else ""
+    return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}{what}"
 
 
 def read_config(path):
-    """{name: value}: the constants in the metadata of a safetensors file, {} where there are none. Raises UseError."""
+    """{name: value}: the constants in the metadata of a safetensors file. Raises UseError."""
     try:
         return json.loads(read_tensors(path)[1].get("config", "{}"))
     except (ValueError, AttributeError):
@@ -307,15 +316,18 @@ def read_config(path):
 
 
 def import_(cfg, path, directory):
-    """Makes a save directory that begins with the weights of a safetensors file, at the step that it names (1 where it names none); a line
-    about it. Raises UseError, HistoryError."""
+    """Makes a save directory that begins with the weights of a safetensors file, at its step (1 if it has none);
+    returns a line about it. Raises UseError, HistoryError."""
     arrays, metadata = read_tensors(path)
     state, full = from_arrays(cfg, arrays, path)
     try:
-        state.step = max(1, int(metadata.get("step", 0)))         # at 0 a worker takes the model that is drawn for the right one
-        state.seed = int(metadata["seed"]) if metadata.get("step", "0") != "0" else parameters.next_seed(parameters.first_seed(cfg), 0)
+        # not 0: there a worker would begin with the random initial model
+        step, state.seed = int(metadata.get("step", 0)), parameters.next_seed(parameters.first_seed(cfg), 0)
+        state.step = max(1, step)
+        if step:
+            state.seed = int(metadata["seed"])
         if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
-            state.seed = parameters.hash32(state.seed, cfg.ISLAND_SEED)       # islands may begin with one model, but not with one noise
+            state.seed = parameters.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
@@ -326,6 +338,8 @@ def import_(cfg, path, directory):
         os.makedirs(directory, exist_ok=True)
         sha256 = snapshots.save(cfg, state, directory)
     except OSError as error:
-        raise UseError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written") from None
+        where = error.filename or directory
+        raise UseError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
     history.begin_run(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
-    return f"{directory}: a run at step {state.step}, " + ("with the optimizer's state" if full else "its optimizer and noise scales begin anew")
+    what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
+    return f"{directory}: a run at step {state.step}, {what}"

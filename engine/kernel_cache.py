@@ -1,0 +1,217 @@
+"""Compiled kernels on disk, each in a file that is named by what is compiled in, and by nothing else.
+
+That is: the byte code of the kernel and of everything it calls, the values that its closures and globals give these
+functions (the constants of a configuration that a kernel freezes are among them), the types of the arguments, the kind
+of device, and the versions of Python and the compilers. So a changed learning rate, a comment, or the same sources in
+another directory need no compilation. numba's own caches go by path and modification time and miss both changes in
+called functions and equal sources elsewhere.
+"""
+
+import atexit
+import functools
+import hashlib
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import types
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import serialize
+from numba.core.compiler import CompileResult
+
+VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
+COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # VERSIONS stand for their code
+
+
+# --- where the files are ---------------------------------------------------------------------------------------------
+
+@functools.cache
+def directory():
+    """Where this process keeps compiled kernels (a Path). They are code that will run, so nobody else may write there."""
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
+        if is_private(path):
+            return path
+    path = tempfile.mkdtemp(prefix="egg-")
+    atexit.register(shutil.rmtree, path, True)
+    tell(f"egg: no private directory for compiled kernels: {cache} cannot be used; they are compiled again every time\n")
+    return pathlib.Path(path)
+
+
+def is_private(path):
+    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def read(path):
+    """The object in a file of this cache, None if it is missing or damaged."""
+    try:
+        return pickle.loads(path.read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def write(path, data):
+    """Puts bytes into a file at once. A full disk costs time, nothing else."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        tell(f"egg: a compiled kernel cannot be kept in {path.parent}: {error.strerror}\n")
+
+
+def tell(text):
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+# --- what is compiled in ---------------------------------------------------------------------------------------------
+
+def key(known, *what):
+    """str: names `what`, objects of any kind that `content` understands, and the versions of the compilers."""
+    return content((what, VERSIONS), known)[:32]
+
+
+def content(value, known):
+    """str: a digest of what `value` means to a compiler, the same in every process and checkout. known: {} for a new
+    traversal, during which nothing may change. Raises TypeError for an object whose meaning cannot be told."""
+    if id(value) not in known:
+        known[id(value)] = value, "recursion"
+        known[id(value)] = value, hashlib.sha256(repr(_parts(value, known)).encode()).hexdigest()
+    return known[id(value)][1]
+
+
+def _parts(value, known):
+    """What `content` hashes of a value: text, numbers, and digests of the values it consists of."""
+    of, kind = functools.partial(content, known=known), type(value)
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return kind.__name__, value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (tuple, list)):
+        return kind.__name__, getattr(value, "_fields", ()), [*map(of, value)]
+    if isinstance(value, (dict, set, frozenset)):
+        return kind.__name__, sorted(map(of, value.items() if isinstance(value, dict) else value))
+    if isinstance(value, types.CodeType):
+        return (value.co_code, value.co_exceptiontable, value.co_flags, value.co_argcount, value.co_varnames, value.co_names,
+                value.co_freevars, value.co_cellvars, [*map(of, value.co_consts)])
+    if hasattr(value, "py_func"):                            # of numba.njit, numba.cuda.jit
+        return "compiled", of(value.py_func), of(value.targetoptions)
+    if hasattr(value, "_defn"):                              # an intrinsic
+        return "intrinsic", of(value._defn)
+    if isinstance(value, functools.partial):
+        return "partial", of(value.func), of(value.args), of(value.keywords)
+    if isinstance(value, types.ModuleType):
+        return "module", value.__name__
+    ours = (value if hasattr(value, "__qualname__") else kind).__module__.partition(".")[0] not in COMPILERS
+    if isinstance(value, types.FunctionType) and ours:
+        return "function", of(value.__code__), of(value.__defaults__), [*map(of, _captured(value))]
+    if isinstance(value, type):
+        own = [of(f) for _, f in sorted(vars(value).items()) if isinstance(f, types.FunctionType)] if ours else []
+        return "class", value.__module__, value.__qualname__, getattr(value, "_fields", ()), own
+    if hasattr(value, "__qualname__"):
+        return "name", value.__module__, value.__qualname__
+    if ours or kind is types.SimpleNamespace:
+        return "object", of(kind), of(vars(value))
+    text = f"{kind.__module__}.{kind.__qualname__} {value}"
+    if re.search(r" at 0x[0-9a-f]", text):
+        raise TypeError(f"{text}: the cache of kernels cannot tell what this compiles to")
+    return "object", text
+
+
+def _captured(function):
+    """The values that a function takes from its closure and its globals; of an own module those that it may mean."""
+    names, codes = set(), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    yield from (cell.cell_contents for cell in function.__closure__ or ())
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in COMPILERS:
+            yield from ((attribute, getattr(value, attribute)) for attribute in sorted(names & vars(value).keys()))
+
+
+# --- the two engines' kernels ----------------------------------------------------------------------------------------
+
+class CpuCache:
+    """Stands in for numba's cache of one njit function. variant(): what is compiled for, chosen at the first call."""
+
+    known = {}              # of all functions: none of them changes
+    before_next = None      # called once, before the next function is compiled
+
+    def __init__(self, function, variant):
+        self._function, self._variant = function, variant
+
+    def _path(self, signature, context):
+        arguments = getattr(signature, "args", signature)
+        kinds = [(str(t), getattr(t, "fields", ())) for t in arguments]
+        target = self._variant(), context.codegen().magic_tuple()
+        name = f"cpu-{self._function.__name__}-{key(self.known, self._function, kinds, target)}"
+        return directory() / name
+
+    def load_overload(self, signature, context):
+        """The compiled function, None if it has to be compiled."""
+        context.refresh()
+        found = read(self._path(signature, context))
+        if found is not None:
+            return CompileResult._rebuild(context, *found)
+        if CpuCache.before_next:
+            CpuCache.before_next()
+            CpuCache.before_next = None
+        if sys.stderr.isatty():
+            tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
+
+    def save_overload(self, signature, result):
+        """Keeps a function that was compiled."""
+        if not result.library.has_dynamic_globals and all(lifted.can_cache for lifted in result.lifted):
+            write(self._path(signature, result.target_context), serialize.dumps(result._reduce()))
+        if sys.stderr.isatty():
+            tell("\r\x1b[K")
+
+
+def njit(variant):
+    """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
+    def decorate(function):
+        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        compiled._cache = CpuCache(function, variant)
+        return compiled
+    return decorate
+
+
+class CudaCache:
+    """Stands in for numba-cuda's cache of one kernel."""
+
+    def __init__(self, path):
+        self.cache_path = path
+
+    def load_overload(self, signature, context):
+        """The compiled kernel, None if it has to be compiled."""
+        context.refresh()
+        return read(self.cache_path)
+
+    def save_overload(self, signature, kernel):
+        """Keeps a kernel that was compiled."""
+        from numba.cuda.serialize import dumps
+        write(self.cache_path, dumps(kernel))
+
+
+def cuda_path(known, name, dispatcher, signature, capability):
+    """The file of a CUDA kernel for a compute capability. known: see `content`."""
+    import numba_cuda
+    return directory() / f"cuda-{name}-{key(known, dispatcher, signature, capability, numba_cuda.__version__)}"

@@ -1,0 +1,661 @@
+"""What several test files share: recordings and plain readings of the SPEC, fake engines, a coordinator in a thread,
+peers that speak frame by frame, a cluster in which everything goes wrong, and the comparison of both engines. Fixtures
+are in conftest.py."""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+import numpy as np
+import pyzstd
+
+import egg_config
+import egg_net
+from cluster import auth
+from cluster import history
+from cluster import wire
+from cluster.wire import JOB_REQUEST, RESULT, V2
+from model import parameters
+from model import state_digest
+from tools.debug import Reading
+
+HERE = pathlib.Path(__file__).parent.parent
+
+
+# --- recordings of d-eggs, and the plain reading of the SPEC ----------------------------------------------------------
+
+def golden(name):
+    """(configuration, tokens, recording) of golden/<name>.npz."""
+    z = np.load(HERE / "tests" / "golden" / f"{name}.npz")
+    cfg = egg_config.make(**json.loads(str(z["config"])))
+    if name == "E":
+        raw = pyzstd.decompress((HERE / "tests" / "golden" / "input_8k.bin.zst").read_bytes())
+        return cfg, np.frombuffer(raw, np.uint32), z
+    return cfg, z["input_bin"] if cfg.VOCAB_SIZE == 256 else z["input_bin"].view(np.uint32), z
+
+
+def population_fitness(cfg, losses):
+    chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
+    return np.concatenate([parameters.chunk_fitness(chunk, cfg) for chunk in chunks])
+
+
+def loss_of(reading, window, seed, sign):
+    """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
+    cfg, exp = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)]
+    z = reading.logits(window[:-1], seed, sign)
+    total = 0
+    for row, target in zip(z, window[1:]):
+        q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
+        above = int(row.max() - row[target])
+        if cfg.LOSS == "deggs":
+            total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
+        else:
+            # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
+            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
+    return total
+
+
+def random_config(rng, **more):
+    """A small configuration drawn over what validate() admits."""
+    head = int(rng.choice([32, 64, 128]))
+    mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
+    heads = int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2))
+    settings = dict(HIDDEN_DIM=head * heads, HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
+                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])),
+                    CHUNK_SIZE=8, POPULATION_SIZE=8, ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian,
+                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), HOST_GAUSSIAN=int(rng.integers(2)),
+                    HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
+                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)),
+                    SHIFT_LOGIT=int(rng.integers(6, 10)), SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])),
+                    SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])), LOSS=str(rng.choice(["deggs", "exact"])),
+                    USE_SAME_DATA=int(rng.integers(2)), CHUNK_MEAN_FILTER=int(rng.integers(2)),
+                    USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
+    return egg_config.make(**{**settings, **more})
+
+
+def recorded_generation(engine_type, step):
+    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt).
+    Every state on the way is the recorded one.
+
+    E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
+    that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
+    losses are not the recorded ones. So the digest is checked here."""
+    cfg, tokens, z = golden("E")
+    engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
+    for k in range(step):
+        fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
+        engine.update(fitness)
+        parts = "model_sha256", "adam_sha256", "scales_sha256"
+        assert engine.state().digests() == tuple(str(z[part][k]) for part in parts), k
+    recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
+    start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
+    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
+    return engine, recorded, prompt
+
+
+# --- protocol 1 -------------------------------------------------------------------------------------------------------
+
+# 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
+CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
+                      POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
+                      AUDIT_RATE=0.0)
+
+
+class FakeEngine:
+    """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
+
+    name = "fake"
+
+    def __init__(self, cfg=CFG, pause=0.0):
+        self.cfg, self.pause, self.evaluated, self.loads = cfg, pause, [], -1
+        self.load(parameters.initial_state(cfg))
+
+    def load(self, state):
+        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
+        self.loads += 1
+
+    def state(self):
+        weights = np.concatenate([self.weights, self.whole.weights[8:]])
+        return parameters.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
+
+    def digest(self):
+        return state_digest.of_state(self.state())
+
+    def evaluate(self, first, count):
+        assert first % 2 == count % 2 == 0 and count > 0
+        self.evaluated.append((self.step, first, count))
+        time.sleep(self.pause)
+        x = parameters.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        return (x % 1000).astype(np.int64)
+
+    def update(self, fitness):
+        assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
+        digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
+        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
+        self.seed, self.step = parameters.next_seed(self.seed, self.step), self.step + 1
+        return 100 + self.step
+
+    def validate(self, windows):
+        return float(self.step + 1), windows.shape[0] * (windows.shape[1] - 1)
+
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        yield from [65 + self.step] * count
+
+
+def expected(steps, cfg=CFG, kind=None):
+    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
+    engine, packed = (kind or FakeEngine)(cfg), []
+    for _ in range(steps):
+        losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
+        chunks = [parameters.chunk_fitness(x, cfg) for x in losses]
+        packed.append(parameters.pack_ternary(np.concatenate(chunks)))
+        engine.update(np.concatenate(chunks))
+    return packed, engine.state().digests()
+
+
+class Lines:
+    """A stream that remembers what was printed."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+class Server:
+    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
+
+    def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
+        self.lines, self.drain, self.stay = Lines(), drain, stay
+        self.run = history.open_run(cfg, directory if save else None)
+        console = egg_net.Console(self.lines)
+        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console,
+                                               **options)
+        self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self):
+        try:
+            while not self.stopping and (self.stay or not self.coordinator.finished):
+                self.coordinator.poll(0.02)
+            self.coordinator.drain(self.drain if self.coordinator.finished else 0)
+        except Exception as error:
+            self.failure = error
+        self.coordinator.close()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind, *_):
+        self.stopping = kind is not None or self.stopping or self.stay or self.coordinator.steps is None
+        self.thread.join(20)
+        self.run.close()
+        assert kind or not self.failure, self.failure
+
+    def stop(self):
+        self.stopping = True
+        self.thread.join(10)
+
+
+class Peer:
+    """A worker spoken byte by byte."""
+
+    def __init__(self, port, cfg=CFG):
+        self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
+
+    def ask(self, step):
+        self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
+
+    def answer(self, timeout=5):
+        return self.link.response(timeout)
+
+    def chunk(self, step):
+        self.ask(step)
+        seed, its_step, position, packed = self.answer()
+        assert (its_step, packed) == (step, b"")
+        return position
+
+    def result(self, step, position, packed=None, updates=0, loss=5, size=None):
+        packed = parameters.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
+        head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
+        self.link.send(wire.frame(RESULT, head, packed))
+
+    def silent(self, seconds=0.15):
+        """Nothing comes, and the connection stays."""
+        try:
+            self.answer(seconds)
+        except TimeoutError:
+            return True
+        return False
+
+    def closed(self):
+        self.link.sock.settimeout(5)
+        try:
+            return self.link.sock.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
+    options.update(retry=retry, console=egg_net.Console(lines or Lines()))
+    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options,
+                              daemon=retry)
+    thread.start()
+    return thread
+
+
+GOOD = parameters.pack_ternary(np.ones(16, np.int8))
+
+
+def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
+    size = len(packed) if size is None else size
+    return wire.frame(RESULT, wire.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
+
+
+def filled(directory, steps=5, cfg=CFG):
+    """[packed fitness] of a run that was written to `directory`."""
+    rng, packed = np.random.default_rng(steps), []
+    run = history.open_run(cfg, directory)
+    for k in range(steps):
+        packed.append(parameters.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
+        run.append(packed[-1], -k * 1000, k)
+    run.close()
+    return packed
+
+
+def whole(run):
+    return [run.fitness(k) for k in range(run.step)]
+
+
+def coordinator_process(directory, port=0, cfg=CFG):
+    """A coordinator in a process of its own: (process, port)."""
+    constants = cfg.constants()
+    program = ("import sys, egg_net, egg_config\n"
+               f"cfg = egg_config.make(**{constants!r})\n"
+               "try:\n"
+               f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
+               "except egg_net.EggError as error:\n"
+               "    sys.exit(f'egg: {error}')\n")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    first = process.stdout.readline()
+    return process, int(re.search(r":(\d+), step", first)[1]) if first else None
+
+
+# --- protocol 2 -------------------------------------------------------------------------------------------------------
+
+SECRET = b"sixteen bytes or more"
+
+
+def changed(**constants):
+    return egg_config.make(**{**CFG.constants(), **constants})
+
+
+def card(cfg=CFG, **values):
+    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
+            "config": history.kept(cfg), "data": "", **values}
+
+
+class Peer2(Peer):
+    """A worker of protocol 2 spoken frame by frame."""
+
+    def __init__(self, port, cfg=CFG, secret=b"", **values):
+        self.cfg = cfg
+        self.link = egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card(cfg, **values))
+
+    def ask(self, step, digest=bytes(16)):
+        self.link.send(self.link.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), wire.STATED.pack(digest)))
+
+    def next(self, *opcodes, timeout=5):
+        return self.link.any_of(opcodes, timeout)
+
+    def result(self, step, position, packed=GOOD, loss=5):
+        head = wire.RESULT_HEAD.pack(0, step, position, 0, loss, len(packed))
+        self.link.send(self.link.frame(RESULT, head, packed))
+
+
+class Liar(FakeEngine):
+    """Evaluates wrongly from some step on."""
+
+    def __init__(self, cfg=CFG, start=0, **options):
+        super().__init__(cfg, **options)
+        self.start = start
+
+    def evaluate(self, first, count):
+        losses = super().evaluate(first, count)
+        return losses[::-1].copy() if self.step >= self.start else losses
+
+
+class Drifting(FakeEngine):
+    """Its weights change by themselves after some step, so many times."""
+
+    def __init__(self, cfg=CFG, after=3, times=1, **options):
+        super().__init__(cfg, **options)
+        self.after, self.times = after, times
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        if self.step >= self.after and self.times:
+            self.times -= 1
+            self.weights[3] ^= 1
+        return changed
+
+
+def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
+    """Runs these engines as workers of one coordinator; the server, after `steps` steps."""
+    server = Server(directory, cfg, steps=steps, **options)
+    threads, said = [], [Lines() for _ in engines]
+
+    def serve(engine, name, lines):
+        with contextlib.suppress(egg_net.EggError):
+            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name,
+                               console=egg_net.Console(lines))
+
+    for i, engine in enumerate(engines):
+        threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
+        threads[-1].start()
+    time.sleep(0.1)
+    with server:
+        until(lambda: server.run.step == steps, 30)
+    [thread.join(10) for thread in threads]
+    return server
+
+
+class Chaos:
+    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in
+    mid-frame, stop, crawl or say everything twice, and a coordinator that is killed.
+
+    cfg: an egg_config.Config. kinds: the classes of the engines that are honest, that drift and that lie."""
+
+    def __init__(self, directory, seed, cfg, kinds, honest=3, kills=4):
+        self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
+        self.stop, self.threads, self.engines = False, [], []
+        self.kind, drifting, liar = kinds
+        self.process, self.port = coordinator_process(directory, 0, cfg)
+        self.collect()
+        for i in range(honest):
+            self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
+        self.start(drifting(cfg, after=self.random.randrange(5, 30), pause=0.002), "drifting")
+        self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
+        for i in range(3):
+            dice = random.Random(seed * 10 + i)
+            thread = threading.Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def collect(self):
+        """Reads what the coordinator prints, so that it never waits for us."""
+        self.lines = []
+        threading.Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
+
+    def start(self, engine, name):
+        self.engines.append(engine)
+
+        def serve():
+            lives = 0
+            while not self.stop:
+                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
+                    egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
+                                       console=egg_net.Console(Lines()))
+                lives += 1
+                time.sleep(0.05)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def misbehave(self, dice, name):
+        while not self.stop:
+            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
+                peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
+                peer.ask(0, self.kind(self.cfg).digest())
+                what, step = dice.randrange(7), peer.answer(1)[1]
+                if what == 0:
+                    peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
+                elif what == 1:
+                    peer.result(dice.randrange(200), dice.randrange(4) * 32)            # wrong step
+                elif what == 2:
+                    peer.ask(200, os.urandom(32))                                       # wrong digest
+                elif what == 3:
+                    time.sleep(dice.random())                                           # paused
+                elif what == 4:
+                    peer.link.send(dice.randbytes(dice.randrange(200)))
+                elif what == 5:
+                    for byte in result_frame():                                         # crawls
+                        peer.link.send(bytes([byte]))
+                        time.sleep(0.01)
+                else:
+                    [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
+                peer.link.close()
+            time.sleep(dice.random() * 0.1)
+
+    def printed(self):
+        """How many steps this coordinator has told of."""
+        return sum(line.startswith("Step") for line in list(self.lines))
+
+    def run(self, steps):
+        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
+        started, kills, seen = time.monotonic(), 0, 0
+        while True:
+            time.sleep(self.random.uniform(0.05, 0.8))
+            self.process.kill()
+            self.process.wait()
+            kills += 1
+            run = history.open_run(self.cfg, self.directory)
+            done, left = run.step, run.notices
+            run.close()
+            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
+            seen = done
+            if done >= steps and kills >= self.kills:
+                break
+            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            self.process, _ = coordinator_process(self.directory, self.port, self.cfg)
+            self.collect()
+            if kills >= self.kills:
+                end = time.monotonic() + 30
+                while time.monotonic() < end and self.printed() + seen < steps + 2:
+                    time.sleep(0.02)
+        self.stop = True
+        return kills
+
+
+CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
+
+
+def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting, Liar)):
+    """Runs Chaos until it has so many steps and kills, and compares every step with an undisturbed run: (steps, kills)
+    done."""
+    trouble = Chaos(directory, seed, cfg, kinds, kills=kills)
+    try:
+        done = trouble.run(steps)
+    finally:
+        trouble.stop = True
+        trouble.process.kill()
+        trouble.process.communicate()
+    run = history.open_run(cfg, directory)
+    try:
+        packed, digests = expected(run.step, cfg, kinds[0])
+        assert whole(run) == packed
+        engine = kinds[0](cfg)
+        history.replay(run, engine)
+        assert engine.state().digests() == digests
+        return run.step, done
+    finally:
+        run.close()
+
+
+# --- CUDA kernels, without a GPU -----------------------------------------------------------------------------------------
+
+# compute capability -> KiB of shared memory that a block can have
+CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+
+
+def kernels_of(constants, cc):
+    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a card."""
+    from numba import uint32
+
+    from engine import cuda_engine
+    _, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
+    every = list(every.values())
+    return every, [kernel for kernel in every if kernel.dispatcher not in own.values()]
+
+
+def compile_kernel(constants, cc, index):
+    """The PTX of one of `kernels_of`."""
+    from numba import cuda
+    kernel = kernels_of(constants, cc)[0][index]
+    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
+
+
+class Compiler:
+    """Compiles kernels for every card, each distinct one once: what is the same on several cards, or in several
+    configurations, is compiled for the first of them."""
+
+    def __init__(self, pool):
+        self.pool, self.made = pool, {}
+
+    def __call__(self, constants, cc, wanted=lambda name: True, forward_only=False):
+        """[(name, the card it is compiled for, future of its PTX, dynamic shared bytes)] of the kernels of a
+        configuration on one card."""
+        from engine import kernel_cache
+        (every, forward), known, out = kernels_of(constants, cc), {}, []
+        for index, kernel in enumerate(every):
+            if wanted(kernel.name) and (not forward_only or kernel in forward):
+                key = kernel_cache.key(known, kernel.dispatcher, kernel.signature)
+                if key not in self.made:
+                    self.made[key] = cc, self.pool.submit(compile_kernel, constants, cc, index)
+                out.append((kernel.name, *self.made[key], kernel.shared))
+        return out
+
+
+def hold_against_every_card(compiler, constants, **which):
+    """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
+    the shared memory. Returns {card: [names]}."""
+    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    for cc, kernels in made.items():
+        for name, card, ptx, shared in kernels:
+            assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
+            assert not re.search(r"\.local\b", ptx.result()), f"{name} for {card} uses local memory"
+            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory on {cc}"
+    return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
+
+
+# --- both engines -----------------------------------------------------------------------------------------------------
+
+SEED = 20240607
+
+
+def compare(constants, seed):
+    """What differs between the engines on one configuration: a text, empty where nothing does."""
+    from engine import cpu_engine, cuda_engine
+    cuda_engine.COMPILERS = 1                                   # this process is one of many
+    rng = np.random.default_rng(seed)
+    cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200)
+    tokens = tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
+    state = cpu.state()
+    state.seed = int(rng.integers(2 ** 32))
+    cpu.load(state)
+    gpu.load(state)
+    wrong = []
+    for step in range(3):
+        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
+        if not np.array_equal(*losses):
+            wrong.append(f"losses of step {step}")
+        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
+        if (cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests()
+                or cpu.seed != gpu.seed):
+            wrong.append(f"update {step}")
+        if cpu.digest() != gpu.digest():
+            wrong.append(f"digest after update {step}")
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
+    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
+    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
+        wrong.append(f"validation {nats} {nats_gpu}")
+    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
+    settings = {name: float(rng.choice(values)) for name, values in
+                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
+    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
+    if sequences[0] != sequences[1]:
+        wrong.append(f"tokens {sequences} with {settings}")
+    return ", ".join(wrong)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+def weights_of(cfg, z, seen, temp, min_p, penalty):
+    """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
+    the scores that they are made of."""
+    scores = z.astype(np.float32)
+    scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
+    if temp == 0:
+        return None, scores
+    d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
+    exp = parameters.exp_table(cfg).astype(np.int64)
+    floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
+    return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
+
+
+def drawn(cfg, z, seen, position, seed, **settings):
+    """The token after `position`: the walk over v = 0, H, 2 H, ..., 1, H + 1, ... of SPEC 10."""
+    weights, scores = weights_of(cfg, z, seen, **settings)
+    if weights is None:
+        return int(scores.argmax())
+    walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
+    threshold = parameters.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
+
+
+def settings_of(rng):
+    return {name: float(rng.choice(values)) for name, values in
+            dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+
+
+def hold_draws_against_the_distribution(engine_type):
+    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
+    1 - 1e-4."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2,
+                          SOFTMAX_EXP_SCALE=20.0)
+    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
+    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
+    draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
+    counts = np.bincount(draws, minlength=cfg.VOCAB_SIZE)
+    expected = 4000 * weights / weights.sum()
+    assert not counts[weights == 0].any()
+    common = expected >= 5
+    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
+    free = len(counts) - 1
+    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
+    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
+    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit

@@ -1,0 +1,143 @@
+"""The documents against the program: constants, presets, references to sections, links, commands, frames, events."""
+
+import ast
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+import egg
+import egg_config
+from cluster import wire
+from kit import HERE
+from model import parameters
+from tools import live_page
+
+README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
+SOURCES = [path for path in sorted(HERE.rglob("*.py")) if ".venv" not in path.parts]
+README_BYTES, COLUMNS = 14_336, 160
+MENTIONED = ("make run", "make test", "egg.py coordinator", "egg.py worker", "egg.py arch", "run-workers.sh",
+             "egg_config.py")
+
+
+def rows(text):
+    """[[cell]] of every table row of a Markdown text."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n") if line.startswith("| ")]
+
+
+def anchor(heading):
+    """The link target of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower()).replace(" ", "-")
+
+
+def headings(path):
+    return {anchor(match[1]) for match in re.finditer(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
+
+
+def value_text(value):
+    """A default as the documents write it."""
+    if isinstance(value, tuple):
+        return ", ".join(f"{step}:{rate:g}" for step, rate in value)
+    return "(empty)" if value == "" else str(value)
+
+
+def test_the_readme_is_short_and_shows_the_way():
+    text = README.read_text()
+    assert len(text.encode()) <= README_BYTES
+    assert [words for words in MENTIONED if words not in text] == []
+
+
+@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+def test_lines_fit_and_links_lead_somewhere(path):
+    text = path.read_text()
+    assert [line for line in text.split("\n") if len(line) > COLUMNS] == []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, section = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), target
+        assert not section or section in headings(file), target
+
+
+def test_every_constant_is_described_as_it_is():
+    table = {row[0]: row for row in rows((HERE / "docs" / "CONFIGURATION.md").read_text()) if len(row) == 5}
+    table.pop("constant")
+    assert set(table) == set(egg_config.FACTS)
+    for name, fact in egg_config.FACTS.items():
+        allowed = fact.allowed or ()
+        limits = f"{allowed[0]} to {allowed[1]}" if allowed and not isinstance(allowed[0], str) else ", ".join(allowed)
+        agree = {egg_config.ALL: "run", egg_config.ISLAND: "island", egg_config.LOCAL: "local"}[fact.agree]
+        agree = agree if fact.saved or agree == "local" else "free"
+        assert table[name][1:4] == [value_text(getattr(egg_config, name)), limits, agree], name
+        models = re.findall(r"^\((transformer|gru)\)", table[name][4])
+        assert models == [fact.model] * (fact.model is not None), name
+
+
+def test_the_presets_are_those_of_the_contract():
+    text = (HERE / "docs" / "SPEC.md").read_text()
+    head, *table = [row for row in rows(text) if len(row) == 6]
+    names = head[2:]
+    assert set(names) == set(egg_config.PRESETS)
+    written = {name: {row[0]: row[2 + i] for row in table if row[2 + i]} for i, name in enumerate(names)}
+    for row in table:
+        assert row[1] == value_text(getattr(egg_config, row[0])), row[0]
+    for name, preset in egg_config.PRESETS.items():
+        rates = re.search(rf"^- {name}: (.*)$", text, re.MULTILINE)[1]
+        expected = {key: "16 / ln 2" if key == "SOFTMAX_EXP_SCALE" else value_text(value)
+                    for key, value in preset.items()}
+        assert {**written[name], "LR_SCHEDULE": rates} == expected
+
+
+def test_references_to_the_contract_lead_to_a_section():
+    sections = {int(match[1]) for match in re.finditer(r"^## (\d+)\. ", (HERE / "docs" / "SPEC.md").read_text(), re.M)}
+    assert sections == set(range(1, 21))
+    for path in [*SOURCES, README, *DOCS]:
+        for match in re.finditer(r"\bSPEC(?: sections?)? (\d+(?:(?:, | to | and )\d+)*)", path.read_text()):
+            assert set(map(int, re.findall(r"\d+", match[1]))) <= sections, f"{path.name}: {match[0]}"
+
+
+def commands(path):
+    """[[argument]]: the command lines of egg.py in the indented lines of a document."""
+    found = []
+    for line in path.read_text().split("\n"):
+        match = re.match(r"    (?:\$ )?(?:\S*python|\.venv/bin/python) egg\.py (.*)", line)
+        if match and "$" not in match[1] and "..." not in match[1]:
+            found.append(shlex.split(match[1].partition(" | ")[0].rstrip(" &"), comments=True))
+    return found
+
+
+@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+def test_commands_are_understood(path):
+    for arguments in commands(path):
+        args = egg.parser().parse_args(arguments)
+        egg_config.load(args.preset, args.defines, environ={})
+    assert path is not README or len(commands(path)) > 10
+
+
+def test_the_frame_in_hex_is_a_frame():
+    text = (HERE / "docs" / "PROTOCOL.md").read_text()
+    block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
+    written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
+    fitness = parameters.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
+    head = wire.RESULT_HEAD.pack(42, 0, 10, 0, 12345, len(fitness))
+    assert written.replace(" ", "") == wire.frame(wire.RESULT, head, fitness, version=wire.V2).hex()
+
+
+def test_every_frame_is_in_the_protocol():
+    table = {row[1]: row[0] for row in rows((HERE / "docs" / "PROTOCOL.md").read_text()) if row[0].isdigit()}
+    opcodes = {name: getattr(wire, name) for limits in wire.limits(egg_config.make()).values()
+               for name in map(wire.NAMES.get, limits)}
+    assert {name: int(table.get(name, -1)) for name in opcodes} == opcodes
+
+
+def test_every_event_and_metric_is_described():
+    text = (HERE / "docs" / "EVENTS.md").read_text()
+    described = {name for row in rows(text) for name in row[0].split(", ")}
+    calls = [node for path in SOURCES if "tests" not in path.parts for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "tell" and node.args]
+    kinds = {node.args[0].value for node in calls if isinstance(node.args[0], ast.Constant)}
+    assert len(kinds) > 10 and kinds - described == set()
+    metrics = set(re.findall(r'"(egg_[a-z_]+)', open(live_page.__file__).read()))
+    assert metrics and {name for name in metrics if not re.search(rf"\b{name}\b", text)} == set()

@@ -1,0 +1,174 @@
+"""The rules of the house: who may import whom, how long lines, functions and classes may be, and what the coordinator loads."""
+
+import ast
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from kit import HERE
+
+# from the bottom up: a root file, or any file of a folder -> what it may import besides its own folder
+MODEL = {"egg_config"}
+KERNELS = CLUSTER = MODEL | {"model"}
+EGG_KERNELS, EGG_NET = KERNELS | {"kernels"}, CLUSTER | {"cluster"}
+ENGINE, ISLANDS = EGG_KERNELS | {"egg_kernels"}, EGG_NET | {"egg_net"}
+TOOLS = ENGINE | ISLANDS | {"engine", "islands"}
+MAY_IMPORT = dict(egg_config=set(), model=MODEL, kernels=KERNELS, cluster=CLUSTER, egg_kernels=EGG_KERNELS,
+                  egg_net=EGG_NET, engine=ENGINE, islands=ISLANDS, tools=TOOLS, deploy=TOOLS, egg=TOOLS | {"tools"})
+FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy"]
+
+COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
+# kernels that are one loop nest, each with the function that builds it
+LONG_KERNELS = {
+    "egg_kernels.py": {"_head_kernel", "_rows_kernel", "_token_kernel"},
+    "kernels/gru.py": {"_recur_kernel"},
+    "kernels/gru_hopper.py": {"_mlp_kernel", "_recur_kernel"},
+    "kernels/hopper.py": {"_attention_kernel", "_down_kernel", "_head_kernel", "_square_kernel", "_up_kernel"},
+}
+
+PRODUCT = [path for folder in ["", *FOLDERS] for path in sorted((HERE / folder).glob("*.py"))
+           if path.name != "test_egg.py"]
+TESTS = [HERE / "test_egg.py", *sorted((HERE / "tests").glob("*.py"))]
+
+
+def name_of(path):
+    return path.relative_to(HERE).as_posix()
+
+
+def module_of(path):
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(path): path for path in PRODUCT}
+
+
+def parse(path):
+    return ast.parse(path.read_text(), name_of(path))
+
+
+def imports_of(path):
+    """[(line, module)]: every module of the program that a file imports anywhere in it, also within functions."""
+    found = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module_of(path).split(".")[:-node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            # `from folder import module` names a module, `from module import name` does not
+            names = [name if (name := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
+        else:
+            continue
+        found += [(node.lineno, name) for name in names if name.split(".")[0] in MAY_IMPORT]
+    return found
+
+
+def none_of(violations):
+    assert not violations, f"{len(violations)} of them:\n" + "\n".join(violations)
+
+
+def test_the_root_holds_the_files_that_tell_the_story():
+    known = {"egg.py", "egg_config.py", "egg_kernels.py", "egg_net.py", "test_egg.py"}
+    none_of([path.name for path in sorted(HERE.glob("*.py")) if path.name not in known])
+
+
+def test_imports_point_down():
+    none_of([f"{name_of(path)}:{line} imports {name}" for module, path in MODULES.items() for line, name in imports_of(path)
+             if name.split(".")[0] not in MAY_IMPORT[module.split(".")[0]] | ({module.split(".")[0]} if "." in module else set())])
+
+
+def test_imports_have_no_cycle():
+    graph = {module: sorted({name for _, name in imports_of(path)}) for module, path in MODULES.items()}
+    cycles, done = set(), set()
+
+    def visit(module, trail):
+        if module in trail:
+            loop = trail[trail.index(module):]
+            first = loop.index(min(loop))
+            cycles.add(" -> ".join([*loop[first:], *loop[:first], min(loop)]))
+        elif module not in done:
+            for name in graph.get(module, ()):
+                visit(name, [*trail, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    none_of(sorted(cycles))
+
+
+def test_the_rules_of_import_find_what_breaks_them(tmp_path):
+    """The reader of imports on every form that an import can have."""
+    text = ("import egg, numpy\nfrom tools import plot, train\nfrom engine.hardware import cores\n"
+            "def f():\n    import islands.gossip as g\n    from . import wire\n    from .leases import Step\n")
+    path = HERE / "cluster" / "wire.py"
+    found = imports_of(type("Path", (), dict(read_text=lambda self: text, relative_to=path.relative_to))())
+    assert found == [(1, "egg"), (2, "tools.plot"), (2, "tools.train"), (3, "engine.hardware"), (5, "islands.gossip"),
+                     (6, "cluster.wire"), (7, "cluster.leases")]
+
+
+@pytest.mark.parametrize("paths", [PRODUCT, TESTS], ids=["product", "tests"])
+def test_lines_end_at_120_columns(paths):
+    if paths is PRODUCT:
+        paths = [*paths, HERE / "Makefile", *sorted(HERE.glob("*.sh")), *sorted(HERE.glob("requirements/*"))]
+    long = {name_of(path): [i for i, line in enumerate(path.read_text().split("\n"), 1) if len(line) > COLUMNS]
+            for path in paths}
+    none_of([f"{name}: lines {', '.join(map(str, lines))}" for name, lines in long.items() if lines])
+
+
+def sizes(path, kinds):
+    """[(line, name, lines)] of the functions or classes of a file, inner ones included."""
+    return [(node.lineno, node.name, node.end_lineno - node.lineno + 1) for node in ast.walk(parse(path))
+            if isinstance(node, kinds)]
+
+
+def test_no_class_is_longer_than_300_lines():
+    none_of([f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
+             for line, name, lines in sizes(path, ast.ClassDef) if lines > CLASS_LINES])
+
+
+def test_no_function_is_longer_than_120_lines():
+    """A function that builds kernels is as long as they are together. The exceptions are named above, and needed."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {(name_of(path), name): f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
+            for line, name, lines in sizes(path, functions) if lines > FUNCTION_LINES}
+    allowed = {(name, kernel) for name, kernels in LONG_KERNELS.items() for kernel in kernels}
+    none_of([text for key, text in long.items() if key not in allowed]
+            + [f"{name}: {kernel} needs no exception" for name, kernel in sorted(allowed - set(long))])
+
+
+# --- what the coordinator loads -------------------------------------------------------------------------------------------
+
+COORDINATOR = """
+import os, sys, egg_config, egg_net
+from cluster import history
+cfg = egg_config.make()
+coordinator = egg_net.Coordinator(cfg, history.open_run(cfg), "127.0.0.1", 0, log_dir=sys.argv[1])
+assert coordinator.address[1]
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+
+def test_the_coordinator_loads_neither_engine_nor_numba(tmp_path):
+    done = subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    unwanted = {"numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX", "http", "multiprocessing",
+                "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
+    assert not unwanted & set(done.stdout.split())
+
+
+def test_the_coordinator_starts_within_150_ms(tmp_path):
+    """CPU time beyond that of Python and NumPy, which does not depend on what else the machine does; the best of five."""
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+    def seconds(program):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program, tmp_path], cwd=HERE, env=environ, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    own = min(seconds(COORDINATOR) for _ in range(5)) - min(seconds("import numpy") for _ in range(5))
+    assert own < 0.15, f"{own:.3f} s"

@@ -1,0 +1,73 @@
+"""The vector instructions of the CPU engine, every kind that this processor has, against NumPy on random operands."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from engine import simd
+from kit import HERE
+
+
+def hold_against_numpy():
+    """Every operation of engine.simd with the kind of this process: all lengths that end within a register or a tile."""
+    from numba import njit
+    rng, rows, panel = np.random.default_rng(5), simd.ROWS, simd.PANEL
+
+    @njit(error_model="numpy")
+    def products(x, x_at, w, w_at, init, init_stride, out, k4):
+        simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, init.ravel(), 0, init_stride, out.ravel(), 0, out.shape[1], k4)
+
+    @njit(error_model="numpy")
+    def chains(x, w, out, count):
+        simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), out.ravel(), 0, out.shape[1], count)
+
+    @njit(error_model="numpy")
+    def looked_up(table, index, index_at, out, out_at, count):
+        simd.look_up_bytes(table, index, index_at, out, out_at, count)
+
+    @njit(error_model="numpy")
+    def summed(table, short, top, z, z_at, count):
+        return simd.exp_sum(table, short, top, z, z_at, count)
+
+    for k4 in (1, 2, 3, 8, 17, 64, 257):
+        for low, high in ((0, 256), (255, 256)):                # extreme operands too: no sum of pairs may saturate
+            x = rng.integers(low, high, (rows, 4 * k4 + 5)).astype(np.uint8)
+            w = rng.integers(-128, 128, (k4, panel, 4)).astype(np.int8) if not low else np.full((k4, panel, 4), -128, np.int8)
+            packed = np.concatenate([np.zeros(7, np.int8), w.ravel()])
+            for init, stride in ((rng.integers(-9999, 9999, (rows, panel + 3)).astype(np.int32), panel + 3),
+                                 (rng.integers(-9999, 9999, (1, panel)).astype(np.int32), 0)):
+                out = np.zeros((rows, panel + 3), np.int32)
+                products(x, 1, packed, 7, init, stride, out, k4)
+                plain = x[:, 1:1 + 4 * k4].astype(np.int64) @ w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(np.int64)
+                assert np.array_equal(out[:, :panel], plain + init[:, :panel]) and not out[:, panel:].any(), k4
+    for count in (1, 5, 32, 100):
+        x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, count + 2), (count, panel)))
+        out, plain = np.zeros((rows, panel + 1), np.float32), np.zeros((rows, panel), np.float32)
+        chains(x, w, out, count)
+        for k in range(count):                                  # fma: exact in extended precision, then rounded once
+            plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(np.float32)
+        assert np.array_equal(out[:, :panel], plain) and not out[:, panel:].any(), count
+    for count in (1, 63, 64, 65, 200, 256):
+        table, index = (rng.integers(0, 256, 256 + 64).astype(np.uint8) for _ in range(2))
+        index, out = np.concatenate([index, np.zeros(64, np.uint8)]), np.zeros(count + 160, np.uint8)
+        looked_up(table, index, 3, out, 9, count)
+        assert np.array_equal(out[9:9 + count], table[index[3:3 + count]]), count
+    for short in (0, 1):
+        table = np.sort(rng.integers(0, 1 << 18, 256).astype(np.int32))[::-1].copy()
+        table[96 if short else 256:] = 0
+        for count in (1, 15, 16, 17, 100, 300):
+            z = rng.integers(-400, 1000, count + 4).astype(np.int32)
+            z[5 % count + 2] = 1000
+            distance = np.minimum(1000 - z[2:2 + count].astype(np.int64), 255)
+            assert summed(table, short, 1000, z, 2, count) == table[distance].sum(), (short, count)
+
+
+@pytest.mark.parametrize("kind", simd.available())
+def test_every_operation_is_that_of_numpy(kind):
+    code = f"import test_simd; from engine import simd; simd.use({kind!r}); test_simd.hold_against_numpy()"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "tests")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,159 @@
+"""Curves of runs, read from their JSON logs: loss and validation by step, tokens and time; for islands also their
+merges."""
+
+import bisect
+import contextlib
+import json
+import math
+import os
+from typing import NamedTuple
+
+from cluster.event_log import LONGEST, WatchError
+from cluster.history import EVENTS
+from islands import merging
+
+# what reading something else than a complete event raises
+INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+
+
+class Merge(NamedTuple):
+    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose state, after how many
+    of its steps; the island itself if it went back to a state of its own. share: of that state in the result, 0 to 1;
+    theirs, digest: digests (hex) of that state and of the result."""
+    step: int
+    time: float
+    peer: str
+    peer_step: int
+    share: float
+    theirs: str
+    digest: str
+
+
+class Curve(NamedTuple):
+    """The course of a run. loss, validation: [(step, tokens, seconds of training, value)] by rising step; unit: of
+    validation, None without one; references: {name of a simple model: its value in that unit}; island: its name, "" if
+    the run is no island's; merges: [Merge] by rising step; rejuvenations: [(step,)]."""
+    name: str
+    loss: list
+    validation: list
+    unit: object
+    references: dict
+    island: str
+    merges: list
+    rejuvenations: list
+
+    @property
+    def steps(self):
+        """Number of completed steps."""
+        return self.loss[-1][0] + 1 if self.loss else self.validation[-1][0]
+
+    def at(self, step):
+        """(step, tokens, seconds of training) after so many completed steps."""
+        i = bisect.bisect_left(self.loss, step, key=lambda point: point[0])
+        last, tokens = self.loss[-1][:2] if self.loss else (0, 0.0)      # steps have equally many tokens
+        return step, step * tokens / max(last, 1), self.loss[i - 1][2] if i else 0.0
+
+
+def read_curve(path):
+    """The Curve in a save directory or in a file of --log-json. Lines that are torn or hold something else are skipped.
+    A run that was resumed from an earlier step repeats steps: the last record of a step counts. Raises WatchError."""
+    name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
+    reader = _Reader()
+    try:
+        with open(name, "rb") as file:
+            for line in iter(lambda: file.readline(LONGEST), b""):
+                with contextlib.suppress(*INCOMPLETE):
+                    reader.add(json.loads(line))
+    except OSError as error:
+        why = "contains no run of egg" if name != path and isinstance(error, FileNotFoundError) else error.strerror
+        raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
+    if not reader.loss and not reader.validation:
+        raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
+    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.validation, reader.unit,
+                 reader.references, reader.island, reader.merges, reader.rejuvenations)
+
+
+class _Reader:
+    """Builds the parts of a Curve event by event."""
+
+    def __init__(self):
+        self.loss, self.validation, self.unit, self.references = [], [], None, {}
+        self.island, self.merges, self.rejuvenations, self.alpha = "", [], [], 1.0
+
+    def add(self, event):
+        """Raises one of INCOMPLETE."""
+        kind = event["event"]
+        if kind == "step":
+            step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
+            _cut(self.loss, step)
+            _cut(self.merges, step + 1)
+            _cut(self.rejuvenations, step + 1)
+            self.loss.append((int(step), tokens, (self.loss[-1][2] if self.loss else 0.0) + seconds, value))
+        elif kind == "validation":
+            step, tokens, value = _numbers(event, "step", "tokens", "value")
+            _cut(self.validation, step)
+            seconds = next((point[2] for point in reversed(self.loss) if point[0] < step), 0.0)
+            self.validation.append((int(step), tokens, seconds, value))
+            self.unit = str(event["unit"])
+        elif kind == "references":
+            self.references = {str(k): float(v) for k, v in event["values"].items()}
+        elif kind == "start":
+            self.alpha = float(event["config"]["RECOMBINE_ALPHA"])
+        elif kind == "island":
+            self.island = str(event["name"])
+        elif kind == "merge":
+            step, when, peer_step = _numbers(event, "step", "time", "peer_step")
+            share = merged_share(event, self.alpha)
+            self.merges.append(Merge(int(step), when, str(event["peer"]), int(peer_step), share,
+                                     str(event["parent_theirs"]), str(event["digest"])))
+        elif kind == "rejuvenated":
+            self.rejuvenations.append((int(*_numbers(event, "step")),))
+
+
+def _numbers(event, *names):
+    """[float]: these fields of an event. Raises one of INCOMPLETE."""
+    numbers = [float(event[name]) for name in names]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError
+    return numbers
+
+
+def merged_share(event, alpha):
+    """The share, 0 to 1, of the peer's state in the result of a merge event; alpha: RECOMBINE_ALPHA."""
+    if event["kind"] != "recombine":                 # "clone", or "undo": a complete state
+        return 1.0
+    ours, theirs = _numbers(event, "ours", "theirs")
+    worse = merging.worse_share(alpha, ours, theirs) / (1 << merging.SHARE_BITS)
+    return worse if ours <= theirs else 1 - worse
+
+
+def _cut(points, step):
+    """Removes the points from `step` on."""
+    while points and points[-1][0] >= step:
+        points.pop()
+
+
+class Thinned:
+    """A growing curve in at most `most` points: each is the mean of `every` neighbours. When there are too many, pairs
+    are merged."""
+
+    def __init__(self, most):
+        self.most, self.every, self.points, self._rest = most, 1, [], []
+
+    def add(self, *point):
+        self._rest.append(point)
+        if len(self._rest) == self.every:
+            self.points.append(_mean(self._rest))
+            self._rest = []
+            if len(self.points) >= self.most:
+                self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2])]
+                self.every *= 2
+
+    def all(self):
+        """[point]; the last one is the mean of fewer neighbours."""
+        return self.points + ([_mean(self._rest)] if self._rest else [])
+
+
+def _mean(points):
+    # six digits are enough for any screen, and keep what is sent small
+    return tuple(float(f"{sum(column) / len(points):.6g}") for column in zip(*points))

@@ -1,0 +1,142 @@
+"""`python egg.py prepare`: makes input.bin, val.bin and decoding.bin from texts. model.data_files reads them (SPEC
+10)."""
+
+import os
+import tempfile
+import time
+
+import numpy as np
+
+from model.data_files import WORDS, DataError, read_text
+
+VAL_SHARE = 0.05             # share of a text that is held out
+VAL_BLOCKS = 64              # most blocks of held-out text
+VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
+ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
+
+
+def prepare(texts, vocab_size, val=None, out=".", say=print):
+    """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
+
+    texts: paths, read as bytes one after the other; .zst files are unpacked. val: path of the held-out text; None:
+    VAL_SHARE of the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone.
+    `say` takes progress lines. Returns the number of tokens in the vocabulary. Raises DataError and then leaves old
+    files."""
+    train = [b"".join(map(read_text, texts))]
+    if not train[0]:
+        raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
+    held_out = [read_text(val)] if val else None
+    if held_out is None:
+        train, held_out = split(train[0])
+    if val and not held_out[0]:
+        raise DataError(f"{val}: no text there, nothing to hold out")
+    if not any(train) or not any(held_out):
+        raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
+                        "with --val FILE")
+    say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
+
+    if vocab_size == 256:
+        files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
+    else:
+        bpe, pieces = _train_bpe(train, vocab_size, say)
+        n_tokens = len(pieces)
+        files = {"input.bin": _encode(bpe, train, "input.bin", say), "val.bin": _encode(bpe, held_out, "val.bin", say),
+                 "decoding.bin": [len(x).to_bytes(4, "little") + x for x in pieces]}
+        files["decoding.bin"].insert(0, n_tokens.to_bytes(4, "little"))
+    _write_all(out, files)
+    for name, parts in files.items():
+        say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
+    return n_tokens
+
+
+def split(data):
+    """(training, held out): two lists of bytes that together hold `data`. The second has about VAL_SHARE of it, in
+    blocks spread evenly, so that both have the same kind of text. Cuts are at line ends unless a line is longer than a
+    block."""
+    share = int(len(data) * VAL_SHARE)
+    blocks = max(1, min(VAL_BLOCKS, share // VAL_BLOCK_MIN))
+    size = share // blocks
+
+    def cut(at):
+        return data.find(b"\n", at, at + size) + 1 or at
+
+    train, held_out, done = [], [], 0
+    for block in range(blocks):
+        first = cut((2 * block + 1) * len(data) // (2 * blocks) - size // 2)
+        after = cut(first + size)
+        train.append(data[done:first])
+        held_out.append(data[first:after])
+        done = after
+    return train + [data[done:]], held_out
+
+
+def _blocks(parts):
+    """The texts in pieces of about ENCODE_BYTES, as Latin-1 strings, one character a byte. Pieces end at line ends if
+    there are any, because the end of a piece ends a word."""
+    for part in parts:
+        at = 0
+        while at < len(part):
+            limit = at + 2 * ENCODE_BYTES
+            after = part.find(b"\n", at + ENCODE_BYTES, limit) + 1 or min(limit, len(part))
+            yield part[at:after].decode("latin-1")
+            at = after
+
+
+def _train_bpe(parts, vocab_size, say):
+    """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError("the BPE needs the tokenizers library: install it with `pip install -r requirements/prepare.txt`, "
+                        "or prepare plain bytes with --vocab-size 256") from None
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False,
+                                             initial_alphabet=[chr(b) for b in range(256)])
+    say(f"BPE: learning {vocab_size:,} tokens ...")
+    started = time.monotonic()
+    bpe.train_from_iterator(_blocks(parts), trainer)
+    vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
+    say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
+    if len(vocabulary) < vocab_size:
+        missing = vocab_size - len(vocabulary)
+        say(f"BPE: the text has no more repeated pairs, so {missing:,} tokens fewer than asked for")
+    return bpe, [token.encode("latin-1") for token, _ in vocabulary]
+
+
+def _encode(bpe, parts, name, say):
+    """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
+    total, done, out, reported, group = sum(map(len, parts)), 0, [], time.monotonic(), []
+    for block in _blocks(parts):
+        group.append(block)
+        done += len(block)
+        if len(group) == 32 or done == total:
+            out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
+            group = []
+            if time.monotonic() - reported > 2:
+                reported = time.monotonic()
+                say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
+    return out
+
+
+def _write_all(directory, files):
+    """Writes {name: [bytes]} to temporary files, then moves all into place: an interruption leaves the old files."""
+    written = []
+    try:
+        os.makedirs(directory, exist_ok=True)
+        for name, parts in files.items():
+            handle, temporary = tempfile.mkstemp(prefix=name + ".", dir=directory)
+            written.append((temporary, os.path.join(directory, name)))
+            with os.fdopen(handle, "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+        while written:
+            os.replace(*written[0])
+            written.pop(0)
+    except OSError as error:
+        raise DataError(f"{error.filename or directory}: {error.strerror}: nothing was changed there") from None
+    finally:
+        for temporary, _ in written:
+            os.unlink(temporary)
