@@ -1304,14 +1304,16 @@ class Forward:
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        from kernels import hopper                                    # it builds on this module
-        fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (hopper.SEQ_LEN, hopper.HIDDEN_DIM)
-                and shared_limit >= hopper.SHARED)
-        self._noisy = hopper.Hopper(cfg, self._packing, silent) if fast else _General(cfg, True, silent)
+        from kernels import hopper, transformer              # they build on this module
+        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
+            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit)
+        fast = card.wgmma and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (hopper.SEQ_LEN, hopper.HIDDEN_DIM) and shared_limit >= hopper.SHARED
+        self._noisy = hopper.Hopper(cfg, self._packing, silent) if fast else transformer.Noisy(cfg, self._packing, card, silent)
         self._clean = _General(cfg, False)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
-        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if fast and k[0] is self._noisy.pack[0]]
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes, cfg.HIDDEN_DIM
+        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if k[0] is self._noisy.pack[0]]
         self.kernels = {"load": pack, "step": self._noisy.kernels, "validate": self._clean.kernels,
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 

@@ -21,6 +21,7 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
 
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -149,12 +150,16 @@ def wide_shape(budget, K, columns):
 
 
 def full_shape(budget, K, H):
-    """Shape of a product whose block has whole rows of H columns."""
+    """Shape of a product whose block has whole rows of H columns. 4 H inputs pass by, as each is used once, unless all stays."""
     CG = 1 if H <= 128 else 2 if H <= 256 else 4
     passes = blocks(H, 128 * CG)
     N = blocks(H, 16 * CG * passes) * 16
-    return _first(_shape(budget, K, GROUPS // CG, CG, N, passes, stream, narrowest, fewest)
-                  for narrowest, fewest in ((64, 3), (32, 2)) for stream in (False, True))
+    def candidates():
+        for narrowest, fewest in (64, 3), (32, 2):
+            for stream in False, True:
+                shape = _shape(budget, K, GROUPS // CG, CG, N, passes, stream, narrowest, fewest)
+                yield shape if stream or K == H or shape and shape.resident else None
+    return _first(candidates())
 
 
 def product_functions(card, shape, repeat=1):
@@ -386,26 +391,25 @@ def _up_kernel(cfg, nz, card):
     @device
     def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, seed):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
-        if not RAGGED or block < BLOCKS:
-            i = (c >> 5) * H + block * 32 + (c & 31)
-            for slot in range(SLOTS):
-                mine = uint32(seed + uint32((member + slot) >> 1))
-                stream, to = uint32(mine + uint32(plan[p + 1])), at + slot * TABLE + c
-                sm[to] = as_column(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i))
-                plus, minus = vector(weights, overlay, plan, p + 3, mine, i)
-                bias = minus if (member + slot) & 1 else plus
-                sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
-                if not SILENT:                               # both forms: a branch here would make the products wait for each other
-                    stream = uint32(mine + uint32(plan[p + 8]))
-                    if MODE < 2:
-                        word = pack_quad(noise(stream, i))
-                        if c & 3 == 0:
-                            sm[at + slot * TABLE + BYTES + (c >> 2)] = word
-                    if MODE > 0:
-                        entry = overlay[uint64(plan[p + 9] + i)]
-                        sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
-                        if MODE == 2:
-                            smf[to + FACTOR] = factor(entry, stream, i)
+        i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
+        for slot in range(SLOTS):
+            mine = uint32(seed + uint32((member + slot) >> 1))
+            stream, to = uint32(mine + uint32(plan[p + 1])), at + slot * TABLE + c
+            sm[to] = as_column(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i))
+            plus, minus = vector(weights, overlay, plan, p + 3, mine, i)
+            bias = minus if (member + slot) & 1 else plus
+            sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
+            if not SILENT:                               # both forms: a branch here would make the products wait for each other
+                stream = uint32(mine + uint32(plan[p + 8]))
+                if MODE < 2:
+                    word = pack_quad(noise(stream, i))
+                    if c & 3 == 0:
+                        sm[at + slot * TABLE + BYTES + (c >> 2)] = word
+                if MODE > 0:
+                    entry = overlay[uint64(plan[p + 9] + i)]
+                    sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
+                    if MODE == 2:
+                        smf[to + FACTOR] = factor(entry, stream, i)
 
     @device
     def fold(pb, x, c, f):
@@ -432,7 +436,7 @@ def _up_kernel(cfg, nz, card):
 
     @cuda.jit(launch_bounds=THREADS)
     def up(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, gelu, x, sb, u):
-        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
+        sm, smf = cuda.shared.array(0, int32, 128), cuda.shared.array(0, float32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
         group, lane, c = t >> 7, t & 31, t & 127
@@ -564,7 +568,7 @@ def _full_kernel(cfg, nz, card, kind):
     N = full_shape(1 << 30, K, H).N
     PASSES, RG = full_shape(1 << 30, K, H).passes, GROUPS // CG
     place, SLOTS = _place_function(cfg, RG)
-    BIAS, TABLE = CG * N, CG * N * (2 if DOWN else 1)        # words of a member's tables: noise, bias
+    BIAS, TABLE = CG * 128, CG * (256 if DOWN else 128)      # words of a member's tables: noise, bias
     GROUP = 2 * SLOTS * TABLE
     TABLES, TOPS = RG * GROUP, TALLEST
     shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
@@ -581,17 +585,16 @@ def _full_kernel(cfg, nz, card, kind):
 
     @device
     def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
-        """Tables, from word `at` on, of the members that a row group's rows touch, for CG * N columns from `columns` on."""
-        for i in range(c, CG * N, CG * 128):
-            col = columns + i
-            if not RAGGED or col < H:
-                for slot in range(SLOTS):
-                    mine = uint32(seed + uint32((member + slot) >> 1))
-                    stream = uint32(mine + uint32(plan[p + 1]))
-                    sm[at + slot * TABLE + i] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
-                    if DOWN:
-                        plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
-                        sm[at + slot * TABLE + BIAS + i] = minus if (member + slot) & 1 else plus
+        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns` on. Without
+        a branch, which would make the products wait for each other: what lies beyond the columns is not used."""
+        col = min(columns + min(c, CG * N - 1), H - 1)
+        for slot in range(SLOTS):
+            mine = uint32(seed + uint32((member + slot) >> 1))
+            stream = uint32(mine + uint32(plan[p + 1]))
+            sm[at + slot * TABLE + c] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
+            if DOWN:
+                plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
+                sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
 
     @device
     def turned(e, o, cos, sin):
@@ -669,7 +672,7 @@ def _full_kernel(cfg, nz, card, kind):
 
     @cuda.jit(launch_bounds=THREADS)
     def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out, spill):
-        sm = cuda.shared.array(0, int32)
+        sm = cuda.shared.array(0, int32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
@@ -847,7 +850,7 @@ def _head_kernel(cfg, nz, card):
 
     @cuda.jit(launch_bounds=THREADS)
     def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
-        sm, wide = cuda.shared.array(0, int32), cuda.shared.array(0, int64)
+        sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t, tile = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1259,7 +1262,7 @@ def _attention_kernel(cfg, nz):
 
     @cuda.jit(launch_bounds=128)
     def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
-        sm = cuda.shared.array(0, int32)                     # two stages of keys and values
+        sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
         coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
         t, member, mine = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y
@@ -1383,17 +1386,23 @@ HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
 
 
+class Card(NamedTuple):
+    """What kernels are made for."""
+    wgmma: bool             # and bulk copies; else mma.sync and cp.async
+    shared: int             # bytes of shared memory a block may have
+
+
 class Noisy:
-    """The noisy forward pass. card: wgmma (bool: its instructions, or mma.sync), shared (bytes of shared memory a block may have)."""
+    """The noisy forward pass of a configuration on a Card."""
 
     def __init__(self, cfg, packing, card, silent):
         self.cfg, nz = cfg, build_noise(cfg, silent)
         self.kernels = []
 
         def add(made, signature):
-            kernel, shared = made[:2] if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((kernel, signature, shared))
-            return (kernel, *made[1:]) if isinstance(made, tuple) else kernel
+            made = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((made[0], signature, made[1]))
+            return made
 
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
         self.norms = {streams: add(_norm_kernel(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
@@ -1431,7 +1440,7 @@ class Noisy:
     def launch_pack(self, stream, weights, packed):
         for source, target, kind, columns, padded in self.copies:
             rows = (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM
-            self.pack[blocks(padded * rows // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind,
+            self.pack[0][blocks(padded * rows // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind,
                                                                    columns, padded)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch, losses):
@@ -1443,7 +1452,7 @@ class Noisy:
         rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
 
         def norm(call, streams):
-            self.norms[streams][(pairs, blocks(2 * length, 128)), 256, stream](
+            self.norms[streams][0][(pairs, blocks(2 * length, 128)), 256, stream](
                 call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
 
         def full(kind, call, name, layer, x):
@@ -1461,7 +1470,7 @@ class Noisy:
                 calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride, tables.gelu, n, sb, u)
             full("down", calls.down, down, layer, u)
 
-        self.embed[(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
+        self.embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
             plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
