@@ -115,51 +115,49 @@ def load4(nz):
 
 class Shape(SimpleNamespace):
     """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP inputs in `stages`
-    stages; `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights. Bytes: `at_ring`
-    of the rows before the ring, `bytes` of all."""
+    stages; `pieced`: the rows lie in memory in pieces; `stream`: they pass through the ring with the weights, else they stay;
+    `resident`: so do the weights. Bytes: `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
+
+    def columns(self):
+        """Columns of the matrix, with those that pad it."""
+        return self.passes * self.CG * self.N
+
+    def traffic(self):
+        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there."""
+        weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
+        return weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
 
 
-def _shape(budget, K, RG, CG, N, passes, stream, narrowest, fewest):
-    """The Shape with the widest pieces that `budget` bytes of shared memory hold, or None."""
-    rows = 0 if stream else 64 * RG * K
-    for KP in (k for k in range(256, 31, -32) if K % k == 0):
-        stage = (CG * N + (64 * RG if stream else 0)) * KP
-        steps = passes * K // KP
-        stages = min(4, (budget - rows) // stage)
-        resident = not stream and steps <= 12 and rows + steps * stage <= budget
-        if resident or stages >= fewest and KP >= min(narrowest, K):
-            stages = steps if resident else stages
-            return Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, stream=stream, resident=resident,
-                         at_ring=rows, stage=stage, bytes=rows + stages * stage)
-    return None
-
-
-def _first(candidates):
-    return next(s for s in candidates if s is not None)
+def _shapes(budget, K, CG, N, passes, pieced=False):
+    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep enough."""
+    found, RG = [], GROUPS // CG
+    for stream in False, True:
+        rows = 0 if stream else 64 * RG * K
+        for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
+            stage = (CG * N + (64 * RG if stream else 0)) * KP
+            steps = passes * K // KP
+            resident = not stream and steps <= 12 and rows + steps * stage <= budget
+            stages = steps if resident else min(5, (budget - rows) // stage)
+            if resident or stages >= 2:
+                rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
+                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, pieced=pieced, stream=stream,
+                                          resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
+    return found
 
 
 def wide_shape(budget, K, columns):
-    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom."""
-    def candidates():
-        for narrowest, fewest in (64, 3), (32, 2):
-            for stream in False, True:
-                for RG in (2, 1) if stream else (4, 2, 1):
-                    CG = GROUPS // RG
-                    yield _shape(budget, K, RG, CG, 128, blocks(columns, 128 * CG), stream, narrowest, fewest)
-    return _first(candidates())
+    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing fits."""
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG))]
+    return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
 
 def full_shape(budget, K, H):
-    """Shape of a product whose block has whole rows of H columns. 4 H inputs pass by, as each is used once, unless all stays."""
-    CG = 1 if H <= 128 else 2 if H <= 256 else 4
-    passes = blocks(H, 128 * CG)
-    N = blocks(H, 16 * CG * passes) * 16
-    def candidates():
-        for narrowest, fewest in (64, 3), (32, 2):
-            for stream in False, True:
-                shape = _shape(budget, K, GROUPS // CG, CG, N, passes, stream, narrowest, fewest)
-                yield shape if stream or K == H or shape and shape.resident else None
-    return _first(candidates())
+    """Shape of a product whose block has whole rows of H columns."""
+    found = []
+    for CG in 1, 2, 4:
+        passes = blocks(H, 128 * CG)
+        found += _shapes(budget, K, CG, blocks(H, 16 * CG * passes) * 16, passes, K > H)
+    return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
 def product_functions(card, shape, repeat=1):
@@ -175,32 +173,35 @@ def product_functions(card, shape, repeat=1):
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, LAG, COLUMNS = K // KP, max(STAGES - 2, 0), CG * N
+    PIECES, LAG, COLUMNS, ALL_COLUMNS, PIECED = K // KP, max(STAGES - 2, 0), CG * N, shape.columns(), shape.pieced
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
-    A_WIDTH = KP if STREAM else K
+    A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
-    def fetcher(octets):
-        """Device function: starts the copy of KP bytes of so many groups of 8 rows, K bytes wide."""
+    @device
+    def fetch_columns(to, w, at, full, t):
         if BULK:
-            @device
-            def fetch(to, source, at, full, t):
-                if KP == K:
-                    if t == 0:
-                        ptx.copy_bulk(to, source, at, octets * 8 * KP, full)
-                else:
-                    for i in range(t, octets, 32):
-                        ptx.copy_bulk(to + i * (8 * KP), source, at + i * (2 * K), 8 * KP, full)
+            if t == 0:
+                ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
         else:
-            @device
-            def fetch(to, source, at, full, t):
-                for i in range(t, octets * KP // 2, THREADS):
-                    ptx.copy_async16(int32(to + i * 16), source, at + (i // (KP // 2)) * (2 * K) + (i % (KP // 2)) * 4)
-        return fetch
+            for i in range(t, COLUMNS * KP // 16, THREADS):
+                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
 
-    fetch_rows, fetch_columns = fetcher(8 * RG), fetcher(COLUMNS // 8)
+    @device
+    def fetch_piece(to, x, tile, piece, full, t):
+        """A piece of the rows of a tile: RG times 64 rows, or their groups of 8."""
+        if PIECED:
+            at, each, apart = int64(tile) * (16 * RG * K) + piece * (16 * KP), 64 * KP, 16 * K
+        else:
+            at, each, apart = int64(tile) * (16 * RG * K) + piece * (2 * KP), 8 * KP, 2 * K
+        if BULK:
+            for i in range(t, 64 * RG * KP // each, 32):
+                ptx.copy_bulk(to + i * each, x, at + i * apart, each, full)
+        else:
+            for i in range(t, 4 * RG * KP, THREADS):
+                ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
 
     @device
     def init(bar, t):
@@ -251,8 +252,8 @@ def product_functions(card, shape, repeat=1):
                 cuda.syncwarp()
             if STREAM:
                 tile = first + step // (PIECES * PASSES * repeat) * every
-                fetch_rows(to, x, int64(tile) * (16 * RG * K) + piece * (2 * KP), full, t)
-            fetch_columns(to + A_PART, w, at + int64(ahead) * (COLUMNS * K // 4) + piece * (2 * KP), full, t)
+                fetch_piece(to, x, tile, piece, full, t)
+            fetch_columns(to + A_PART, w, at + (int64(piece) * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
             if not BULK:
                 ptx.copy_arrive(full)
 
@@ -278,7 +279,7 @@ def product_functions(card, shape, repeat=1):
         b = ring + A_PART + (group % CG) * (N * KP)
         if STREAM:
             return ring + (group // CG) * (64 * KP), b
-        return base + (group // CG) * (64 * K) + piece * (8 * KP), b
+        return base + (group // CG) * (64 * K) + piece * A_PIECE, b
 
     if BULK:
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
@@ -342,21 +343,26 @@ def _place_function(cfg, RG):
 
 # --- up: GELU of a product that is wider than the rows ---------------------------------------------------------------------------------
 
-def _up_kernel(cfg, nz, card):
+def _up_kernel(cfg, nz, card, KP):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down projection.
 
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 * stride + row].
+    u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
     plan: egg_kernels._product_kernel's 8 entries, then seed and overlay of the input side of the down projection."""
     H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE, nz.silent
-    BLOCKS, COPIES = H // 32, 32 if card.shared > 160 * 1024 else 4
-    place, SLOTS = _place_function(cfg, 1)
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients; their factors
     BIAS, BYTES, COEFFICIENT, FACTOR, TABLE = 128, 256, 288, 416, (288, 416, 544)[MODE]
-    TABLES, GELUS = GROUPS * 2 * SLOTS * TABLE, 257 * COPIES
-    shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
+    TABLES = GROUPS * 2 * SLOTS * TABLE
+    for COPIES in 32, 8, 4:                                  # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
+        GELUS = 257 * COPIES
+        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
+        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP >= H):
+            break
     RG, CG, PASSES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
+    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16       # blocks and words of a piece or a block; 16 columns
     place, _ = _place_function(cfg, RG)
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
@@ -473,27 +479,30 @@ def _up_kernel(cfg, nz, card):
             sums[0], sums[1] = 0, 0
             for ahead in range(PASSES):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
-                to = int64(row >> 3) * (8 * H) + block * 256 + lane
+                to = int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256 + ((row >> 3) & 7) * (2 * KP) + lane
                 last = ahead == PASSES - 1
-                for piece in range(PIECES):
+                for piece in range(PIECES - 1):
                     start(acc, base, bar, step, piece, 1, t)
-                    if piece == PIECES - 1:                  # while the tensor cores work: the tables of the next pass
-                        if last and turn + 1 < count:
-                            row, member, slot, sign = place(tile + every, t)
-                        prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p, weights,
-                                overlay, seed)
-                        if last:
-                            s0 = as_row(int32(sb[uint64(row)] * sign))
-                            s1 = as_row(int32(sb[uint64(row + 8)] * sign))
-                        ptx.named_barrier(1 + group, 128)
                     done(acc)
                     leave(bar, step, t)
-                    if last and piece == PIECES - 1:
-                        leave_rows(bar, t)
-                        if turn + 1 < count:
-                            rows(base, bar, turn + 1, tile + every, x, t)
                     refill(base, bar, step, steps, first, every, x, packed, at, t)
                     step += 1
+                start(acc, base, bar, step, PIECES - 1, 1, t)
+                if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
+                    row, member, slot, sign = place(tile + every, t)
+                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p, weights, overlay,
+                        seed)
+                if last:
+                    s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+                ptx.named_barrier(1 + group, 128)
+                done(acc)
+                leave(bar, step, t)
+                if last:
+                    leave_rows(bar, t)
+                    if turn + 1 < count:
+                        rows(base, bar, turn + 1, tile + every, x, t)
+                refill(base, bar, step, steps, first, every, x, packed, at, t)
+                step += 1
                 at_bytes = base + 4 * at_slot + q * 16
                 if not RAGGED or block < BLOCKS:
                     for j in range(8):
@@ -508,7 +517,7 @@ def _up_kernel(cfg, nz, card):
                                 acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                            u[uint64(to + half * (8 * H) + j * 32)] = word
+                            u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
                             if not SILENT:
                                 sums[half] = ptx.dp4a(word, c4, sums[half])
                     if MODE > 0 and not SILENT and not whole:
@@ -564,19 +573,19 @@ def _full_kernel(cfg, nz, card, kind):
     ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
     ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
     ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
-    CG = full_shape(1 << 30, K, H).CG
-    N = full_shape(1 << 30, K, H).N
-    PASSES, RG = full_shape(1 << 30, K, H).passes, GROUPS // CG
-    place, SLOTS = _place_function(cfg, RG)
-    BIAS, TABLE = CG * 128, CG * (256 if DOWN else 128)      # words of a member's tables: noise, bias
-    GROUP = 2 * SLOTS * TABLE
-    TABLES, TOPS = RG * GROUP, TALLEST
+    SLOTS = members_of(64, LENGTH)
+    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
     shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
-    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, PASSES * CG * N != H, N // 2
+    CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
+    BIAS, TABLE = CG * BIAS, CG * TABLE
+    GROUP = 2 * SLOTS * TABLE
+    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
+    place, _ = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
-    MATRIX_WORDS, SB_AT = PASSES * CG * N * K // 4, 3 if DOWN else 0
+    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
@@ -711,19 +720,23 @@ def _full_kernel(cfg, nz, card, kind):
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE)
-                for piece in range(PIECES):
+                for piece in range(PIECES - 1):
                     start(acc, base, bar, step, piece, piece, t)
-                    if piece == 0:                           # while the tensor cores work
-                        prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)
-                        ptx.named_barrier(1 + rg, CG * 128)
                     done(acc)
                     leave(bar, step, t)
-                    if ahead == PASSES - 1 and piece == PIECES - 1:
-                        leave_rows(bar, t)
-                        if turn + 1 < count:
-                            rows(base, bar, turn + 1, tile + every, x, t)
                     refill(base, bar, step, steps, first, every, x, packed, at, t)
                     step += 1
+                start(acc, base, bar, step, PIECES - 1, PIECES - 1, t)
+                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)   # while the tensor cores work
+                ptx.named_barrier(1 + rg, CG * 128)
+                done(acc)
+                leave(bar, step, t)
+                if ahead == PASSES - 1:
+                    leave_rows(bar, t)
+                    if turn + 1 < count:
+                        rows(base, bar, turn + 1, tile + every, x, t)
+                refill(base, bar, step, steps, first, every, x, packed, at, t)
+                step += 1
                 at_noise = base + 4 * (buffer + slot * TABLE + side * N) + q * 16
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
@@ -777,7 +790,8 @@ def _full_kernel(cfg, nz, card, kind):
 
 def _head_kernel(cfg, nz, card):
     """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the sums. Adds each
-    position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 packed words, 1 seed A, 2 overlay A.
+    position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words packed for look-ups, 1 seed A,
+    2 overlay A; at_tiles: words packed for the product.
 
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
@@ -849,7 +863,7 @@ def _head_kernel(cfg, nz, card):
         return windows[unit * (T + 1) + min(position, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
-    def head(call, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+    def head(call, at_tiles, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
@@ -864,7 +878,7 @@ def _head_kernel(cfg, nz, card):
         cuda.syncthreads()
         rows(base, bar, 0, tile, x, t)
         for i in range(min(STAGES, STEPS)):
-            fill(base, bar, i, tile, 1, x, packed, at, t)
+            fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
         row, member, slot, sign = place(tile, t)
         unit, position = (member + slot) >> 1, row % LENGTH
         s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
@@ -894,17 +908,20 @@ def _head_kernel(cfg, nz, card):
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
-            for piece in range(PIECES):
+            for piece in range(PIECES - 1):
                 start(acc, base, bar, step, piece, 1, t)
-                if piece == PIECES - 1:                      # while the tensor cores work: the noise of the next tile
-                    coming = block + 1 if block + 1 < TILES else 0
-                    prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay, at_overlay,
-                            seed)
-                    ptx.named_barrier(1 + group, 128)
                 done(acc)
                 leave(bar, step, t)
-                refill(base, bar, step, STEPS, tile, 1, x, packed, at, t)
+                refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
                 step += 1
+            start(acc, base, bar, step, PIECES - 1, 1, t)
+            coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay, at_overlay, seed)
+            ptx.named_barrier(1 + group, 128)
+            done(acc)
+            leave(bar, step, t)
+            refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
+            step += 1
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
             if RAGGED and limit < 128:
                 for j in range(16):
@@ -1154,7 +1171,7 @@ def _attention_kernel(cfg, nz):
     SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
     BYTES, STAGE = TILE * D, 2 * TILE * D                    # of keys, and of a stage
     WARPS = min(4, LENGTH // 16)
-    ALL = 32 * WARPS
+    ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2     # blocks of a multiprocessor: so many as registers allow
     factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, load4(nz)
 
     @device
@@ -1260,7 +1277,7 @@ def _attention_kernel(cfg, nz):
                 sums[half] = int32(sums[half] + input_term(x[k], c[k], f))
             a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
 
-    @cuda.jit(launch_bounds=128)
+    @cuda.jit(launch_bounds=(128, RESIDENT))
     def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
@@ -1352,19 +1369,21 @@ def _attention_kernel(cfg, nz):
 # --- packing -----------------------------------------------------------------------------------------------------------------------
 
 def _pack_kernel(cfg):
-    """A canonical matrix [K / 4, N, 4] between hidden units as this pass wants it, see the top; padded with columns of zeros.
-    kind: 0 square, 1 up, 2 down."""
+    """A canonical matrix [K / 4, N, 4] as a product takes it: [K / width][padded / 8][width / 16][core matrices of one row a column], see
+    the top. kind: 0 square, 1 up, 2 down, 3 head."""
     H = cfg.HIDDEN_DIM
 
     @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, kind, n, padded):
+    def pack(weights, packed, source, target, kind, n, padded, width):
         i, K = cuda.grid(1), H
         if kind == 2:
             K = 4 * H
         if i < padded * (K // 4):
-            block, rest = i // (2 * K), i % (2 * K)
-            col, k4 = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
-            col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            piece, rest = i // (padded * width // 4), i % (padded * width // 4)
+            block, rest = rest // (2 * width), rest % (2 * width)
+            col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
+            if kind < 3:
+                col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
             known = col < n
             if kind == 1:
                 col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
@@ -1382,8 +1401,8 @@ NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
 UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, A32, A32)
 FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
 ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
-HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
+HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
+PACK_TYPES = (A32, A32) + 6 * (int64,)
 
 
 class Card(NamedTuple):
@@ -1406,20 +1425,19 @@ class Noisy:
 
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
         self.norms = {streams: add(_norm_kernel(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
-        self.up = add(_up_kernel(cfg, nz, card), UP_TYPES)
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
+        self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
         self.attention = add(_attention_kernel(cfg, nz), ATTENTION_TYPES)
         self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
         self.pack = add(_pack_kernel(cfg), PACK_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes
-        matrices = [t for t in parameters.tensors(cfg) if t.hidden]
-        for t in sorted(matrices, key=lambda t: t.layer):    # a layer's q, k, v lie together
-            kind = 2 if t.rows > t.cols else 1 if t.cols > t.rows else 0
-            shape = self.up[2] if kind == 1 else self.full["down" if kind == 2 else "o"][2]
-            padded = shape.passes * shape.CG * shape.N
+        used = {"w_up": (1, self.up), "w_emb_mlp_up": (1, self.up), "w_down": (2, self.full["down"]), "w_emb_mlp_down": (2, self.full["down"]),
+                "embedding": (3, self.head), "w_o": (0, self.full["o"]), **{w: (0, self.full["qkv"]) for w in ("w_q", "w_k", "w_v")}}
+        for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):   # a layer's q, k, v lie together
+            kind, (_, _, shape) = used[t.name]
             self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, kind, t.cols, padded))
-            end += t.rows * padded
+            self.copies.append((t.weights // 4, end // 4, kind, t.cols, shape.columns(), shape.KP))
+            end += t.rows * shape.columns()
         self.packed_bytes = end
 
     def layout(self, pairs):
@@ -1427,8 +1445,7 @@ class Noisy:
         cfg, H = self.cfg, self.cfg.HIDDEN_DIM
         rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
         members = blocks(rows, padded_length(cfg))
-        shape = self.full["o"][2]
-        spill = 4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS
+        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _, shape in self.full.values())
         sizes = dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
                      v=members * H * value_length(cfg), spill=max(spill, 4))
         out, end = {}, 0
@@ -1438,10 +1455,10 @@ class Noisy:
         return out, rows, end
 
     def launch_pack(self, stream, weights, packed):
-        for source, target, kind, columns, padded in self.copies:
-            rows = (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM
-            self.pack[0][blocks(padded * rows // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind,
-                                                                   columns, padded)
+        for source, target, kind, columns, padded, width in self.copies:
+            words = padded * (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM // 4
+            self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind, columns,
+                                                          padded, width)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch, losses):
         """Enqueues the whole pass over so many pairs."""
@@ -1486,4 +1503,4 @@ class Noisy:
         norm(plan.ln_f, 1)
         kernel, shared, shape = self.head
         kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
-            plan.head, tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps, n, sb, losses)
+            plan.head, self.at["embedding", 0], tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps, n, sb, losses)
