@@ -1,5 +1,6 @@
-# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make test, make bench, make clean.
-# Everything is installed into .venv here; ARGS adds to the command, PYTHON names another interpreter:
+# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make test,
+# make bench, make clean. Everything is installed into .venv here; ARGS adds to the command, PYTHON names another
+# interpreter:
 #   make run ARGS="--minutes 10 -D N_LAYERS=2"        make test PYTHON=python3.12
 
 SHELL := /bin/sh
@@ -9,7 +10,8 @@ EGG := $(VENV)/bin/python egg.py
 ARGS ?=
 
 # CUDA major version of the driver, 0 where there is no NVIDIA GPU; asked only by the rules that need it
-CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); print((12 if major < 13 else 13) if gpus else 0)')
+CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); \
+	print((12 if major < 13 else 13) if gpus else 0)')
 
 .PHONY: run test bench clean
 
@@ -19,7 +21,7 @@ run: $(VENV)/ready
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 test: $(VENV)/ready-test
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 bench: $(VENV)/ready
 	$(EGG) bench $(ARGS)
@@ -38,13 +40,15 @@ $(VENV)/ready-test: requirements/test.txt $(VENV)/ready
 	$$(cat $(VENV)/pip) install -q -r requirements/test.txt -r requirements/cuda$$cuda.txt
 	@touch $@
 
-# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip in a
-# package of its own; where that is missing, the pip of the system does as well.
+# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip in
+# a package of its own; where that is missing, the pip of the system does as well.
 $(VENV)/pip:
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
-	  "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break; python=; done; \
+	  "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break; \
+	  python=; done; \
 	if [ -z "$$python" ]; then \
-	  echo "egg: needs Python 3.11 to 3.14, and $(or $(PYTHON),python3) is not: install one, or name it with make PYTHON=..." >&2; exit 1; fi; \
+	  echo "egg: needs Python 3.11 to 3.14, and $(or $(PYTHON),python3) is not: install one," \
+	    "or name it with make PYTHON=..." >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$python --version) ..."; \
 	if "$$python" -m ensurepip --version >/dev/null 2>&1; then \
 	  "$$python" -m venv --clear $(VENV) && pip="$(VENV)/bin/python -m pip"; \
@@ -52,5 +56,6 @@ $(VENV)/pip:
 	  "$$python" -m venv --clear --without-pip $(VENV) && pip="$$python -m pip --python $(VENV)/bin/python"; \
 	else \
 	  version=$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-	  echo "egg: $$python has neither ensurepip nor pip: apt install python$$version-venv (as root), then run make again" >&2; exit 1; \
+	  echo "egg: $$python has neither ensurepip nor pip: apt install python$$version-venv (as root)," \
+	    "then run make again" >&2; exit 1; \
 	fi && echo "$$pip" --disable-pip-version-check > $@

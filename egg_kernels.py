@@ -37,100 +37,9 @@ from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uin
 from model import parameters
 from model import transforms
 from kernels import ptx
+from kernels.rules import build_noise, device, loss_function
 
-device = cuda.jit(device=True, inline=True)
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
-
-
-# --- noise (SPEC 2, 4) ---------------------------------------------------------------------------------------------------------
-
-def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise costs.
-
-    hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
-    noise(seed, i) -> int32                  fits int8
-    factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at i)
-    scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
-    whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
-    """
-    MASK, GAUSSIAN, MODE = cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN, cfg.ADAPTIVE_NOISE_MODE
-
-    @device
-    def hash32(seed, i):
-        x = uint32(uint32(seed) + uint32(uint32(i) * uint32(0x9E3779B9)))
-        x = uint32(x ^ uint32(x >> uint32(16)))
-        x = uint32(x * uint32(0x85EBCA6B))
-        x = uint32(x ^ uint32(x >> uint32(13)))
-        x = uint32(x * uint32(0xC2B2AE35))
-        return uint32(x ^ uint32(x >> uint32(16)))
-
-    @device
-    def draw(r, sign_bit):
-        size = int32(uint32(r >> uint32(sign_bit + 1)) & uint32(MASK))
-        return size if uint32(r >> uint32(sign_bit)) & uint32(1) else int32(-size)
-
-    @device
-    def noise(seed, i):
-        if silent:
-            return int32(0)
-        r = hash32(seed, i)
-        if GAUSSIAN:
-            return int32(int32(draw(r, 0) + draw(r, 5)) + draw(r, 10))
-        return draw(r, 0)
-
-    @device
-    def factor(overlay, seed, i):
-        if MODE == 0:
-            return float32(1)
-        if MODE == 1:
-            return float32(float32(min(max(int32(overlay), int32(0)), int32(64))) * float32(1 / 64))
-        u = float32(float32(float32(hash32(uint32(uint32(seed) + uint32(100000)), i)) + float32(1)) / float32(4294967296))
-        scale = float32(float32(int32(int32(overlay) + int32(127))) / float32(255))
-        return float32(scale / float32(math.sqrt(u)))
-
-    @device
-    def scaled(p, overlay, seed, i):
-        if MODE == 0:
-            return int32(p)
-        if MODE == 1:
-            size = int32(int32(abs(int32(p)) * min(max(int32(overlay), int32(0)), int32(64))) >> int32(6))
-            return size if p >= 0 else int32(-size)
-        return ptx.trunc_f32(float32(float32(int32(p)) * factor(overlay, seed, i)))
-
-    @device
-    def input_coefficient(overlay, seed, i):
-        """Noise of input i as `input_term` wants it: int32, in 64ths in mode 1."""
-        n = noise(seed, i)
-        if MODE == 1:
-            return int32(n * min(max(int32(overlay), int32(0)), int32(64)))
-        return n
-
-    @device
-    def input_term(x, c, f):
-        """trunc(x * noise * factor), a term of sb; c: input_coefficient; f: the factor (mode 2)."""
-        p = int32(x * c)
-        if MODE == 0:
-            return p
-        if MODE == 1:
-            return ptx.trunc_64th(p)
-        return ptx.trunc_f32(float32(float32(p) * f))
-
-    @device
-    def input_fold(pb, x, c, f):
-        """The next running integer of a down projection."""
-        p = int32(x * c)
-        if MODE == 0:
-            return int32(pb + p)
-        if MODE == 1:
-            return ptx.trunc_64th(int32(p + int32(pb << int32(6))))
-        return ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
-
-    @device
-    def whole(overlay):
-        return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
-
-    return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
-                           input_term=input_term, input_fold=input_fold, whole=whole, silent=silent)
 
 
 # --- small device functions ------------------------------------------------------------------------------------------------------
@@ -602,29 +511,6 @@ def _attention_kernel(cfg):
                                 int32(num / (den1 if half else den0)))
 
     return attention
-
-
-def loss_function(cfg):
-    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's."""
-    EXACT, BIT = cfg.LOSS == "exact", cfg.SOFTMAX_SCALE_BIT
-    UNIT = parameters.log_unit(cfg)
-
-    @device
-    def loss(total, top, target):
-        e = int64(63 - cuda.clz(total))
-        distance = int64(top) - int64(target)
-        if not EXACT:
-            return (((e - BIT) * 16) >> 1) + distance
-        m = uint64(total) << uint64(31 - e) if e <= 31 else uint64(total) >> uint64(e - 31)
-        fraction = int64(0)
-        for _ in range(16):
-            m = uint64(m * m) >> uint64(31)
-            bit = uint64(m >> uint64(32))
-            m = uint64(m >> bit)
-            fraction = 2 * fraction + int64(bit)
-        return (((((e - BIT) << 16) + fraction) * UNIT) >> 32) + distance * 256
-
-    return loss
 
 
 def _head_kernel(cfg):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Workers for a coordinator: one on every GPU of this machine, or one on the CPU. Restarts one that dies; Ctrl-C stops all.
-# As a Slurm job step (srun ./run-workers.sh) it does so on every node, for the coordinator that the batch script started.
+# Starts workers for a coordinator: one on every GPU of this machine, or one on the CPU. Restarts a worker that dies;
+# Ctrl-C stops all. As a Slurm job step (srun ./run-workers.sh) it does so on every node.
 set -u
 
 usage() {
@@ -8,7 +8,8 @@ usage() {
 usage: ./run-workers.sh [HOST] [WORKER OPTIONS]
 
 Starts a worker on every GPU of this machine, or one on the CPU where there is none, for the coordinator on HOST
-(default: localhost; in a Slurm job the node that srun was called on). A worker that dies is started again, after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
+(default: localhost; in a Slurm job the node that srun was called on). A worker that dies is started again,
+after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
 
   ./run-workers.sh 10.0.0.1
   ./run-workers.sh 10.0.0.1 --port 12345 -D N_LAYERS=8
@@ -29,18 +30,21 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 
-# a wrong option or setting ends here, with the worker's own line about it
+# a wrong option or setting ends here, with the worker's own error message
 devices=$("$python" egg.py worker "$host" "$@" --list-devices) || exit
 
-# Several tasks of a Slurm step on one node share its GPUs out, unless Slurm has bound each task to one
+# Several tasks of a Slurm step on one node divide its GPUs, unless Slurm has bound each task to one
 tasks=${SLURM_STEP_TASKS_PER_NODE:-1}
 tasks=${tasks%%[(,]*}
 if [ "$tasks" -gt 1 ] && [ "$(wc -w <<<"$devices")" -gt 1 ]; then
     devices=$(tr ' ' '\n' <<<"$devices" | awk -v n="$tasks" -v me="${SLURM_LOCALID:-0}" '(NR - 1) % n == me')
-    [ -n "$devices" ] || { echo "run-workers: more tasks than GPUs on this node, nothing to do for task $SLURM_LOCALID" >&2; exit 0; }
+    if [ -z "$devices" ]; then
+        echo "run-workers: more tasks than GPUs on this node, nothing to do for task $SLURM_LOCALID" >&2
+        exit 0
+    fi
 fi
 
-# The keeper of one worker: start it, and start it again with a growing pause. A wrong use (status 2) is no better the second time.
+# Keeps one worker running: restarts it with a growing pause, but not after a wrong use (status 2).
 keep() {
     local name=$1 pause=1 child started status
     shift

@@ -1,25 +1,26 @@
-"""One step's chunks: who evaluates which, what came back, what has to be checked. No sockets here; drive it and ask it.
+"""One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
 
-Evaluation is deterministic to the bit, so two honest results of a chunk are the same. A chunk that is audited, or about which two
-results disagree, is done when two authors agree on it and more than on any other result; who said otherwise is a liar.
+Evaluation is deterministic to the bit, so two honest results of a chunk are the same. A chunk that is audited, or whose
+results differ, is done when at least two authors agree, and more than on any other result. The others have lied.
 """
 
 from collections import deque
 
 import numpy as np
 
-COPIES = 2                 # evaluations of one chunk at a time, once workers are idle
-COPY_AFTER = 1.5           # times the usual time of a chunk, before an idle worker takes a copy of it
+COPIES = 2                 # most evaluations of one chunk at a time, when workers are idle
+COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many times its usual time
 
 
 class Step:
-    """holders: chunk -> {peer: since}, a peer being whatever the caller likes; results come from authors, who outlive their peers.
-    audited: chunks that need two results where there are two authors."""
+    """holders: chunk -> {peer: since}; a peer is any object. Results count by author, whoever that has as peers.
+    audited: chunks that need two results if there are two authors; results: chunk -> {(packed, sum of losses):
+    (authors, fitness)}; done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`."""
 
     def __init__(self, cfg, audited=()):
         self.cfg, self.audited = cfg, set(audited)
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self.holders, self.results, self.done = {}, {}, {}     # done: chunk -> (packed, sum of losses)
+        self.holders, self.results, self.done = {}, {}, {}
         self.fitness = np.zeros(cfg.N_PAIRS, np.int8)
 
     @property
@@ -31,12 +32,12 @@ class Step:
         return sum(loss for _, loss in self.done.values())
 
     def take(self, peer, author, now):
-        """The next chunk for this peer, None where there is none that it has not touched."""
+        """The next chunk for this peer, None where there is none that it does not hold or has not done."""
         skipped, found = [], None
         while self.queue and found is None:
             chunk = self.queue.popleft()
             if chunk not in self.done:
-                if self._touched(chunk, peer, author):
+                if self._used(chunk, peer, author):
                     skipped.append(chunk)
                 else:
                     found = chunk
@@ -46,27 +47,27 @@ class Step:
         return found
 
     def late(self, now, usual):
-        """[chunk]: those that are out for longer than chunks usually are, the oldest first."""
-        since = [(min(who.values()), chunk) for chunk, who in self.holders.items() if len(who) < COPIES]
+        """[chunk]: those that take longer than usual (seconds), the oldest first."""
+        since = [(min(peers.values()), chunk) for chunk, peers in self.holders.items() if len(peers) < COPIES]
         return [chunk for when, chunk in sorted(since) if now - when > COPY_AFTER * usual]
 
     def copy(self, peer, author, now, late):
-        """A second evaluation of one of the `late` chunks, for an idle peer; it is taken out of the list."""
+        """One of the `late` chunks for an idle peer, to evaluate a second time; it is removed from the list."""
         for chunk in late:
-            if chunk in self.holders and not self._touched(chunk, peer, author):
+            if chunk in self.holders and not self._used(chunk, peer, author):
                 late.remove(chunk)
                 self.holders[chunk][peer] = now
                 return chunk
         return None
 
     def give_back(self, peer, chunk):
-        """The peer will not do it, or not soon."""
+        """The peer will not do this chunk, or not soon."""
         self._release(peer, chunk)
         if chunk not in self.done and not self.holders.get(chunk):
             self.queue.appendleft(chunk)
 
     def result(self, peer, author, chunk, packed, sum_loss, fitness, alone):
-        """Takes a result in. alone: there is no second author, so that an audit cannot be. Returns the authors who lied."""
+        """Notes a result. alone: there is no second author for an audit. Returns the authors who have lied."""
         self._release(peer, chunk)
         kinds = self.results.setdefault(chunk, {})
         if any(author in authors for authors, _ in kinds.values()):
@@ -75,12 +76,12 @@ class Step:
         return self._judge(chunk, alone)
 
     def settle(self, alone):
-        """Judges again what waited for a second author, after the number of authors has changed."""
+        """Judges what waits for a second author, after the number of authors has changed."""
         for chunk in [c for c in self.results if c not in self.done] if alone else ():
             self._judge(chunk, alone)
 
     def withdraw(self, author, alone):
-        """Forgets every result of this author; what nobody else said is to be done again."""
+        """Forgets every result of this author; chunks that nobody else has done are to be done again."""
         for chunk, kinds in self.results.items():
             for key, (authors, _) in list(kinds.items()):
                 if author in authors:
@@ -92,7 +93,7 @@ class Step:
                 self._judge(chunk, alone)
 
     def disputed(self):
-        """[(chunk, authors)] on which results disagree and nobody has decided yet."""
+        """[(chunk, authors)] whose results differ and are not decided yet."""
         return [(chunk, [a for authors, _ in self.results[chunk].values() for a in authors])
                 for chunk in self.results if chunk not in self.done and len(self.results[chunk]) > 1]
 
@@ -102,23 +103,22 @@ class Step:
         first, second = ([len(kinds[kind][0]) for kind in ranked] + [0, 0])[:2]
         if not (first > max(second, 1) or first == 1 and not second and (alone or chunk not in self.audited)):
             self.done.pop(chunk, None)
-            self._want(chunk)
+            if not self.holders.get(chunk) and chunk not in self.queue:
+                self.queue.appendleft(chunk)
             return []
         best, pairs = ranked[0], self.cfg.CHUNK_SIZE // 2
         self.done[chunk] = best
         self.fitness[chunk * pairs:(chunk + 1) * pairs] = kinds[best][1]
         return [author for kind in ranked[1:] for author in kinds[kind][0]]
 
-    def _want(self, chunk):
-        if chunk not in self.done and not self.holders.get(chunk) and chunk not in self.queue:
-            self.queue.appendleft(chunk)
-
-    def _touched(self, chunk, peer, author):
-        return peer in self.holders.get(chunk, ()) or any(author in authors for authors, _ in self.results.get(chunk, {}).values())
+    def _used(self, chunk, peer, author):
+        """Whether the peer holds this chunk, or its author has done it."""
+        return (peer in self.holders.get(chunk, ())
+                or any(author in authors for authors, _ in self.results.get(chunk, {}).values()))
 
     def _release(self, peer, chunk):
-        who = self.holders.get(chunk)
-        if who is not None:
-            who.pop(peer, None)
-            if not who:
+        peers = self.holders.get(chunk)
+        if peers is not None:
+            peers.pop(peer, None)
+            if not peers:
                 del self.holders[chunk]

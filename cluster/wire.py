@@ -1,15 +1,15 @@
-"""Frames: what coordinator and workers say to each other, byte by byte (PROTOCOL.md; version 1 is SPEC section 10).
+"""Frames: what coordinators, workers and islands send to each other, byte by byte (docs/PROTOCOL.md).
 
-Version 1 is spoken with C++ peers. Version 2 has the same header and the same work frames, and adds an introduction in which both
-sides prove that they know the secret, digests of the model's state, heartbeats, snapshots and errors in words; and what islands say
-to each other (islands.gossip).
+Version 1 (SPEC section 10) is for C++ peers. Version 2 has the same header and the same work frames. It adds an
+introduction in which both sides prove that they know the secret, digests of the model's state, heartbeats, snapshots,
+errors in words, and the frames of islands (islands.gossip).
 """
 
 import struct
+from typing import NamedTuple
 
-from model import state_digest
 from cluster import history
-from model import parameters
+from model import parameters, state_digest
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
@@ -25,25 +25,26 @@ NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
 STATED = struct.Struct(f">{state_digest.SIZE}s")     # version 2 adds: digest of the state at this step
-RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness that follow, in version 2 under zstd
-RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses, bytes
-#                                          of fitness that follow
+RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness (version 2: zstd) that follow
+RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses,
+#                                          bytes of fitness that follow
 VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
 NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
 CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; 1 where a secret is wanted
 PROOF = struct.Struct(">32s")            # JOIN: the worker's proof; JSON follows
-WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, fingerprints of configuration and data (zeros: not known
-#                                            yet), completed steps, step of the newest snapshot (0: none)
+WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, SHA-256 of configuration and data (zeros:
+#                                            not known), completed steps, step of the newest snapshot (0: none)
 FAILED = struct.Struct(">H")             # ERROR: code; text follows
 STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
 BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
-STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, bytes that are wanted at most
-STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: not here), offset of those that follow
+STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, most bytes
+STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: there is none),
+#                                          offset of those that follow
 
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 TEXT_LIMIT = 1 << 14                     # bytes of a log message
-OTHER_LIMIT = 1 << 12                    # bytes of a frame we do not know: newer peers may send some; and of an ERROR
+OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
 JOIN_LIMIT = 1 << 13                     # bytes of the JSON in JOIN
 STATUS_LIMIT = 1 << 22                   # bytes of a status
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
@@ -54,7 +55,16 @@ BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 
 
 
 class FrameError(Exception):
-    """A frame that cannot be meant for us; the connection it came on is closed."""
+    """A frame that cannot be right. The connection it came on is closed, with an ERROR of this code."""
+    code = BAD_FRAME
+
+
+class Refused(FrameError):
+    """A peer that may not take part, though its frames are right."""
+
+    def __init__(self, why, code=BAD_FRAME):
+        super().__init__(why)
+        self.code = code
 
 
 def frame(opcode, *parts, version=V1):
@@ -64,7 +74,7 @@ def frame(opcode, *parts, version=V1):
 
 
 def limits(cfg):
-    """{version: {opcode: (least, most) bytes of payload}} of every frame that is known; other opcodes may have OTHER_LIMIT bytes."""
+    """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
     def exactly(*structs):
         return (sum(s.size for s in structs),) * 2
 
@@ -73,43 +83,40 @@ def limits(cfg):
           JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + parameters.packed_size(cfg.N_PAIRS)),
           LOG_MESSAGE: (0, TEXT_LIMIT),
           VALIDATION: exactly(VALIDATED)}
-    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED), JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + history.most_body(cfg)),
+    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED),
+          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + history.most_body(cfg)),
           HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
           HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
-          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST), STATUS: (0, STATUS_LIMIT),
-          ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT), STATE_REQUEST: exactly(STATE_WANTED),
+          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST),
+          STATUS: (0, STATUS_LIMIT), ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT),
+          STATE_REQUEST: exactly(STATE_WANTED),
           STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK)}
     return {V1: v1, V2: v2}
 
 
-FROM_COORDINATOR = (JOB_RESPONSE, CHALLENGE, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED, STATUS)
-OF_ISLANDS = (ISLAND, STANDING, STATE_REQUEST, STATE)
+# the frames that a coordinator takes: from a peer that it does not know yet, from workers, from an island that it has
+# called until that has let it in, and from islands
+FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
+FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, JOIN)}
+FROM_WORKER = {V1: {V1: FROM_WORKERS}, V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST)}}
+FROM_CALLED = {V2: (CHALLENGE, WELCOME, ISLAND, ERROR)}
+FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 
 
-def limits_before_join(every):
-    """The limits of a coordinator that does not know yet whom it speaks with: the first frame of version 1, or the introduction."""
-    return {V1: {k: v for k, v in every[V1].items() if k not in FROM_COORDINATOR}, V2: {k: every[V2][k] for k in (HELLO, JOIN)}}
+def only(every, frames):
+    """The `limits` of these frames, {version: opcodes}."""
+    return {version: {k: every[version][k] for k in opcodes} for version, opcodes in frames.items()}
 
 
-def limits_of(every, version):
-    """The limits of a coordinator for a worker that has been let in with this version."""
-    return {version: {k: v for k, v in every[version].items() if k not in FROM_COORDINATOR + OF_ISLANDS + (HELLO, JOIN)}}
-
-
-def limits_of_call(every):
-    """The limits of an island that has called another one and is not introduced yet."""
-    return {V2: {k: every[V2][k] for k in (CHALLENGE, WELCOME, ISLAND, ERROR)}}
-
-
-def limits_of_island(every):
-    """The limits of an island for another one, whoever called."""
-    return {V2: {k: every[V2][k] for k in (STANDING, STATE_REQUEST, STATE, ERROR)}}
+def name(opcode):
+    """Its name, for messages."""
+    return NAMES.get(opcode, f"opcode {opcode}")
 
 
 def next_frame(buffer, allowed):
-    """Takes the first whole frame out of a bytearray: (version, opcode, payload), or None while it is incomplete. Raises FrameError,
-    as soon as the header is there, for one that cannot be right."""
+    """Takes the first whole frame out of a bytearray: (version, opcode, payload), None while it is incomplete. Raises
+    FrameError, as soon as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
     if len(buffer) < HEADER.size:
         return None
     magic, version, opcode, size = HEADER.unpack_from(buffer)
@@ -119,11 +126,41 @@ def next_frame(buffer, allowed):
         raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
     least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))
     if not least <= size <= most:
-        told = f"{least}" if least == most else f"{least} to {most}"
+        sizes = f"{least}" if least == most else f"{least} to {most}"
         hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
-        raise FrameError(f"wrong length: {NAMES.get(opcode, f'opcode {opcode}')} of {size} bytes, allowed {told}{hint}")
+        raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
     if len(buffer) < HEADER.size + size:
         return None
     payload = bytes(buffer[HEADER.size:HEADER.size + size])
     del buffer[:HEADER.size + size]
     return version, opcode, payload
+
+
+class Result(NamedTuple):
+    """A RESULT. updates: weights changed by the worker's last update, 0 where it has reported them already; packed:
+    bytes of ternary fitness (SPEC 8); fitness: the same, int8 [CHUNK_SIZE / 2]."""
+    step: int
+    chunk: int
+    updates: int
+    sum_loss: int
+    packed: bytes
+    fitness: object
+
+
+def read_result(cfg, n_weights, payload):
+    """The Result in a frame, of a model of n_weights weights. Raises FrameError for one that cannot be right."""
+    _, step, position, updates, sum_loss, size = RESULT_HEAD.unpack_from(payload)
+    packed = payload[RESULT_HEAD.size:]
+    if size != len(packed):
+        raise FrameError(f"wrong length: RESULT says {size} bytes of fitness and carries {len(packed)}")
+    chunk, rest = divmod(position, cfg.CHUNK_SIZE)
+    if rest or chunk >= cfg.N_CHUNKS:
+        raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} "
+                         f"below {cfg.POPULATION_SIZE}")
+    try:
+        fitness = parameters.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
+    except ValueError as error:
+        raise FrameError(f"wrong fitness: {error}") from None
+    if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > n_weights:
+        raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {n_weights}")
+    return Result(step, chunk, updates, sum_loss, packed, fitness)

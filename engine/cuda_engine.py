@@ -1,8 +1,8 @@
-"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as `engine.cpu_engine`.
+"""The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as
+`engine.cpu_engine`.
 
-Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory, compiled kernels kept
-on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
-"""
+Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory,
+compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device. """
 
 import fcntl
 import pathlib
@@ -72,8 +72,9 @@ class Kernel(NamedTuple):
 
 
 def compile_all(every, capability, what, job):
-    """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on stderr
-    says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same kernels."""
+    """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
+    stderr says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same
+    kernels."""
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
     missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
@@ -122,7 +123,8 @@ def _progress(done=0, total=0, started=0.0):
 
 def compile_share():
     """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
-    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is left."""
+    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
+    left."""
     (cfg, device, token_type, silent, verb), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
@@ -134,7 +136,7 @@ def compile_share():
             dispatcher.compile(signature)
 
 
-# --- kernels of this file --------------------------------------------------------------------------------------------------
+# --- kernels of this file --------------------------------------------------------------------------------------------
 
 A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
 I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
@@ -142,11 +144,32 @@ I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    T, V, H, before = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.STATE_TOKENS
-    last, same, groups, per_group = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    width = before + T + 1
-    hash32 = egg_kernels.build_noise(cfg).hash32
-    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+    return {
+        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
+        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
+        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
+    }
+
+
+def _windows_kernel(cfg):
+    T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+    same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+
+    def cut_windows(tokens, place, windows):
+        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
+        (model.parameters.windows)."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // width
+            stride = int64(0) if same else tokens.size // groups
+            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
+            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+
+    return cut_windows
+
+
+def _choose_kernel(cfg):
+    V, H, last, hash32 = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1, egg_kernels.build_noise(cfg).hash32
 
     @egg_kernels.device
     def score(z, seen, penalty, v):
@@ -158,19 +181,10 @@ def build(cfg, token_type):
         d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
         return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
 
-    def cut_windows(tokens, place, windows):
-        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0] (model.parameters.windows)."""
-        i = cuda.grid(1)
-        if i < windows.size:
-            row = i // width
-            stride = int64(0) if same else tokens.size // groups
-            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
-            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
-
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
-        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10 draws it from
-        logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units; floor int64 [1]: smallest d
-        kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
+        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
+        draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units;
+        floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
         top_of = cuda.shared.array(CHOOSERS, float32)
         sums = cuda.shared.array(CHOOSERS, int64)
         best = cuda.shared.array(1, int32)
@@ -211,7 +225,8 @@ def build(cfg, token_type):
                 step *= 2
             cuda.syncthreads()
             if temp > 0:
-                threshold = int64(hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)) % sums[CHOOSERS - 1]
+                random = hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)
+                threshold = int64(random) % sums[CHOOSERS - 1]
                 running = sums[t] - total
                 if running <= threshold and threshold < sums[t]:
                     for v in range(t, V, H):
@@ -225,9 +240,15 @@ def build(cfg, token_type):
         if t == 0:
             at[0] = position + 1
 
+    return choose
+
+
+def _digest_kernel():
+    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+
     def digest(weights, moments, overlay, out):
-        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights, moments: as uint64 words;
-        overlay int8, zeros beyond. Any grid."""
+        """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
+        moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
         sums = cuda.shared.array((2, BLOCK), uint64)
         t = cuda.threadIdx.x
         a, b = uint64(0), uint64(0)
@@ -255,16 +276,12 @@ def build(cfg, token_type):
         if t < 2:
             cuda.atomic.add(out, t, sums[t, 0])
 
-    return {
-        "digest": (digest, (W1, W1, S1, W1)),
-        "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    return digest
 
 
 class Replay:
-    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second time,
-    replayed from then on."""
+    """A fixed sequence of launches on a stream: enqueued one by one the first time, captured as a CUDA graph the second
+    time, replayed from then on."""
 
     def __init__(self, stream, enqueue):
         self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
@@ -294,14 +311,14 @@ def _driver(result):
     return result[1] if len(result) > 1 else None
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------------
+# --- the engine ------------------------------------------------------------------------------------------------------
 
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
-    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device where it fits
-    easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises ValueError (one line) where the
-    device is missing or too small."""
+    tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
+    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises
+    ValueError (one line) where the device is missing or too small."""
 
     def __init__(self, cfg, tokens=None, device=0, silent=False):
         try:
@@ -328,14 +345,16 @@ class CudaEngine:
             self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
 
     def _reserve(self):
-        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then left."""
+        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
+        left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         free = cuda.current_context().get_memory_info().free
         need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
-        self._weights, self._overlay = cuda.device_array(n, np.int8), cuda.device_array(parameters.n_overlay(cfg), np.int8)
+        self._weights = cuda.device_array(n, np.int8)
+        self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
@@ -364,8 +383,8 @@ class CudaEngine:
 
     def state(self):
         """A copy of the State."""
-        return parameters.State(self.cfg, self._weights.copy_to_host(), self._moments.copy_to_host(), self._overlay.copy_to_host(),
-                               self.step, self.seed)
+        arrays = (array.copy_to_host() for array in (self._weights, self._moments, self._overlay))
+        return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host."""
@@ -399,7 +418,8 @@ class CudaEngine:
         return out
 
     def _evaluation(self, pairs):
-        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free memory."""
+        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
+        memory."""
         forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
         weights, packed, overlay = self._weights, self._packed, self._overlay
         tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
@@ -414,8 +434,8 @@ class CudaEngine:
                 cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
-                forward.evaluate(stream, weights, packed, overlay, windows[at * width:(at + n) * width], job, at, n, scratch,
-                                 losses[2 * at:2 * (at + n)])
+                some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
+                forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
         return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
@@ -449,16 +469,16 @@ class CudaEngine:
         self._ready("validate")
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
-        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), cuda.current_context().get_memory_info().free // 2)
+        free = cuda.current_context().get_memory_info().free
+        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), free // 2)
         if len(windows) and not most:
             raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
         scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
-            nats = cuda.device_array(len(part) * T, np.float64)
-            forward.validate(self.stream, self._weights, self._packed, cuda.to_device(part.ravel(), self.stream), len(part), T, scratch,
-                             nats)
+            nats, given = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
+            forward.validate(self.stream, self._weights, self._packed, given, len(part), T, scratch, nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T
@@ -477,9 +497,11 @@ class CudaEngine:
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
         rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
-        cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
+        cache = cuda.device_array(forward.cache_bytes(total), np.int8)
+        scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
         z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
-        settings, floor = cuda.to_device(np.array([s.temp, s.penalty], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
+        settings = cuda.to_device(np.array([s.temp, s.penalty], np.float32))
+        floor = cuda.to_device(np.array([s.floor], np.int64))
         draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
 
         def enqueue():
@@ -487,21 +509,22 @@ class CudaEngine:
             self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
 
         advance = Replay(stream, enqueue)                    # lives as long as this generator
-        done, told = 0, len(prompt)
-        while told < total:
+        done, given = 0, len(prompt)
+        while given < total:
             reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
             for _ in range(done, reach):
                 advance()
             done = reach
             new = tokens.copy_to_host(stream=stream)
             stream.synchronize()
-            for token in new[told:done + 1]:
+            for token in new[given:done + 1]:
                 yield int(token)
-            told = done + 1
+            given = done + 1
 
 
 def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too large."""
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
+    large."""
     low, high = 0, most
     while low < high:
         n = (low + high + 1) // 2
@@ -509,13 +532,15 @@ def largest(size, most, budget):
     return low
 
 
-# --- figures for `bench` -----------------------------------------------------------------------------------------------------
+# --- figures for `bench` ---------------------------------------------------------------------------------------------
 
-OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}   # int8 operations a clock and multiprocessor, dense; other cards: 2048
+# dense int8 operations a clock and multiprocessor; other cards: 2048
+OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}
 
 
 def update_times(engine, fitness, repeats=5):
-    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real updates)."""
+    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real
+    updates)."""
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
@@ -549,11 +574,13 @@ def bench(cfg, tokens, device):
     gpu = cuda.get_current_device()
     peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
     work = 2 * parameters.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock {peak / 1e12:.0f} TOP/s")
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+          f"{peak / 1e12:.0f} TOP/s")
 
     def rate(what, count, seconds):
-        print(f"{what:26s} {count / seconds / 1e6:8.2f} M tokens/s, {count / seconds * work / 1e12:5.0f} TOP/s, "
-              f"{count / seconds * work / peak:.1%} of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        speed = count / seconds
+        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
+              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
 
     chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
     noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
@@ -574,4 +601,5 @@ def bench(cfg, tokens, device):
     seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
     print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
     memory = cuda.current_context().get_memory_info()
-    print(f"device memory in use {(memory.total - memory.free) / 2**30:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)
+    used, total = memory.total - memory.free, memory.total
+    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)

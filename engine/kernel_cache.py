@@ -27,21 +27,22 @@ from numba.core import serialize
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
-COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # VERSIONS stand for their code
+COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
 # --- where the files are ---------------------------------------------------------------------------------------------
 
 @functools.cache
 def directory():
-    """Where this process keeps compiled kernels (a Path). They are code that will run, so nobody else may write there."""
+    """Where this process keeps compiled kernels (a Path). They are code that will run, so nobody else may write
+    there."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
         if is_private(path):
             return path
     path = tempfile.mkdtemp(prefix="egg-")
     atexit.register(shutil.rmtree, path, True)
-    tell(f"egg: no private directory for compiled kernels: {cache} cannot be used; they are compiled again every time\n")
+    tell(f"egg: {cache} has no private directory for compiled kernels, so they are compiled again every time\n")
     return pathlib.Path(path)
 
 
@@ -106,8 +107,8 @@ def _parts(value, known):
     if isinstance(value, (dict, set, frozenset)):
         return kind.__name__, sorted(map(of, value.items() if isinstance(value, dict) else value))
     if isinstance(value, types.CodeType):
-        return (value.co_code, value.co_exceptiontable, value.co_flags, value.co_argcount, value.co_varnames, value.co_names,
-                value.co_freevars, value.co_cellvars, [*map(of, value.co_consts)])
+        return (value.co_code, value.co_exceptiontable, value.co_flags, value.co_argcount, value.co_varnames,
+                value.co_names, value.co_freevars, value.co_cellvars, [*map(of, value.co_consts)])
     if hasattr(value, "py_func"):                            # of numba.njit, numba.cuda.jit
         return "compiled", of(value.py_func), of(value.targetoptions)
     if hasattr(value, "_defn"):                              # an intrinsic
@@ -116,17 +117,18 @@ def _parts(value, known):
         return "partial", of(value.func), of(value.args), of(value.keywords)
     if isinstance(value, types.ModuleType):
         return "module", value.__name__
-    ours = (value if hasattr(value, "__qualname__") else kind).__module__.partition(".")[0] not in COMPILERS
+    module = getattr(value if hasattr(value, "__qualname__") else kind, "__module__", None) or ""
+    ours = module.partition(".")[0] not in COMPILERS
     if isinstance(value, types.FunctionType) and ours:
         return "function", of(value.__code__), of(value.__defaults__), [*map(of, _captured(value))]
     if isinstance(value, type):
         own = [of(f) for _, f in sorted(vars(value).items()) if isinstance(f, types.FunctionType)] if ours else []
-        return "class", value.__module__, value.__qualname__, getattr(value, "_fields", ()), own
+        return "class", module, value.__qualname__, getattr(value, "_fields", ()), own
     if hasattr(value, "__qualname__"):
-        return "name", value.__module__, value.__qualname__
+        return "name", module, value.__qualname__
     if ours or kind is types.SimpleNamespace:
         return "object", of(kind), of(vars(value))
-    text = f"{kind.__module__}.{kind.__qualname__} {value}"
+    text = f"{module}.{kind.__qualname__} {value}"
     if re.search(r" at 0x[0-9a-f]", text):
         raise TypeError(f"{text}: the cache of kernels cannot tell what this compiles to")
     return "object", text

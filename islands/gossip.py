@@ -25,9 +25,14 @@ from model import state_digest
 from cluster import history
 from islands import merging
 from cluster import snapshots
+from cluster import auth
+from cluster import greeting
 from cluster import wire
+from cluster.hooks import Hook
+from cluster.session import Role, Session
 from egg_config import EggError
-from cluster.wire import BLOCK, FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
+from cluster.wire import (BLOCK, ERROR, FULL, FrameError, ISLAND, ITSELF, OTHER_CONFIG, Refused, STANDING, STATE, STATE_HEAD, STATE_REQUEST,
+                          STATE_WANTED, V2)
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness, and their units
@@ -47,6 +52,7 @@ MOST_PEERS = 1024
 LINEAGE = 200              # epochs that `status` lists at most
 BANDWIDTH = 16e6           # bytes a second, unless told otherwise
 
+
 class IslandError(EggError):
     """About a peer's address, or what an island needs."""
 
@@ -59,6 +65,12 @@ class Terms(NamedTuple):
     bandwidth: float = BANDWIDTH
     accept: bool = True
     tls: object = None
+
+    descriptors = LENT         # files that an island may hold open (cluster.hooks)
+
+    def attach(self, coordinator):
+        """The Island of a coordinator. Raises IslandError."""
+        return Island(coordinator, self)
 
 
 # --- what the command line says ----------------------------------------------------------------------------------------------
@@ -339,8 +351,64 @@ class Handover(NamedTuple):
     since: float
 
 
-class Island:
-    """The island of a coordinator (egg_net.Coordinator), which calls what is public here."""
+class Call(Role):
+    """The role of a session by which an island calls another one, until both are introduced."""
+
+    peer = None
+
+    def __init__(self, session, island, target):
+        super().__init__(session)
+        self.island, self.target = island, target
+        self.caller = greeting.Caller(island.coordinator.access.secret, island.card())
+
+    def begin(self):
+        self.session.version = V2
+        self.session.reply(*self.caller.begin())
+
+    def handle(self, opcode, payload):
+        if opcode == ERROR:
+            self.island.read_error(self.session, payload)
+        elif opcode == ISLAND and self.caller.welcome:
+            self.island.was_let_in(self.session, greeting.read_card(payload))
+        else:
+            try:
+                answer = self.caller.handle(opcode, payload)
+            except greeting.GreetingError as error:
+                self.island.refused(self.session, str(error))
+            else:
+                if answer:
+                    self.session.reply(*answer)
+
+    def check(self, now):
+        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+            self.session.close()                     # it is called again
+
+    def closed(self):
+        self.island.lost(self.session)
+
+
+class PeerRole(Role):
+    """The role of a session with another island, whoever called. target: the one that was called here, or None."""
+
+    def __init__(self, session, island, peer, target):
+        super().__init__(session)
+        self.island, self.peer, self.target = island, peer, target
+        self.wanted = None                           # (SHA-256, offset, size) of a piece of a state that it waits for
+
+    def handle(self, opcode, payload):
+        if opcode == ERROR:
+            self.island.read_error(self.session, payload)
+        else:
+            self.island.handle(self.session, opcode, payload)
+
+    def closed(self):
+        self.island.lost(self.session)
+
+
+class Island(Hook):
+    """The island of a coordinator (egg_net.Coordinator)."""
+
+    takes_version_1 = False
 
     def __init__(self, coordinator, terms):
         cfg, run = coordinator.cfg, coordinator.run
@@ -380,39 +448,62 @@ class Island:
 
     def objection(self, card):
         """Why an island with this card cannot be a peer, or None."""
-        if not NAME.fullmatch(card["name"]):
+        if not NAME.fullmatch(card.name):
             return "its name cannot be shown: letters, digits and _ . : / - are"
-        if card["name"] == self.terms.name:
-            return f"it is called {card['name']} as this island is: give every island a name of its own"
-        here, there = ({k: v for k, v in config.items() if not egg_config.may_differ(k)} for config in (self.card()["config"], card["config"]))
+        if card.name == self.terms.name:
+            return f"it is called {card.name} as this island is: give every island a name of its own"
+        here, there = ({k: v for k, v in config.items() if not egg_config.may_differ(k)} for config in (self.card()["config"], card.config))
         if differ := history.difference(there, here):
             return f"these constants must be the same on all islands: {differ}"
-        if card["config"].get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
+        if card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
             return f"ISLAND_SEED = {self.cfg.ISLAND_SEED} there and here, so their noise would be the same: give every island another, -D ISLAND_SEED=N"
-        if card["name"] not in self.peers and len(self.peers) >= MOST_PEERS:
+        if card.name not in self.peers and len(self.peers) >= MOST_PEERS:
             return f"{MOST_PEERS} islands are known here, as many as can be"
         return None
 
-    def joined(self, connection, card, identity):
+    def admit_peer(self, card, author):
+        """Raises Refused where the island of this card, which calls, cannot be a peer."""
+        if card.id == self.id:
+            raise Refused("this is the island itself", ITSELF)
+        if why := self.objection(card):
+            raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
+
+    def peer_joined(self, connection, card, author):
+        """An island that called is let in."""
+        connection.reply(ISLAND, json.dumps(self.card()).encode())
+        if connection.open:
+            self._joined(connection, card, author.identity, None)
+
+    def was_let_in(self, connection, card):
+        """The island that was called, with this card, has let us in."""
+        if why := self.objection(card):
+            self.refused(connection, why)
+        else:
+            self._joined(connection, card, self.coordinator.admission.author(connection, card).identity, connection.role.target)
+
+    def _joined(self, connection, card, identity, target):
         """A peer is introduced, whoever called. Of two connections between the same processes both sides keep that of the smaller id."""
-        peer = self.peers.setdefault(card["name"], Peer(card["name"]))
-        target, old, same = connection.target, peer.connection, peer.id == card["id"]
+        peer = self.peers.setdefault(card.name, Peer(card.name))
+        old, same = peer.connection, peer.id == card.id
         if target:
             target.name, target.pause = peer.name, BACK_OFF[0]
-        if old and same and bool(old.target) != bool(target) and bool(old.target) == (self.id < card["id"]):
-            self.coordinator.drop(connection)
+        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
+            connection.close()
             return
-        connection.peer, connection.title = peer, f"{peer.name} ({connection.address})"
-        peer.connection, peer.id, peer.identity, peer.heard, peer.asked = connection, card["id"], identity, time.monotonic(), None
+        connection.role, connection.title = PeerRole(connection, self, peer, target), f"{peer.name} ({connection.address})"
+        connection.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        peer.connection, peer.id, peer.identity, peer.heard, peer.asked = connection, card.id, identity, time.monotonic(), None
         peer.address = target.title if target else connection.address
         if old:
-            self.coordinator.drop(old)
+            old.close()
         else:
             self._tell_peer(peer, peer.address, "up")
 
     def lost(self, connection):
         """A connection of ours, or of a peer, is closed."""
-        target, peer = connection.target, connection.peer
+        target, peer = connection.role.target, connection.role.peer
+        if self.coordinator.closing:
+            return
         if target and target.connection is connection:
             target.connection = None
             target.failed()
@@ -428,15 +519,35 @@ class Island:
 
     def refused(self, connection, why, code=None):
         """A peer does not want us."""
-        target = connection.target
+        target = connection.role.target
         if target:
-            target.itself = target.itself or code == wire.ITSELF
+            target.itself = target.itself or code == ITSELF
             target.failed(longest=True)
             if not target.told and not target.itself:
                 target.told = True
                 self.events.tell("peer", f"island: {target.title} refuses this island: {why}", peer=target.title, address=target.title,
                                  state="refused")
-        self.coordinator.drop(connection)
+        connection.close()
+
+    def read_error(self, connection, payload):
+        """Another island ends the connection, and says why."""
+        code, why = greeting.read_error(payload)
+        if code == FULL:
+            connection.close()
+        else:
+            self.refused(connection, why, code)
+
+    def _call(self, target):
+        """Begins to connect to another island."""
+        family, address = target.addresses[0]
+        coordinator = self.coordinator
+        try:
+            connection = Session(coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, coordinator.progress.traffic,
+                                 coordinator.admission.door, wire.only(coordinator.admission.limits, wire.FROM_CALLED), self.terms.tls, target.host)
+        except OSError:                              # file descriptors are used up
+            target.failed()
+            return
+        connection.title, connection.role, target.connection = target.title, Call(connection, self, target), connection
 
     def _tell_peer(self, peer, address, state):
         self.events.tell("peer", f"island: peer {peer.name} at {address} is {state}", peer=peer.name, address=address, state=state)
@@ -453,18 +564,19 @@ class Island:
 
     # what is due
 
-    def look(self, now):
-        """Calls, deadlines, and what had to wait for the bandwidth; every LOOK_EVERY seconds of the coordinator."""
+    def check(self, now):
+        """Calls, deadlines, and what had to wait for the bandwidth; several times a second."""
         for target in self.targets:
             if not target.connection and not target.itself and now >= target.call_at and not self._connected(target.name):
-                self.coordinator.call(target)
+                self._call(target)
         for peer in self.peers.values():
             connection = peer.connection
             if connection and peer.asked and now - peer.asked > PATIENCE:
-                self.coordinator.drop(connection)
-            elif connection and connection.owed:
+                connection.close()
+            elif connection and connection.waits:
                 self._pay(connection)
-                self.coordinator.take_frames(connection)
+                if not connection.waits:
+                    connection.received()            # what has come meanwhile
         if self.transfer and now - self.transfer.moved > STALLED and not self.transfer.download.finished:
             self._end_transfer(f"nothing more came of the state of {self.transfer.peer.name}")
         self._ask()
@@ -475,7 +587,7 @@ class Island:
 
     def close(self):
         if self.told:
-            self.handed_out()
+            self.chunk_handed_out()
         if self.transfer:
             self.transfer.download.drop()
         for file, _ in self.lent.values():
@@ -491,7 +603,7 @@ class Island:
 
     def handle(self, connection, opcode, payload):
         """A frame of a peer. Raises FrameError."""
-        peer = connection.peer
+        peer = connection.role.peer
         peer.heard = time.monotonic()
         if opcode == STANDING:
             standing = read_standing(payload)
@@ -499,13 +611,13 @@ class Island:
                 return
             expected, peer.standing = standing.ask or peer.asked is not None, standing
             if standing.ask:
-                self.coordinator.say(connection, STANDING, self.standing().pack())
+                connection.reply(STANDING, self.standing().pack())
             else:
                 peer.asked = None
             if expected:
                 self._judge(peer, standing)
         elif opcode == STATE_REQUEST:
-            connection.owed = STATE_WANTED.unpack(payload)
+            connection.role.wanted, connection.waits = STATE_WANTED.unpack(payload), True
             self._pay(connection)
         elif opcode == STATE:
             sha256, total, offset = STATE_HEAD.unpack_from(payload)
@@ -518,7 +630,7 @@ class Island:
         if there:
             peer = random.choice(there)
             peer.asked, peer.ask_at = now, now + ASK_EVERY
-            self.coordinator.say(peer.connection, STANDING, self.standing(True).pack())
+            peer.connection.reply(STANDING, self.standing(True).pack())
 
     def _judge(self, peer, theirs):
         """Both sides of a tournament do this with the same two standings, so that the better one needs not say more."""
@@ -548,8 +660,7 @@ class Island:
         if transfer and transfer.peer.connection and not transfer.asked and not transfer.download.finished \
                 and self.incoming.take(self.incoming.piece):
             transfer.asked = True
-            self.coordinator.say(transfer.peer.connection, STATE_REQUEST,
-                                 STATE_WANTED.pack(transfer.standing.state, transfer.download.got, self.incoming.piece))
+            transfer.peer.connection.reply(STATE_REQUEST, STATE_WANTED.pack(transfer.standing.state, transfer.download.got, self.incoming.piece))
 
     def _take(self, total, offset, data):
         transfer = self.transfer
@@ -577,14 +688,14 @@ class Island:
 
     def _pay(self, connection):
         """Sends what a peer asked for, as soon as it may pass; until then nothing more is taken from it."""
-        sha256, offset, size = connection.owed
+        sha256, offset, size = connection.role.wanted
         size = min(size, self.outgoing.piece)
         if self.outgoing.take(size):
-            connection.owed = None
+            connection.waits = False
             total, data = self._lend(sha256, offset, size)
             if total and offset < total == offset + len(data):
-                connection.peer.given += 1
-            self.coordinator.say(connection, STATE, STATE_HEAD.pack(sha256, total, offset), data)
+                connection.role.peer.given += 1
+            connection.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
 
     def _lend(self, sha256, offset, size):
         """(bytes of the snapshot file, some of them); (0, b"") where it is not here. What is being read stays until it is no longer."""
@@ -608,9 +719,9 @@ class Island:
     def validated(self, step, value, unit):
         """A validation of the present epoch."""
         self.fitness.add("validation", unit, value, step)
-        self.snapshot_taken(step)
+        self.snapshot_kept(step)
 
-    def snapshot_taken(self, step):
+    def snapshot_kept(self, step):
         """There is a snapshot of this step, or it has been measured: if it is one of the best states it stays."""
         shelf, fitness = self.coordinator.shelf, self.fitness
         if step in shelf.files and fitness.value is not None and self.elites.most:
@@ -622,7 +733,7 @@ class Island:
 
     # epochs
 
-    def step_done(self, loss):
+    def step_completed(self, loss):
         """A step is complete and no chunk of the next one handed out: the moment for another state, or for a tournament."""
         self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
         if self.coordinator.finished or self.coordinator.closing or self.run.step <= self.run.start.step:
@@ -667,13 +778,15 @@ class Island:
             self.events.warn(f"island: {why}")
         return bool(self.elites.files)
 
-    def own_state(self, upload):
+    @property
+    def awaits_state(self):
+        return self.handover is not None
+
+    def state_received(self, upload):
         """A worker has sent the state of the present step, for which the handover waits, if it still does."""
         if not self.handover or upload.step != self.run.step:
             return
-        votes = self.coordinator.states.get(upload.step, {})
-        most = sorted((len(authors) for authors in votes.values()), reverse=True)
-        if len(most) > 1 and (most[0] == most[1] or len(votes.get(upload.digest, ())) < most[0]):
+        if self.coordinator.trust.contradicts(upload.step, upload.digest):
             self._give_up("workers hold different states")
             return
         self._hand_over(upload.state(), upload.digest)
@@ -682,10 +795,9 @@ class Island:
         """Makes the next epoch. ours: the own State where it is needed, with its digest."""
         handover, cfg, fitness = self.handover, self.cfg, self.fitness
         kind, transfer = handover.kind, handover.transfer
-        stated = self.coordinator.states.get(self.run.step - 1, {})
         origin = {"epoch": self.run.start.epoch + 1, "kind": kind, "island": self.terms.name, "from": self.terms.name, "founder": self.founder,
                   "peer_step": None, "fitness_kind": fitness.kind, "ours": _rounded(fitness.value), "theirs": None, "parent_theirs": None,
-                  "parent_ours": digest.hex() if ours else max(stated, key=lambda d: len(stated[d]), default=b"").hex(),
+                  "parent_ours": digest.hex() if ours else self.coordinator.trust.leading(self.run.step - 1).hex(),
                   "parent_ours_step": self.run.step - (not ours)}
         body = None
         try:
@@ -735,7 +847,7 @@ class Island:
         self.fitness.begin()
         self._end_handover()
 
-    def handed_out(self):
+    def chunk_handed_out(self):
         """The first chunk of a new epoch is: what the handover took is known."""
         fields, self.told = self.told, None
         if fields:
@@ -753,7 +865,7 @@ class Island:
         if self.transfer:                            # what it promised is to be compared with another state now
             self._end_transfer()
         self.handover, self.idle_since = None, max(self.idle_since, self.run.step if self.handover.kind == "rejuvenate" else 0)
-        self.coordinator.wake = True
+        self.coordinator.wake()
 
     # what people see
 

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from egg_kernels import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, build_noise, byte, clip, device, loss_function,
-                         ntt_functions, pack4, pack_quad, quad_max, quad_sum, vector_function)
+from egg_kernels import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
+                         quad_sum, vector_function)
 from kernels import ptx
+from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
 THREADS, GROUPS = 512, 4

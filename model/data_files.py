@@ -79,7 +79,7 @@ def _detokenize(tokens, path, decoding_file):
     """uint8: the bytes that `tokens` stand for."""
     if not os.path.exists(decoding_file):
         raise DataError(f"{decoding_file} is missing, and DETOKENIZE needs it to turn the tokens of {path} into "
-                        "bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 if the file holds plain bytes")
+                        "bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 for plain bytes")
     decoding = Decoding.read(decoding_file)
     _need_decodable(tokens, path, decoding, decoding_file)
     return np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
@@ -169,7 +169,7 @@ class Decoding:
             self._ids = {self._bytes[at[t]:at[t + 1]].tobytes(): t for t in reversed(range(len(self)))}
         if unknown := [b for b in sorted(set(data)) if bytes([b]) not in self._ids]:
             raise DataError(f"the vocabulary has no token for byte {unknown[0]:#04x} ({chr(unknown[0])!r}), which the "
-                            "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`, which has all")
+                            "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`")
         if (self.lengths == 1).all():
             return np.array([self._ids.get(bytes([b]), 0) for b in range(256)], np.int32)[np.frombuffer(data, np.uint8)]
         known, out = {}, []

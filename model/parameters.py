@@ -1,4 +1,5 @@
-"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests.
+"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and
+digests.
 
 TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg; `table` says which one a configuration has.
 Nothing here knows of devices or sockets; arrays are NumPy. SPEC sections 2, 3, 6.
@@ -14,7 +15,8 @@ import numpy as np
 
 
 class Param(NamedTuple):
-    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a byte ("256")."""
+    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a
+    byte ("256")."""
     name: str
     shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
     a: int                  # noise offset of the output side; first offset of a vector
@@ -116,7 +118,8 @@ def tensors(cfg):
         dims = [width(s, cfg) for s in p.shape]
         matrix = len(dims) == 2
         rows, cols = dims if matrix else (1, dims[0])
-        # overlay field order is row, then col; the "row" of what is looked up is the token or byte, which is its output side
+        # overlay field order is row, then col; the "row" of what is looked up is the token or byte, which is its output
+        # side
         lookup = p.b == H
         first, second = (cols, rows) if lookup else (rows, cols)
         for layer in range(layers):
@@ -126,7 +129,8 @@ def tensors(cfg):
             if not matrix:
                 side_a = side_b = overlay + layer * cols
             b = p.a + cfg.HIDDEN_DIM if lookup else p.b
-            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer, b + LAYER_SEED * layer,
+            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer,
+                              b + LAYER_SEED * layer,
                               side_a, side_b, p.lr_scale, p.per_layer, matrix and not p.looked_up,
                               matrix and not p.looked_up and V not in p.shape, V in p.shape))
             weights += rows * cols
@@ -165,7 +169,8 @@ class State:
 
     def digests(self):
         """SHA-256 (hex) of weights, moments and overlay: what golden data record."""
-        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in (self.weights, self.moments, self.overlay))
+        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in (self.weights, self.moments,
+                                                                                   self.overlay))
 
 
 def initial_state(cfg):
@@ -176,7 +181,8 @@ def initial_state(cfg):
         if params[t.param].start is not None:
             weights[t.weights:t.weights + t.size] = params[t.param].start
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
-    drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (params[t.param].per_layer, t.layer, t.param))
+    drawn = sorted((t for t in arrays if params[t.param].start is None),
+                   key=lambda t: (params[t.param].per_layer, t.layer, t.param))
     draws = np.asarray(_xorshift(42, sum(t.size for t in drawn)))
     at = 0
     for t in drawn:
@@ -184,7 +190,8 @@ def initial_state(cfg):
         matrix = uniform_noise(draws[at:at + t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
         at += t.size
-    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8),
+    return State(cfg, weights, np.zeros((weights.size, 3), np.float32),
+                 np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8),
                  0, first_seed(cfg))
 
 
@@ -199,7 +206,7 @@ def from_canonical(flat, rows, cols):
     return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4).transpose(0, 2, 1)).reshape(rows, cols)
 
 
-# --- random numbers (SPEC 2) ---------------------------------------------------------------------------------------------
+# --- random numbers (SPEC 2) -----------------------------------------------------------------------------------------
 
 INITIAL_SEED = 42
 
@@ -215,7 +222,8 @@ def hash32(seed, index):
 
 
 def first_seed(cfg):
-    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash is one to one."""
+    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash
+    is one to one."""
     return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
 
 
@@ -225,7 +233,8 @@ def next_seed(seed, step, reuse=1):
 
 
 def uniform_noise(draws, mask, gaussian):
-    """int8 noise from uint32 draws: bit 0 is the sign, the bits above it the magnitude; the Gaussian form sums three."""
+    """int8 noise from uint32 draws: bit 0 is the sign, the bits above it the magnitude; the Gaussian form sums
+    three."""
     def term(sign_bit, shift):
         magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
         return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
@@ -233,8 +242,8 @@ def uniform_noise(draws, mask, gaussian):
 
 
 def _xorshift(state, count):
-    """uint32 [count]: successive states of xorshift32 after `state`. The step is linear over bits, so a known run of n states
-    gives the next n by one linear map, applied bytewise from tables; the run doubles."""
+    """uint32 [count]: successive states of xorshift32 after `state`. The step is linear over bits, so a known run of n
+    states gives the next n by one linear map, applied bytewise from tables; the run doubles."""
     def step(x):
         x = x ^ x << np.uint32(13)
         x = x ^ x >> np.uint32(17)
@@ -243,13 +252,15 @@ def _xorshift(state, count):
     out = np.empty(count, np.uint32)
     if count:
         out[:1] = step(np.array([state], np.uint32))
-    columns = step(np.uint32(1) << np.arange(32, dtype=np.uint32))          # the image of every single bit under one step
+    # the image of every single bit under one step
+    columns = step(np.uint32(1) << np.arange(32, dtype=np.uint32))
     done = 1
     while done < count:
         tables = _byte_tables(columns)
         more = min(done, count - done)
         out[done:done + more] = _apply(tables, out[:more])
-        columns = _apply(tables, columns)                                    # the map of 2 n steps is that of n steps, twice
+        # the map of 2 n steps is that of n steps, twice
+        columns = _apply(tables, columns)
         done += more
     return out
 
@@ -257,14 +268,15 @@ def _xorshift(state, count):
 def _byte_tables(columns):
     """uint32 [4, 256]: the image of every value of each byte under the linear map whose columns are given."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-    return np.stack([np.bitwise_xor.reduce(np.where(bits, columns[8 * k:8 * k + 8], np.uint32(0)), axis=1) for k in range(4)])
+    return np.stack([np.bitwise_xor.reduce(np.where(bits, columns[8 * k:8 * k + 8], np.uint32(0)),
+                                           axis=1) for k in range(4)])
 
 
 def _apply(tables, x):
     return functools.reduce(np.bitwise_xor, (tables[k][x >> np.uint32(8 * k) & np.uint32(255)] for k in range(4)))
 
 
-# --- tables (SPEC 6) -----------------------------------------------------------------------------------------------------
+# --- tables (SPEC 6) -------------------------------------------------------------------------------------------------
 
 def _round(x):
     """Halves away from zero, in double."""
@@ -289,16 +301,18 @@ def rope_table(cfg, positions):
     """int32 [positions, HEAD_DIM / 2, 2]: cosine and sine of SPEC 6."""
     half = np.arange(cfg.HEAD_DIM // 2)
     angle = np.arange(positions)[:, None] * np.power(10000.0, -2.0 * half / cfg.HEAD_DIM)
-    return np.stack([_round(np.cos(angle) * 2.0 ** cfg.ROPE_SCALE_BIT), _round(np.sin(angle) * 2.0 ** cfg.ROPE_SCALE_BIT)],
+    return np.stack([_round(np.cos(angle) * 2.0 ** cfg.ROPE_SCALE_BIT),
+                     _round(np.sin(angle) * 2.0 ** cfg.ROPE_SCALE_BIT)],
                     axis=-1).astype(np.int32)
 
 
-# --- fitness (SPEC 8) ----------------------------------------------------------------------------------------------------
+# --- fitness (SPEC 8) ------------------------------------------------------------------------------------------------
 
 def chunk_fitness(losses, cfg):
     """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk.
 
-    With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its power."""
+    With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its
+    power."""
     d = (losses[1::2].astype(np.int64) - losses[0::2]).astype(np.int64)
     if cfg.FAST_FITNESS:
         return np.sign(d).astype(np.int8)
@@ -326,7 +340,8 @@ def packed_size(count):
 
 
 def unpack_ternary(data, count):
-    """int8 [count] from packed bytes. Raises ValueError for a wrong size, a byte above 242 or a digit beyond `count`."""
+    """int8 [count] from packed bytes. Raises ValueError for a wrong size, a byte above 242 or a digit beyond
+    `count`."""
     packed = np.frombuffer(data, np.uint8)
     if packed.size != packed_size(count):
         raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")
@@ -341,7 +356,7 @@ def unpack_ternary(data, count):
 _DIGITS = np.array([[(0, 1, -1)[b // 3 ** k % 3] for k in range(5)] for b in range(243)], np.int8)
 
 
-# --- loss, windows, optimizer, sampling: what both engines are told -----------------------------------------------------------------
+# --- loss, windows, optimizer, sampling: what both engines are told --------------------------------------------------
 
 def log_unit(cfg):
     """Loss units (1/256 logit) in one octave of Q, with 16 fractional bits: the factor of log2 in LOSS = "exact"."""
@@ -349,35 +364,36 @@ def log_unit(cfg):
 
 
 def window_starts(cfg, n_tokens, step, first_pair, pairs):
-    """int64 [pairs]: first token of each pair's window (SPEC 7). A group of pairs follows a stream: it begins where the share of the
-    group before ends, and every step goes on by a window."""
+    """int64 [pairs]: first token of each pair's window (SPEC 7). A group of pairs follows a stream: it begins where the
+    share of the group before ends, and every step goes on by a window."""
     stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
     groups = np.arange(first_pair, first_pair + pairs, dtype=np.int64) // (cfg.GROUP_SIZE // 2)
     return (step * cfg.SEQ_LEN + groups * stride) % (n_tokens - cfg.SEQ_LEN)
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before its beginning),
-    then its inputs and targets."""
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before
+    its beginning), then its inputs and targets."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
     return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)
 
 
 ADAMW, SGD, MUON, ZTEST = range(4)
 
-# Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a fixed order:
-#   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first (transposed where there are more rows)
-#   |m|: element i of X, row after row, goes into chain i mod MUON_PARTS of squares; the chains are then added in halves, first to last
-#   MUON_ROUNDS times:  A = X X^T,  B = fma(c, A A, b A),  X = a X + B X;  a product's element is one chain over k = 0, 1, ...
-#   acc = fma(-lr, fma(w, decay, X * size), acc), then the threshold rule of SPEC 9
-# `size`, 0.2 sqrt(longer side), makes a step about as long as one of AdamW (J. Liu et al. 2025).
+# Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a
+# fixed order:   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first
+# (transposed where there are more rows)   |m|: element i of X, row after row, goes into chain i mod MUON_PARTS of
+# squares; the chains are then added in halves, first to last   MUON_ROUNDS times:  A = X X^T,  B = fma(c, A A, b A),  X
+# = a X + B X;  a product's element is one chain over k = 0, 1, ...   acc = fma(-lr, fma(w, decay, X * size), acc), then
+# the threshold rule of SPEC 9 `size`, 0.2 sqrt(longer side), makes a step about as long as one of AdamW (J. Liu et al.
+# 2025).
 MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
 
 
 class Optimizer(NamedTuple):
-    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON, or ZTEST (lr is then the smallest vote
-    that moves a weight, a whole number)."""
+    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON, or ZTEST (lr is then
+    the smallest vote that moves a weight, a whole number)."""
     rule: int
     lr: float
     beta1: float
@@ -391,8 +407,9 @@ class Optimizer(NamedTuple):
 
 
 def least_vote(cfg, alpha):
-    """The size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t * isqrt(pairs) * 256, where
-    t / 16 is the quantile of the normal distribution, and 256 the variance of a product of two draws (1 for signs). A whole number."""
+    """The size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t * isqrt(pairs)
+    * 256, where t / 16 is the quantile of the normal distribution, and 256 the variance of a product of two draws (1
+    for signs). A whole number."""
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
     return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
 
@@ -408,14 +425,15 @@ def optimizer(cfg, lr, t):
         rate = np.float32(least_vote(cfg, lr))
     b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
     one = np.float32(1)
-    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS), np.float32(cfg.ADAM_WEIGHT_DECAY),
+    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS),
+                     np.float32(cfg.ADAM_WEIGHT_DECAY),
                      np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 
 def token_rates(cfg, tokens):
-    """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in the training data /
-    RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded correctly: the same bits everywhere.
-    Raises ValueError where there are no data."""
+    """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in
+    the training data / RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded
+    correctly: the same bits everywhere. Raises ValueError where there are no data."""
     if tokens is None:
         raise ValueError("RARE_TOKENS needs the training data: name them with -D INPUT_FILE=...")
     piece = 1 << 24
@@ -437,14 +455,16 @@ class Sampling(NamedTuple):
 def sampling(cfg, temp=None, min_p=None, penalty=None):
     """Sampling settings in the kernels' units; None: the configuration's. Penalty in nats."""
     temp, min_p, penalty = (default if given is None else given for given, default in
-                            ((temp, cfg.SAMPLING_TEMP), (min_p, cfg.SAMPLING_MIN_P), (penalty, cfg.SAMPLING_PRESENCE_PENALTY)))
+                            ((temp, cfg.SAMPLING_TEMP), (min_p, cfg.SAMPLING_MIN_P),
+                             (penalty, cfg.SAMPLING_PRESENCE_PENALTY)))
     unit = np.float32(cfg.SOFTMAX_EXP_SCALE)
     floor = int(np.float32(np.log(np.float32(min_p))) * unit) if min_p > 0 else -(1 << 31)
     return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))
 
 
 def checked_prompt(cfg, prompt):
-    """int32 [n]: the tokens of a prompt. Raises ValueError (one line) for one that is empty or not of this vocabulary."""
+    """int32 [n]: the tokens of a prompt. Raises ValueError (one line) for one that is empty or not of this
+    vocabulary."""
     prompt = np.array(prompt, np.int64).ravel()
     if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
         raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
@@ -456,7 +476,7 @@ def sampling_random(seed, position):
     return np.uint32(hash32(seed + 999 + 555 * position, 0))
 
 
-# --- the architecture for people -------------------------------------------------------------------------------------------
+# --- the architecture for people -------------------------------------------------------------------------------------
 
 def describe(cfg):
     """str: a table of the parameters, then what model, optimizer and a step take."""
@@ -466,12 +486,14 @@ def describe(cfg):
         if not mine:
             continue
         total = sum(t.size for t in mine)
-        rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}", str(len(mine)) if p.per_layer else "",
+        rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}",
+                     str(len(mine)) if p.per_layer else "",
                      f"{total:,}", _bytes(total)))
     n, T, members = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE
     rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i,
+                       (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
@@ -484,7 +506,8 @@ def describe(cfg):
             work += f", and {cfg.STATE_TOKENS / T / cfg.GROUP_SIZE:.0%} more for the state a window begins with"
             token *= 1 + cfg.STATE_TOKENS / T / cfg.GROUP_SIZE
     else:
-        attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)        # scores and weighted values over (T + 1) / 2 positions on average
+        # scores and weighted values over (T + 1) / 2 positions on average
+        attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)
         token = products_per_token(cfg) + attention
         model = (f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, {cfg.VOCAB_SIZE:,} tokens"
                  f"{bytes_told}; head and embedding are one matrix")
@@ -497,9 +520,11 @@ def describe(cfg):
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
         *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         ("a token", work),
-        ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
+        ("a step",
+         f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = {members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
-        ("on the wire", f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every worker"),
+        ("on the wire",
+         f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every worker"),
     )
     return "\n".join(lines + [""] + [f"{name:12}{fact}" for name, fact in facts])
 

@@ -1,6 +1,8 @@
 """Fixtures that several test files use."""
 
 import concurrent.futures
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import subprocess
@@ -12,12 +14,39 @@ import kit
 from engine import hardware
 from kit import CFG
 
+XDIST = "PYTEST_XDIST_WORKER" in os.environ
 
-@pytest.fixture(scope="module")
-def compiled():
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
     """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
     from engine import cpu_engine
-    cpu_engine.warm_up(CFG, lambda line: None, cpu_engine.VERBS)
+    with one_at_a_time(tmp_path_factory, "transformer"):
+        cpu_engine.warm_up(CFG, lambda line: None, cpu_engine.VERBS)
+
+
+@pytest.fixture(scope="session")
+def compiled_gru(tmp_path_factory):
+    """The same for the recurrent model."""
+    from engine import cpu_engine
+    with one_at_a_time(tmp_path_factory, "gru"):
+        cpu_engine.warm_up(egg_config.make(MODEL="gru"), lambda line: None, cpu_engine.VERBS)
+
+
+@contextlib.contextmanager
+def one_at_a_time(tmp_path_factory, name):
+    """A block that the processes of pytest-xdist enter one after the other: the first compiles, the others find it."""
+    directory = tmp_path_factory.getbasetemp()
+    with open((directory.parent if XDIST else directory) / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(request):
+    """Under pytest-xdist a file that uses the CPU engine waits until it is compiled, instead of compiling it too."""
+    if XDIST and hasattr(request.module, "cpu_engine"):
+        request.getfixturevalue(getattr(request.module, "COMPILED", "compiled"))
 
 
 @pytest.fixture
@@ -43,7 +72,61 @@ def certificates(tmp_path_factory):
 @pytest.fixture(scope="session")
 def compiler():
     """A kit.Compiler on as many processes as this one has cores for itself."""
-    cores = 1 if "PYTEST_XDIST_WORKER" in os.environ else hardware.cores()
-    with concurrent.futures.ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+    with processes(1 if XDIST else hardware.cores()) as pool:
         yield kit.Compiler(pool)
         pool.shutdown(cancel_futures=True)
+
+
+def processes(count):
+    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------------
+
+SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
+
+
+def pytest_collection_modifyitems(items):
+    """Comparisons of both engines come last: they run in other processes while this one does the other tests."""
+    items.sort(key=lambda item: "compared" in item.fixturenames)
+
+
+@pytest.fixture(autouse=True)
+def comparisons_begin_first(request):
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("comparisons")
+
+
+@pytest.fixture(scope="session")
+def comparisons(request, tmp_path_factory):
+    """({model: future of its CPU engine's compilation}, {node id: future of kit.compare}), of every test that asks for
+    `compared`. Compiling takes most of the time: every core takes part."""
+    ready = tmp_path_factory.mktemp("compiled")
+    drawn = {item.nodeid: item.callspec.params for item in request.session.items if "compared" in item.fixturenames}
+    with processes(max(2, min(14, hardware.cores() - 2))) as pool:
+        models = {model: pool.submit(kit.compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
+        yield models, {name: pool.submit(kit.compare, **values, ready=ready) for name, values in drawn.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def cpu_compiled(comparisons):
+    """The CPU engine is compiled, by one process for all."""
+    [future.result() for future in comparisons[0].values()]
+
+
+@pytest.fixture
+def compared(request, constants, seed, comparisons):
+    """What differs between the engines on a configuration: text, empty where nothing does."""
+    wrong, SECONDS[request.node.nodeid] = comparisons[1][request.node.nodeid].result()
+    return wrong
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Where the time of the comparisons went."""
+    if SECONDS:
+        parts = {part: sum(times.get(part, 0.0) for times in SECONDS.values()) for times in SECONDS.values() for part in times}
+        terminalreporter.section("seconds of the comparisons, all processes together")
+        terminalreporter.line(", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items()))
+        for name in sorted(SECONDS, key=lambda name: -sum(SECONDS[name].values()))[:8]:
+            terminalreporter.line(f"{name}: {', '.join(f'{part} {s:.1f}' for part, s in SECONDS[name].items())}")

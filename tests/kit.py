@@ -82,16 +82,16 @@ def random_config(rng, **more):
     return egg_config.make(**{**settings, **more})
 
 
-def recorded_generation(engine_type, step):
-    """(engine of golden E after `step` updates, what d-eggs wrote then: int32 [SEQ_LEN + 1], length of its prompt).
-    Every state on the way is the recorded one.
+def recorded_generation(engine, step):
+    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates: (what d-eggs wrote then:
+    int32 [SEQ_LEN + 1], length of its prompt). Every state on the way is the recorded one.
 
     E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
     that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
     losses are not the recorded ones. So the digest is checked here."""
     cfg, tokens, z = golden("E")
-    engine, later = engine_type(cfg, tokens), np.load(HERE / "tests" / "golden" / "E_fitness.npz")
-    for k in range(step):
+    later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
+    for k in range(engine.step, step):
         fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
@@ -100,7 +100,7 @@ def recorded_generation(engine_type, step):
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
-    return engine, recorded, prompt
+    return recorded, prompt
 
 
 # --- protocol 1 -------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Peer:
         self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
 
     def answer(self, timeout=5):
-        return self.link.response(timeout)
+        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
     def chunk(self, step):
         self.ask(step)
@@ -301,7 +301,7 @@ def coordinator_process(directory, port=0, cfg=CFG):
                f"cfg = egg_config.make(**{constants!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
-               "except egg_net.EggError as error:\n"
+               "except egg_config.EggError as error:\n"
                "    sys.exit(f'egg: {error}')\n")
     process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
@@ -374,7 +374,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
     threads, said = [], [Lines() for _ in engines]
 
     def serve(engine, name, lines):
-        with contextlib.suppress(egg_net.EggError):
+        with contextlib.suppress(egg_config.EggError):
             egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name,
                                console=egg_net.Console(lines))
 
@@ -421,7 +421,7 @@ class Chaos:
         def serve():
             lives = 0
             while not self.stop:
-                with contextlib.suppress(egg_net.EggError):      # a banned one comes back, under another name
+                with contextlib.suppress(egg_config.EggError):      # a banned one comes back, under another name
                     egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
                                        console=egg_net.Console(Lines()))
                 lives += 1
@@ -433,7 +433,7 @@ class Chaos:
 
     def misbehave(self, dice, name):
         while not self.stop:
-            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
+            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
                 peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
                 peer.ask(0, self.kind(self.cfg).digest())
                 what, step = dice.randrange(7), peer.answer(1)[1]
@@ -556,10 +556,10 @@ class Compiler:
         return out
 
 
-def hold_against_every_card(compiler, constants, **which):
+def hold_against_cards(compiler, constants, cards=CARDS, **which):
     """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
     the shared memory. Returns {card: [names]}."""
-    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    made = {cc: compiler(constants, cc, **which) for cc in cards}
     for cc, kernels in made.items():
         for name, card, ptx, shared in kernels:
             assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
@@ -573,43 +573,86 @@ def hold_against_every_card(compiler, constants, **which):
 SEED = 20240607
 
 
-def compare(constants, seed):
-    """What differs between the engines on one configuration: a text, empty where nothing does."""
+# the constants of an engine that is compared beside that of the configuration itself: other instructions, equal bits
+OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.FACTS else []
+
+
+def compile_cpu_engine(model, ready):
+    """Compiles all of the CPU engine for a model, and says so by a file in the directory `ready`."""
+    from engine import cpu_engine
+    try:
+        cpu_engine.warm_up(egg_config.make(MODEL=model, USE_MUON=1), lambda line: None, cpu_engine.VERBS)
+    finally:
+        (ready / model).touch()
+
+
+def course(engine, start, windows, prompt, count, seed, settings):
+    """({what: value}, the State at the end): what an engine gives over three steps from the State `start`, a validation
+    and a generation. Its own losses make the fitness, so that engines can be compared that do not run side by side."""
+    cfg, seen = engine.cfg, {}
+    engine.load(start)
+    for step in range(3):
+        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
+        changed = engine.update(np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses]))
+        seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
+        seen[f"update {step}"] = changed, engine.state().digests(), engine.seed
+        seen[f"digest after update {step}"] = engine.digest()
+    seen["validation"] = engine.validate(windows)
+    seen["tokens"] = list(engine.generate(prompt, count, seed, **settings))
+    return seen, engine.state()
+
+
+def compare(constants, seed, ready):
+    """Both engines on one configuration, drawn numbers by `seed`: (what differs between them, as text that is empty where
+    nothing does, {part: seconds}). ready: see compile_cpu_engine."""
     from engine import cpu_engine, cuda_engine
     cuda_engine.COMPILERS = 1                                   # this process is one of many
-    rng = np.random.default_rng(seed)
+    rng, seconds = np.random.default_rng(seed), {}
     cfg = egg_config.make(**{"LR_SCHEDULE": ((0, 1.2),), **constants})
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200)
     tokens = tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-    cpu, gpu = cpu_engine.CpuEngine(cfg, tokens, threads=1), cuda_engine.CudaEngine(cfg, tokens)
-    state = cpu.state()
-    state.seed = int(rng.integers(2 ** 32))
-    cpu.load(state)
-    gpu.load(state)
-    wrong = []
-    for step in range(3):
-        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = [[engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks] for engine in (cpu, gpu)]
-        if not np.array_equal(*losses):
-            wrong.append(f"losses of step {step}")
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses[0]])
-        if (cpu.update(fitness) != gpu.update(fitness) or cpu.state().digests() != gpu.state().digests()
-                or cpu.seed != gpu.seed):
-            wrong.append(f"update {step}")
-        if cpu.digest() != gpu.digest():
-            wrong.append(f"digest after update {step}")
+    start = parameters.initial_state(cfg)
+    start.seed = int(rng.integers(2 ** 32))
     windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
-    (nats, count), (nats_gpu, count_gpu) = cpu.validate(windows), gpu.validate(windows)
-    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
-        wrong.append(f"validation {nats} {nats_gpu}")
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
     settings = {name: float(rng.choice(values)) for name, values in
                 dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
-    count = 24 + min(2 * cfg.SEQ_LEN, 100)                   # often beyond SEQ_LEN
-    sequences = [list(e.generate(prompt, count, seed + 1, **settings)) for e in (cpu, gpu)]
-    if sequences[0] != sequences[1]:
-        wrong.append(f"tokens {sequences} with {settings}")
-    return ", ".join(wrong)
+    # often beyond SEQ_LEN
+    verbs = dict(start=start, windows=windows, prompt=prompt, count=24 + min(2 * cfg.SEQ_LEN, 100), seed=seed + 1,
+                 settings=settings)
+
+    def timed(part, call, *arguments, **more):
+        began = time.monotonic()
+        result = call(*arguments, **more)
+        seconds[part] = time.monotonic() - began
+        return result
+
+    gpu = cuda_engine.CudaEngine(cfg, tokens)
+    got, end = timed("GPU", course, gpu, **verbs)
+    seconds["compiling"] = gpu.compile_seconds
+    seconds["GPU"] = max(0.0, seconds["GPU"] - gpu.compile_seconds)
+    others = []
+    for more in OTHER_INSTRUCTIONS:                              # the first and a later state
+        other = cuda_engine.CudaEngine(egg_config.make(**{**cfg.constants(), **more}), tokens)
+        for state in start, end:
+            other.load(state)
+            others.append((more, state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
+        seconds["compiling, other"] = seconds.get("compiling, other", 0.0) + other.compile_seconds
+    timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 400)
+    cpu = cpu_engine.CpuEngine(cfg, tokens, threads=1)
+    want, _ = timed("CPU", course, cpu, **verbs)
+    (nats, count), (nats_gpu, count_gpu) = want.pop("validation"), got.pop("validation")
+    wrong = [what for what in want if want[what] != got[what]]
+    if count != count_gpu or abs(nats - nats_gpu) > 1e-9 * nats:
+        wrong.append(f"validation {nats} {nats_gpu}")
+    if "tokens" in wrong:
+        wrong.append(f"{want['tokens']} {got['tokens']} with {settings}")
+    for more, state, losses in others:
+        cpu.load(state)
+        if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
+            wrong.append(f"losses of step {state.step} with {more}")
+    return ", ".join(wrong), seconds
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -1,13 +1,30 @@
-"""The table of constants, the cache of compiled kernels, and what they are derived from or keyed by. No GPU is needed."""
+"""The table of constants, the cache of compiled kernels, and what they are derived from or keyed by. No GPU is
+needed."""
 
+import ast
 import hashlib
+import io
 import json
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import types
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from numba import uint32
 
 import egg_config
 from cluster import history
 from egg_config import ALL, FACTS, ISLAND, LOCAL
+from engine import kernel_cache
+from engine import simd
+from kit import CARDS, HERE
 
 # fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds
 RECORDED = {
@@ -47,8 +64,9 @@ def test_the_table_has_every_constant_once_and_its_default_is_allowed():
             assert fact.allowed[0] <= default <= fact.allowed[1] and {type(b) for b in fact.allowed} == {type(default)}
 
 
-@pytest.mark.parametrize("name, agree, saved", [("HIDDEN_DIM", ALL, True), ("LR_SCHEDULE", ISLAND, True), ("PORT", LOCAL, False),
-                                                ("VALIDATE_EVERY", ISLAND, False), ("VALIDATE_TOKENS", ALL, False), ("SIMD", LOCAL, False)])
+@pytest.mark.parametrize("name, agree, saved", [
+    ("HIDDEN_DIM", ALL, True), ("LR_SCHEDULE", ISLAND, True), ("PORT", LOCAL, False), ("VALIDATE_EVERY", ISLAND, False),
+    ("VALIDATE_TOKENS", ALL, False), ("SIMD", LOCAL, False)])
 def test_what_follows_from_the_table(name, agree, saved):
     """Who must agree, what a saved run depends on, what islands may differ in."""
     cfg = egg_config.make()
@@ -72,3 +90,320 @@ def test_a_bad_constant_is_one_line(values, message):
     with pytest.raises(egg_config.ConfigError) as error:
         egg_config.make(**values)
     assert str(error.value) == message
+
+
+# --- the cache of compiled kernels -----------------------------------------------------------------------------------
+
+CARD = (8, 0)
+
+
+def cuda_files(cfg, cc=CARD):
+    """[names of the files] of every CUDA kernel of a configuration."""
+    from engine import cuda_engine
+    every, known = cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024, uint32)[2], {}
+    return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in sum(every.values(), [])]
+
+
+FROZEN_NOWHERE = ("LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SNAPSHOT_EVERY=1", "SAMPLING_TEMP=0.1",
+                  "HOST_MASK=3", "NOISE_REUSE=5", "CHUNK_MEAN_EXPONENT=2.0", "ISLAND_SEED=4",
+                  "INPUT_FILE=other.bin", "AUDIT_RATE=1.0")
+FROZEN = {"DEVICE_MASK=7": {"operands"}, "ADAM_EPS=0.5": {"optimize"}, "SHIFT_LOGIT=9": {"head", "logits"},
+          "ADAPTIVE_NOISE_INC=9": {"rescale"}, "GROUP_SIZE=4": {"cut_windows"}}
+
+
+def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
+    base = set(cuda_files(egg_config.make()))
+    for define in FROZEN_NOWHERE:
+        assert set(cuda_files(egg_config.load(defines=[define], environ={}))) == base, define
+    for define, kernels in FROZEN.items():
+        changed = {name.split("-")[1] for name in set(cuda_files(egg_config.load(defines=[define], environ={}))) - base}
+        assert kernels <= changed and "digest" not in changed, (define, changed)
+    assert not base & set(cuda_files(egg_config.make(), (8, 6))), "another card"
+
+
+@pytest.mark.parametrize("preset", [None, "nano-egg", "laptop"])
+def test_a_run_compiles_what_its_verbs_use(preset):
+    """The kernels of validation and generation are apart from those of a step; Muon's are there only if they are
+    used."""
+    from engine import cuda_engine
+    cfg = egg_config.load(preset, environ={})
+    every = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[2]
+    assert set(every) == {"load", "step", "validate", "generate", "digest"} and all(every.values())
+    names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
+    assert names["digest"] == {"digest"} and {"choose", "token", "logits"} <= names["generate"]
+    assert {"operands", "optimize", "cut_windows"} <= names["step"]
+    assert not any("muon" in name for name in names["step"])
+    assert not names["step"] & (names["digest"] | names["generate"])
+
+
+def checkout(to):
+    """A copy of the program's sources."""
+    for path in HERE.glob("**/*.py"):
+        relative = path.relative_to(HERE)
+        if relative.parts[0] in ("model", "kernels", "engine") or len(relative.parts) == 1:
+            (to / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to / relative)
+    return to
+
+
+NAMES = """
+import hashlib, egg_config
+from engine import cpu_engine, cuda_engine, kernel_cache, simd
+from numba import uint32
+simd.use("portable")
+cfg, known = egg_config.make(), {}
+every = cuda_engine.kernels(cfg, (8, 0), 163 * 1024, uint32)[2]
+kernels = sum(every.values(), [])
+cuda = {k.name: kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, (8, 0)).name for k in kernels}
+cpu = {f.__name__: kernel_cache.content(f, known) for f in vars(cpu_engine).values() if hasattr(f, "py_func")}
+print(repr([cuda, cpu]))
+"""
+
+
+def names_in(directory, seed="0"):
+    """[{CUDA kernel: file}, {CPU function: digest}] as a process in this checkout has them."""
+    environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, "-c", NAMES], cwd=directory, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_another_checkout_of_the_same_code_has_the_same_names(tmp_path):
+    """Comments, line numbers, paths and the order of hashing do not matter; a rule that changes does, to all that use
+    it."""
+    here, there = names_in(HERE), checkout(tmp_path)
+    for path in there / "egg_kernels.py", there / "engine" / "cpu_engine.py", there / "kernels" / "ptx.py":
+        head, separator, rest = path.read_text().partition('"""\n\n')
+        path.write_text(head + separator + "# a comment, and other line numbers\n\n\n" + rest)
+        assert separator
+    assert names_in(there, "7") == here
+    path = there / "model" / "state_digest.py"
+    text = path.read_text()
+    assert text.count("0xBF58476D1CE4E5B9") == 1
+    path.write_text(text.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    changed = [{name for name in new if new[name] != old[name]} for new, old in zip(names_in(there), here)]
+    assert changed == [{"digest"}, {"mixed", "word_sums"}]
+
+
+def test_what_a_compiler_sees():
+    """Closures, globals, called functions, attributes of own modules and helper code of intrinsics count; names of
+    variables outside do not."""
+    def make(factor, helper=abs):
+        def inner(x):
+            return helper(x) * factor
+        return inner
+
+    def of(value):
+        return kernel_cache.content(value, {})
+
+    one, two = (lambda x: x + 1), (lambda x: x + 2)
+    assert of(make(3)) == of(make(3)) != of(make(4)) and of(make(3, one)) != of(make(3, two))
+    assert of(make(3, one)) == of(make(3, lambda x: x + 1))
+    assert of(3) != of(3.0) != of(True) != of(np.float32(3)) and of(np.arange(3)) != of(np.arange(4))
+    assert of({"a": 1, "b": {2, 3}}) == of({"b": {3, 2}, "a": 1})
+    assert len({of(kernel_cache.njit(None)(f).py_func) for f in (one, two)}) == 2
+    with pytest.raises(TypeError, match="cannot tell"):
+        of(make(object()))
+
+    def deep(x):
+        return deep(x - 1) if x else 0
+    assert of(deep) == of(deep)
+
+
+# --- its directory ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def fresh_directory():
+    kernel_cache.directory.cache_clear()
+    yield kernel_cache.directory
+    kernel_cache.directory.cache_clear()
+
+
+def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, fresh_directory, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    good = tmp_path / "cache" / "egg" / "kernels"
+    assert fresh_directory() == good and stat.S_IMODE(good.stat().st_mode) == 0o700
+
+    def used():
+        kernel_cache.directory.cache_clear()
+        return kernel_cache.directory()
+
+    for mode in 0o777, 0o750, 0o755, 0o500:
+        good.chmod(mode)
+        assert used() == tmp_path / f"egg-{os.getuid()}"
+    good.chmod(0o700)
+    assert used() == good
+    good.rename(tmp_path / "elsewhere")
+    good.symlink_to(tmp_path / "elsewhere")
+    second = tmp_path / f"egg-{os.getuid()}"
+    assert used() == second
+    second.chmod(0o701)
+    assert capsys.readouterr().err == ""
+    third = used()
+    assert third.parent == tmp_path and third not in (second, good) and kernel_cache.is_private(third)
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert not kernel_cache.is_private(third), "that of somebody else"
+
+
+def test_damaged_and_missing_files_are_compiled_again(tmp_path, capsys):
+    kernel_cache.write(tmp_path / "kernel", pickle.dumps([1, 2]))
+    assert kernel_cache.read(tmp_path / "kernel") == [1, 2] and os.listdir(tmp_path) == ["kernel"]
+    (tmp_path / "kernel").write_bytes(b"\x80\x05")
+    assert kernel_cache.read(tmp_path / "kernel") is None and kernel_cache.read(tmp_path / "none") is None
+    assert capsys.readouterr().err == ""
+    kernel_cache.write(tmp_path / "none" / "kernel", b"")
+    assert capsys.readouterr().err.startswith("egg: a compiled kernel cannot be kept in")
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+CPU_PROGRAM = """
+import sys, numpy as np
+from engine import kernel_cache
+njit = kernel_cache.njit(lambda: sys.argv[1])
+SHIFT = int(sys.argv[2])
+@njit
+def called(x):
+    return x << SHIFT
+@njit
+def kernel(a):
+    return called(a[0]) + 1
+kernel_cache.CpuCache.before_next = lambda: print("compiling")
+print(kernel(np.array([3])), kernel(np.array([3])))
+"""
+
+
+def test_cpu_kernels_are_compiled_once(tmp_path):
+    """A process finds what another one compiled, for the same vectors, constants and types."""
+    def run(*arguments):
+        environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
+        (tmp_path / "program.py").write_text(CPU_PROGRAM)
+        command = [sys.executable, tmp_path / "program.py", *arguments]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return done.stdout.split()
+
+    assert run("madd", "2") == ["compiling", "13", "13"] and run("madd", "2") == ["13", "13"]
+    assert run("portable", "2")[0] == "compiling" and run("madd", "3") == ["compiling", "25", "25"]
+    assert run("madd", "2") == ["13", "13"]
+    names = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "egg" / "kernels").iterdir())
+    assert names == 3 * ["cpu-called"] + 3 * ["cpu-kernel"]
+
+
+class FakeDispatcher:
+    """A CUDA kernel whose compilation writes its name into the file that its cache names."""
+    compiled = []
+
+    def __init__(self, function):
+        self.py_func, self.targetoptions, self._cache, self.closed = function, {}, None, False
+
+    def compile(self, signature):
+        assert not self.closed
+        if self._cache.load_overload(signature, SimpleNamespace(refresh=lambda: None)) is None:
+            FakeDispatcher.compiled.append(self.py_func.__name__)
+            kernel_cache.write(self._cache.cache_path, pickle.dumps(self.py_func.__name__))
+
+    def disable_compile(self):
+        self.closed = True
+
+
+def fakes(names, factor=1):
+    from engine import cuda_engine
+
+    def kernel(x):
+        return x * factor
+
+    made = []
+    for name in names:
+        function = types.FunctionType(kernel.__code__, globals(), name, None, kernel.__closure__)
+        made.append(cuda_engine.Kernel(name, FakeDispatcher(function), (name, ), 0))
+    return made
+
+
+# a process that compiles: it writes the files of its share, and leaves out a kernel that "fails" there
+FAKE_COMPILER = """
+import pickle, sys
+job, share = pickle.load(sys.stdin.buffer)
+assert job == ("a job",)
+for number, path in share:
+    if "fails" not in path.name:
+        path.write_bytes(pickle.dumps("another process"))
+"""
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch, capsys):
+    from engine import cuda_engine
+    monkeypatch.setattr(kernel_cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(cuda_engine.hardware, "cores", lambda: cores)
+    monkeypatch.setattr(cuda_engine, "COMPILER", FAKE_COMPILER)
+    monkeypatch.setattr(cuda_engine.ptx, "allow_shared", lambda kernel, signature, shared: kernel.compile(signature))
+    FakeDispatcher.compiled = []
+    names = ["a", "b", "fails", "c", "d"]
+
+    def compile_(names, factor=1):
+        every = fakes(names, factor)
+        cuda_engine.compile_all(every, CARD, "a card: step", ("a job",))
+        assert all(kernel.dispatcher.closed for kernel in every)
+        compiled, FakeDispatcher.compiled = FakeDispatcher.compiled, []
+        return compiled, capsys.readouterr().err
+
+    compiled, err = compile_(names)
+    assert compiled == (names if cores == 1 else ["fails"])
+    assert f"egg: compiling 5 of 5 CUDA kernels for a card: step; kept in {tmp_path}\n" in err and "ready in" in err
+    assert compile_(names) == ([], ""), "everything is there"
+    compiled, err = compile_(names + ["e"])
+    assert "compiling 1 of 6 CUDA kernels" in err and compiled == ["e"]
+    assert len(compile_(names, factor=2)[1].splitlines()) == 2, "a constant that is compiled in has changed"
+    for path in tmp_path.glob("cuda-a-*"):
+        path.unlink()
+    assert compile_(names)[0] == ["a"], "a file a kernel"
+
+
+def test_a_compiling_process_leaves_kernels_of_other_sources_alone(tmp_path, monkeypatch):
+    """It builds the kernels itself and compiles those whose names agree with what it was asked for."""
+    from engine import cuda_engine
+    every = fakes(["a", "b", "c"])
+    monkeypatch.setattr(cuda_engine, "kernels", lambda *configuration: (None, None, {"step": every}))
+    monkeypatch.setattr(cuda_engine, "limits", lambda gpu: (CARD, 0))
+    monkeypatch.setattr(cuda_engine.cuda, "select_device", lambda device: None)
+    monkeypatch.setattr(cuda_engine.cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=CARD))
+    known = {}
+    names = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, CARD).name for k in every]
+    share = [(0, tmp_path / names[0]), (1, tmp_path / names[2]), (2, tmp_path / names[2])]
+    stdin = SimpleNamespace(buffer=io.BytesIO(pickle.dumps((("cfg", 0, "uint8", False, "step"), share))))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    FakeDispatcher.compiled = []
+    cuda_engine.compile_share()
+    assert FakeDispatcher.compiled == ["a", "c"] and sorted(os.listdir(tmp_path)) == sorted([names[0], names[2]])
+
+
+def test_no_configuration_by_import():
+    """Nothing is chosen or set when the engines are loaded; EGG_SIMD reaches the engine by the configuration."""
+    code = ("import os, sys, numba, egg_config\nos.environ['EGG_SIMD'] = 'portable'\n"
+            "before = dict(os.environ), numba.config.CACHE_DIR\n"
+            "from engine import cpu_engine, cuda_engine, hardware, simd\n"
+            "assert simd.KIND is None and (dict(os.environ), numba.config.CACHE_DIR) == before\n"
+            "shape = ['CHUNK_SIZE=2', 'VOCAB_SIZE=256', 'N_LAYERS=1', 'HIDDEN_DIM=64']\n"
+            "print(hardware.make(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
+            "try:\n    hardware.make(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
+            "except hardware.EngineError as error:\n    print(error)\n")
+    done = subprocess.run([sys.executable, "-c", code, simd.available()[0]], cwd=HERE, capture_output=True, text=True)
+    first = simd.available()[0]
+    refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"
+    refused = "" if first == "portable" else refused
+    assert done.stdout.endswith(f"cpu portable x1\n{refused}"), done.stderr
+
+
+def test_a_training_step_compiles_its_own_kernels_alone():
+    """Neither Muon's, nor those of validation, generation and digests, nor the other model's."""
+    code = ("import sys, egg_config\nfrom engine import cpu_engine\ncpu_engine.warm_up(egg_config.make())\n"
+            "made = {name for name, f in vars(cpu_engine).items() if getattr(f, 'overloads', None)}\n"
+            "assert made >= {'run_windows', 'panel_votes', 'apply_votes', 'pack'}, made\n"
+            "assert not made & {'word_sums', 'choose_token', 'muon_start', 'muon_panels'}, made\n"
+            "assert 'engine.cpu_gru' not in sys.modules\n"
+            "cpu_engine.warm_up(egg_config.make(), verbs=('digest',))\nassert cpu_engine.word_sums.overloads\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

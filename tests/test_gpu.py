@@ -1,38 +1,41 @@
 """The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
 against the golden recordings and, on random configurations, against the CPU engine."""
 
-import concurrent.futures
 import hashlib
 import json
-import multiprocessing
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from numba import cuda, uint32
 
 import egg_config
+import kit
 from engine import cuda_engine
-from engine import hardware
 from engine import kernel_cache
 from model import parameters
 from kernels import update
-from kit import CARDS, SEED, compare, hold_against_every_card, kernels_of
+from tools import sanitize
+from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
+                 kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-PARTS = 5                   # of the random configurations: a run that is cut off has compared some
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------------------
 
 def test_every_kernel_compiles(compiler):
     """All of them for the oldest card; for each other one those that differ from what is compiled already."""
-    names = hold_against_every_card(compiler, {})
+    names = hold_against_cards(compiler, {})
     assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
                for made in names.values())
+
+
+@pytest.mark.parametrize("other", OTHER_INSTRUCTIONS, ids=str)
+def test_other_instructions_compile(other, compiler):
+    """Those that cc 9.0 need not use."""
+    hold_against_cards(compiler, other, [(9, 0)])
 
 
 def test_kernels_that_differ_are_told_apart():
@@ -155,10 +158,12 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
         engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+        later = {"validate", "generate", "digest"}           # compiled at their first use
+        assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
             assert engine.evaluate(8, 8).shape == (8,)
         every_verb(cfg, engine, tokens)
-        assert engine.step == 1
+        assert engine.step == 1 and not engine._waiting
 
 
 def every_verb(cfg, engine, tokens):
@@ -172,59 +177,34 @@ def every_verb(cfg, engine, tokens):
     assert engine.state().digests() == state.digests()
 
 
-# every path, small enough for tools that slow it down a hundred times; 270 pairs give each multiprocessor of the fast path a second one
-SANITIZED = {
-    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2, RARE_TOKENS=0.01),
-    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
-    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
-    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5, OPTIMIZER="ztest"),
-    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4, ADAPTIVE_NOISE_MODE=0),
-}
-
-
-def sanitized_config(name):
-    return egg_config.make(N_LAYERS=1, **SANITIZED[name], POPULATION_SIZE=SANITIZED[name]["CHUNK_SIZE"])
-
-
-def sanitized(name):
-    """Every verb on a configuration of SANITIZED, launch by launch; the digest of the losses and the state, in hexadecimal."""
-    cuda_engine.Replay = lambda stream, enqueue: enqueue
-    cfg = sanitized_config(name)
-    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-    engine = cuda_engine.CudaEngine(cfg, tokens)
-    before = engine.evaluate(0, cfg.CHUNK_SIZE)
-    every_verb(cfg, engine, tokens)
-    return digest(before)[:16] + digest(engine.evaluate(0, cfg.CHUNK_SIZE))[:16] + engine.digest().hex()
-
-
-def sanitize():
-    """By hand, with the compute-sanitizer of the CUDA toolkit: its memcheck and racecheck on all of SANITIZED, and whether the results are
-    those without it. python -c 'import test_gpu; test_gpu.sanitize()'"""
-    def run(name, *tool):
-        code = f"import test_gpu; print(test_gpu.sanitized({name!r}))"
-        done = subprocess.run([*tool, sys.executable, "-c", code], capture_output=True, text=True)
-        lines = (done.stdout + done.stderr).splitlines()
-        return next((l for l in lines if re.fullmatch("[0-9a-f]{64}", l)), None), lines
-
-    def look(name):
-        plain = run(name)[0]                                 # compiles, too
-        for tool in "memcheck", "racecheck":
-            result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
-            same = "as without it" if plain and result == plain else "NOT as without it"
-            findings = [l for l in lines if re.search("Error|Warning|hazard detected", l)]
-            print(f"{name}: {tool}: {next((l.strip('= ') for l in lines if 'SUMMARY' in l), lines[-1:])}; results {same}",
-                  *findings[:5], sep="\n    ", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(look, SANITIZED))
-
-
-@pytest.mark.parametrize("name", SANITIZED)
+@pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    forward = cuda_engine.kernels(sanitized_config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
     assert (type(forward._noisy).__name__ == "Hopper") == ("fast" in name)
-    assert re.fullmatch("[0-9a-f]{64}", sanitized(name))
+    assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
+
+
+@pytest.mark.parametrize("verb, says", [
+    ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
+    ("validate", "validation"), ("generate", "tokens")])
+def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
+    """kit.compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
+    from engine import cpu_engine
+    wrong = {"evaluate": lambda losses: losses + (losses[0] == losses), "update": lambda changed: changed + 1,
+             "digest": lambda digest: digest[::-1], "validate": lambda found: (found[0] * (1 + 1e-6), found[1]),
+             "generate": lambda tokens: (token ^ 1 for token in tokens)}
+
+    class Wrong(cpu_engine.CpuEngine):
+        compile_seconds = 0.0
+
+    if verb:
+        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
+            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
+    monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
+    (tmp_path / "transformer").touch()
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16)
+    found, _ = compare(constants, 3, tmp_path)
+    assert found.startswith(says) if verb else found == ""
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------
@@ -300,7 +280,7 @@ def test_load_and_pieces_of_a_chunk():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
-def test_the_digest_is_that_of_the_cpu(shape):
+def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
 
@@ -386,25 +366,20 @@ def random_configurations(count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_configurations_against_the_cpu_engine(part):
-    """56 configurations and every switch, a part at a time: losses, three updates, validation, generation. Most of the time is
-    compilation: processes share it."""
-    from engine import cpu_engine
-    cpu_engine.warm_up(egg_config.make(), lambda line: None)
-    drawn = [(SEED + i, constants) for i, constants in enumerate(random_configurations(56) + SWITCHED) if i % PARTS == part]
-    workers = max(1, min(14, hardware.cores() - 2))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        wrong = list(pool.map(compare, [constants for _, constants in drawn], [seed for seed, _ in drawn]))
-    assert not any(wrong), "\n".join(f"{w}: {c}" for w, (_, c) in zip(wrong, drawn) if w)
+@pytest.mark.parametrize("constants, seed", [
+    pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
+    for i, constants in enumerate(random_configurations(56) + SWITCHED)])
+def test_random_configurations_against_the_cpu_engine(compared):
+    """56 configurations and every switch: losses, three updates, validation, generation."""
+    assert compared == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
-    from test_egg import recorded_generation
-    engine, recorded, prompt = recorded_generation(cuda_engine.CudaEngine, step)
+    engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
+    recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
     engine._ready("generate")
@@ -427,12 +402,11 @@ def test_recorded_generation(step):
 
 @pytest.mark.gpu
 def test_the_draw_follows_the_exact_distribution():
-    from test_use import hold_draws_against_the_distribution
     hold_draws_against_the_distribution(cuda_engine.CudaEngine)
 
 
 @pytest.mark.gpu
-def test_debugging_gives_the_same_figures_on_both_engines():
+def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     data = golden("A")

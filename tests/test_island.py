@@ -32,6 +32,7 @@ from islands import merging
 from model import parameters
 import egg_net
 from cluster import snapshots
+from cluster import status
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
@@ -276,7 +277,7 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
         until(lambda: all(sum(p.connection is not None for p in isle.island.peers.values()) == 2 for isle in isles), 20)
         time.sleep(0.5)
-        assert [len(isle.coordinator.connections) for isle in isles] == [2, 2, 2]
+        assert [len(isle.coordinator.hub.connections) for isle in isles] == [2, 2, 2]
         assert all(sum(target.itself for target in isle.island.targets) == 1 for isle in isles)
     assert not any("refused" in isle.lines.text for isle in isles)
 
@@ -329,7 +330,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     RATES.update({97: 30, 98: 3})
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
         until(lambda: b.told("merge") and b.run.step > b.run.start.step + 3)
-        status = b.coordinator.status()["island"]
+        island = b.coordinator.status()["island"]
         late = Learner(b.cfg, 3)
         b.work(late)
         until(lambda: late.step > b.run.start.step)
@@ -338,11 +339,11 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
     assert (merge["kind"], merge["peer"], merge["fitness_kind"]) == ("clone", "a", "validation")
     assert start.origin["digest"] == merge["digest"] and start.origin["founder"] == "a" and merge["theirs"] < merge["ours"]
-    assert status["name"] == "b" and status["peers"][0]["name"] == "a" and status["peers"][0]["taken"] >= 1 and status["peers"][0]["state"] == "up"
+    assert island["name"] == "b" and island["peers"][0]["name"] == "a" and island["peers"][0]["taken"] >= 1 and island["peers"][0]["state"] == "up"
     assert [entry["epoch"] for entry in b.island.lineage] == list(range(start.epoch + 1)) and b.island.lineage[-1]["from"] == "a"
-    assert json.dumps(status) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
-    gossip = b.told("gossip", outcome="pull")[0]
-    assert gossip["theirs"] < gossip["ours"] and gossip["kind"] == "validation" and gossip["peer"] == "a"
+    assert json.dumps(island) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
+    pull = b.told("gossip", outcome="pull")[0]
+    assert pull["theirs"] < pull["ours"] and pull["kind"] == "validation" and pull["peer"] == "a"
     # the state that came is the giver's of that step, and where both histories lie everything can be rebuilt
     first = history.epochs(tmp_path / "b")[1].origin
     theirs = replayed(a.cfg, tmp_path / "a", until_step=first["peer_step"])
@@ -821,7 +822,7 @@ class Archipelago:
     def _work(self, i):
         engine = Learner(self.cfgs[i], 1 + i, pause=0.004)
         while not self.stop:
-            with contextlib.suppress(egg_net.EggError):
+            with contextlib.suppress(egg_config.EggError):
                 egg_net.run_worker(self.cfgs[i], "127.0.0.1", self.ports[i], engine, validation=VALIDATION, retry=False,
                                       console=egg_net.Console(Lines()))
             time.sleep(0.05)
@@ -829,7 +830,7 @@ class Archipelago:
     def _deceive(self, name, data, sha256):
         dice = random.Random(name)
         while not self.stop:
-            with contextlib.suppress(OSError, egg_net.EggError, egg_net.OldCoordinator):
+            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
                 end = time.monotonic() + 2
                 stranger = Stranger(dice.choice(self.ports), name, cfg=self.cfgs[0], seed=1000)
                 stranger.serve(data, sha256, lambda: self.stop or time.monotonic() > end)
@@ -1011,7 +1012,7 @@ def idle(islands=64, seconds=30.0):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def connected(i):
-        told = egg_net.fetch_status(changed(ISLAND_SEED=i + 1), "127.0.0.1", ports[i])["island"]["peers"]
+        told = status.fetch_status(changed(ISLAND_SEED=i + 1), "127.0.0.1", ports[i])["island"]["peers"]
         return sum(peer["state"] == "up" for peer in told)
     try:
         time.sleep(islands)

@@ -1,4 +1,5 @@
-"""Wire format, coordinator, worker, history, local training. A fake engine (crc, no model) where only the protocol matters."""
+"""Wire format, coordinator, worker, history, local training. A fake engine (crc, no model) where the model does not
+matter."""
 
 import json
 import multiprocessing
@@ -21,15 +22,16 @@ from cluster import history
 from model import parameters
 import egg_net
 from tools import train
+from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
-from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame, until,
-                 whole, work_in_thread)
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame,
+                 until, whole, work_in_thread)
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-# --- frames ---------------------------------------------------------------------------------------------------------------
+# --- frames ----------------------------------------------------------------------------------------------------------
 
 def test_frames_are_those_of_the_specification():
     assert wire.frame(JOB_REQUEST, wire.REQUEST.pack(1, 2, 0)).hex() == (
@@ -107,7 +109,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
 
 
 def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net, "HALF_FRAME_TIMEOUT", 0.3)
+    monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
     with Server(tmp_path) as server:
         honest, slow = Peer(server.port), Peer(server.port)
         assert honest.chunk(0) == 0
@@ -119,7 +121,7 @@ def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
         assert honest.chunk(0) == 32
 
 
-# --- serving --------------------------------------------------------------------------------------------------------------
+# --- serving ---------------------------------------------------------------------------------------------------------
 
 def test_requests_are_held_and_woken(tmp_path):
     with Server(tmp_path) as server:
@@ -138,7 +140,8 @@ def test_requests_are_held_and_woken(tmp_path):
         for position in mine:
             a.result(0, position)
         seed, step, _, packed = late.answer()
-        assert step == 1 and seed == parameters.next_seed(42, 0) and parameters.unpack_ternary(packed, CFG.N_PAIRS).all()
+        assert step == 1 and seed == parameters.next_seed(42, 0) and \
+            parameters.unpack_ternary(packed, CFG.N_PAIRS).all()
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
@@ -174,7 +177,8 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
-                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| Val: 1\.00 bits/byte$",
+                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
+                     r"Val: 1\.00 bits/byte$",
                      server.lines.text, re.M), server.lines.text
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
@@ -212,7 +216,8 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
     program = ("import sys, egg_net, egg_config; from cluster import history\n"
                "assert not {m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'engine')}\n"
                "cfg = egg_config.make()\n"
-               f"coordinator = egg_net.Coordinator(cfg, history.open_run(cfg), '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
+               "run = history.open_run(cfg)\n"
+               f"coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
                "print(coordinator.address[1], flush=True)\ncoordinator.poll(5)\n")
     times = [1.0]
     while min(times) >= 0.5 and len(times) < 6:                  # other tests may keep the machine busy for a moment
@@ -225,7 +230,7 @@ def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
     assert min(times) < 0.5, times
 
 
-# --- the worker -----------------------------------------------------------------------------------------------------------
+# --- the worker ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
@@ -268,7 +273,8 @@ def test_validation_and_samples_reach_the_console(tmp_path):
     assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.lines.text
     assert "sample at step 2: ab\u23ced >>> CCC\n" in server.lines.text
     lines = [x for x in server.lines.text.splitlines() if x.startswith("Step")]
-    assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]      # (step + 1) / ln 2 / 12
+    # (step + 1) / ln 2 / 12
+    assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]
 
 
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
@@ -282,7 +288,8 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
     with Server(tmp_path / "a", port=port, save=True, steps=engine.step + 3) as server:      # goes on where it was
         until(lambda: server.run.step == server.coordinator.steps)
     assert engine.loads == 0 and "the coordinator is gone, trying again" in lines.text
-    with Server(tmp_path / "b", port=port, save=True, steps=4) as server:                    # another run, behind the worker
+    # another run, behind the worker
+    with Server(tmp_path / "b", port=port, save=True, steps=4) as server:
         until(lambda: server.run.step == 4)
         assert [server.run.fitness(k) for k in range(4)] == packed
         until(lambda: engine.step == 4)
@@ -317,7 +324,8 @@ def response(seed, step, position, packed=b""):
 def serve_fake(engine, *responses):
     """Requests and results that the worker sent while it was given these responses."""
     fake = FakeCoordinator(*responses)
-    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1, console=egg_net.Console(Lines()))
+    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1,
+                                console=egg_net.Console(Lines()))
     return chunks, fake.requests
 
 
@@ -332,7 +340,8 @@ def test_the_worker_serves_a_coordinator_that_polls():
     results = [wire.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
     losses = FakeEngine.evaluate(engine, 64, 32)
     assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
-    assert [p for op, p in requests if op == RESULT][0][44:] == parameters.pack_ternary(parameters.chunk_fitness(losses, CFG))
+    fitness = parameters.chunk_fitness(losses, CFG)
+    assert [p for op, p in requests if op == RESULT][0][44:] == parameters.pack_ternary(fitness)
     asked = [wire.REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
 
@@ -349,7 +358,8 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
     with pytest.raises(egg_net.NetError, match="does not fit this worker: it answers for step 1 with seed"):
         serve_fake(FakeEngine(), catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1 + 1, 1, 0))
     with pytest.raises(egg_net.NetError, match="answers for step 0 with seed 0"):
-        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))         # the C++ answer "too far behind"
+        # the C++ answer "too far behind"
+        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))
 
 
 @pytest.mark.parametrize("reason, answer", [
@@ -394,7 +404,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
             assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * seconds + 2)
 
 
-# --- history --------------------------------------------------------------------------------------------------------------
+# --- history ---------------------------------------------------------------------------------------------------------
 
 def test_history_keeps_every_step(tmp_path):
     packed = filled(tmp_path, 150)                                     # more than stay in memory
@@ -433,7 +443,8 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line for line in run.notices)
+            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line
+                                                                  for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data
@@ -470,7 +481,8 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
         history.open_run(other, tmp_path)
     harmless = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 7, "SAMPLING_TEMP": 0.1, "PORT": 1})
     history.open_run(harmless, tmp_path).close()
-    for words, content in (("not a fitness history", b"something else"), ("cut short in its header, after 0 bytes", b""),
+    for words, content in (("not a fitness history", b"something else"),
+                           ("cut short in its header, after 0 bytes", b""),
                            ("cut short in its header", data[:50]), ("cut short in its header", data[:4]),
                            ("damaged in its header", data[:60] + b"!" + data[61:])):
         file.write_bytes(content)
@@ -483,7 +495,8 @@ def test_directories_that_cannot_be_used_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     run = history.open_run(CFG, tmp_path / "run")
     for words, save, load in (("in use by another coordinator", tmp_path / "run", None),
-                              ("Not a directory|File exists", tmp_path / "file", None), ("Not a directory", tmp_path / "file" / "x", None),
+                              ("Not a directory|File exists", tmp_path / "file", None),
+                              ("Not a directory", tmp_path / "file" / "x", None),
                               ("no such directory", None, tmp_path / "none"),
                               ("holds no run", tmp_path / "new", tmp_path)):
         with pytest.raises(history.HistoryError, match=words) as caught:
@@ -531,12 +544,13 @@ def test_load_dir_continues_here_or_elsewhere(tmp_path):
     run.close()
 
 
-# --- C++ checkpoints, golden runs -----------------------------------------------------------------------------------------
+# --- C++ checkpoints, golden runs ------------------------------------------------------------------------------------
 
 def golden_a():
     """(Config, recorded arrays) of golden configuration A."""
     recorded = np.load(HERE / "tests" / "golden" / "A.npz")
-    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0), recorded
+    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                           AUDIT_RATE=0.0), recorded
 
 
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
@@ -546,12 +560,14 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine import cpu_engine
     cfg, recorded = golden_a()
     run = history.open_run(cfg, tmp_path / "run", CHECKPOINTS)
-    assert all((parameters.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all() for k in range(6))
+    assert all((parameters.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
+               for k in range(6))
     engine = cpu_engine.CpuEngine(cfg)
     history.replay(run, engine)
     run.close()
     assert (engine.state().weights == recorded["model_6"].view(np.int8).ravel()).all()
-    assert engine.state().digests() == tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
+    assert engine.state().digests() == tuple(str(recorded[name][5])
+                                             for name in ("model_sha256", "adam_sha256", "scales_sha256"))
     assert history.open_run(cfg, tmp_path / "run").step == 6
 
 
@@ -624,7 +640,7 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     with server:
         until(flag.exists, 60)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.work.done) == 7, 60)
+        until(lambda: len(server.coordinator.dispatcher.work.done) == 7, 60)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
         until(lambda: server.run.step == 4, 30)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
@@ -652,7 +668,7 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
     assert speed > 50, f"{speed:.0f} chunks/s"
 
 
-# --- the coordinator as a command, and training ------------------------------------------------------------------------------
+# --- the coordinator as a command, and training ----------------------------------------------------------------------
 
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
@@ -665,12 +681,14 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     refused, nothing = coordinator_process(tmp_path, 0)
     assert nothing is None and "in use by another coordinator" in refused.communicate()[1] and refused.returncode == 1
     refused, nothing = coordinator_process(tmp_path / "other", port)
-    assert nothing is None and refused.communicate()[1].startswith(f"egg: port {port} is in use") and refused.returncode == 1
+    assert nothing is None and refused.communicate()[1].startswith(f"egg: port {port} is in use")
+    assert refused.returncode == 1
     before = engine.step
     until(lambda: engine.step >= before + 3)
     second.send_signal(signal.SIGTERM)
     out, err = second.communicate(timeout=10)
-    assert second.returncode == 0 and not err and f"the run lies in {tmp_path}: continue it with --load-dir {tmp_path}" in out
+    assert second.returncode == 0 and not err
+    assert f"the run lies in {tmp_path}: continue it with --load-dir {tmp_path}" in out
     run = history.open_run(CFG, tmp_path)
     assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
     run.close()
@@ -684,7 +702,8 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
     second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert (second.coordinator.first_step, second.coordinator.step) == (3, 5)
     assert second.before == pytest.approx(first.after, abs=1e-12)
-    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (uniform 8.00",
+    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
+                  "bits/byte after (uniform 8.00",
                   "sample after 5 steps", "the run lies in run: continue it with --load-dir run"):
         assert words in lines.text, words
     third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))

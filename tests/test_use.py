@@ -18,6 +18,7 @@ import safetensors.numpy
 import egg
 import egg_config
 from engine import cpu_engine
+from engine import cpu_transformer
 from model import data_files
 from tools import debug
 from model import state_digest
@@ -69,7 +70,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[1::2, 5] = -100
     a = np.zeros((1, 64), np.uint8)
-    cpu_engine.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
+    cpu_transformer.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
     want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
     assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 

@@ -20,7 +20,9 @@ import pytest
 from hypothesis import strategies as st
 
 import egg
+from cluster import admission
 from cluster import auth
+from cluster import status as cluster_status
 from model import data_files
 from cluster import history
 from tools.curves import Merge, Thinned, read_curve
@@ -101,7 +103,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         stranger = socket.create_connection(("127.0.0.1", server.port))
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
-        server.coordinator._ban(egg_net.Author("10.0.0.9", "key", "liar"), "it lied")
+        server.coordinator.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
     told = events(tmp_path / "b" / history.EVENTS)
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0] | {"time": 0} == {"time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
@@ -488,7 +490,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 assert state["island"] is None and state["merges"] == [] and not [name for name in values if name.startswith("egg_island")]
                 continue
             assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
-            assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.tokens_a_step, "seconds": pytest.approx(state["seconds"], abs=1e-3),
+            assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.progress.tokens_a_step, "seconds": pytest.approx(state["seconds"], abs=1e-3),
                                         "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step, part in (("south", 80, 0.625), ("north", 1, 1))]
             assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back", "another line"]
             assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
@@ -504,9 +506,9 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
 def test_status_tells_of_an_island(tmp_path):
     with Server(tmp_path) as server:
         told = server.coordinator.status()
-    plain = egg_net.describe_status({k: v for k, v in told.items() if k != "island"})            # a coordinator of before there were any
-    assert plain == egg_net.describe_status({**told, "island": None}) and "island" not in plain
-    text = egg_net.describe_status({**told, "island": ISLAND})
+    plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})            # a coordinator of before there were any
+    assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain
+    text = cluster_status.describe_status({**told, "island": ISLAND})
     assert text.startswith(plain) and "\x1b" not in text
     assert text[len(plain):].splitlines()[1:] == [
         "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
@@ -517,7 +519,7 @@ def test_status_tells_of_an_island(tmp_path):
         "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  distrusted  <img src=x onerror=alert(1)>[2J  loss         1.5000     0      0      0      3     12.5 s",
         "west                             10.0.0.4:12345  down                                                                               0      0      7.0 s"]
     alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
-    assert egg_net.describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
+    assert cluster_status.describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
 
 
 # --- the live page ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""`python egg.py bench`: what this machine does, as figures that can be compared: rates beside the machine's own matrix product, in one run."""
+"""`python egg.py bench`: what this machine does, as figures that can be compared: rates beside the machine's own matrix
+product, in one run."""
 
 import os
 import pathlib
@@ -17,15 +18,17 @@ import egg_net
 from tools import train
 
 ROUNDS = 5
-SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0, POPULATION_SIZE=0)
+SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
+             POPULATION_SIZE=0)
 
 
 def main(cfg, args):
     """Prints the figures of one device; args.gpu and args.threads as for a worker."""
     device = hardware.one_device(cfg, args.gpu)
     print(f"{platform.machine()}, {hardware.cores()} cores, {_processor()}; Python {platform.python_version()}")
-    print(f"configuration: H {cfg.HIDDEN_DIM}, L {cfg.N_LAYERS}, T {cfg.SEQ_LEN}, V {cfg.VOCAB_SIZE}, {cfg.POPULATION_SIZE} members in "
-          f"{cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a token")
+    print(f"configuration: H {cfg.HIDDEN_DIM}, L {cfg.N_LAYERS}, T {cfg.SEQ_LEN}, V {cfg.VOCAB_SIZE}, "
+          f"{cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, noise mode "
+          f"{cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a token")
     tokens = _tokens(cfg)
     if device == "cpu":
         bench_cpu(cfg, tokens, args.threads)
@@ -53,17 +56,20 @@ def bench_cpu(cfg, tokens, threads):
         ratios.append(rates[-1] * per_token / gemm)
         print(f"  evaluation {rates[-1]:10,.0f} tokens/s = {rates[-1] * per_token / 1e9:6.1f} G multiply-adds/s; "
               f"float32 GEMM {gemm / 1e9:6.1f} G; ratio {ratios[-1]:.2f}", flush=True)
-    print(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: {statistics.median(ratios):.2f} (medians of {ROUNDS})")
+    print(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: "
+          f"{statistics.median(ratios):.2f} (medians of {ROUNDS})")
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     started = time.perf_counter()
     engine.update(fitness)
-    print(f"update      {(time.perf_counter() - started) * 1e3:,.0f} ms for {cfg.POPULATION_SIZE:,} members", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"update      {seconds * 1e3:,.0f} ms for {cfg.POPULATION_SIZE:,} members", flush=True)
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         engine.digest()
         times.append(time.perf_counter() - started)
-    print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {13 * parameters.n_weights(cfg) / 1e6:.1f} MB of state")
+    size = 13 * parameters.n_weights(cfg)
+    print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {size / 1e6:.1f} MB of state")
     windows = parameters.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
     started = time.perf_counter()
     engine.validate(windows)
@@ -75,7 +81,8 @@ def bench_cpu(cfg, tokens, threads):
 
 def bench_steps(cfg, tokens, device, threads):
     """Whole steps through a real coordinator and worker processes on this machine."""
-    for name, settings, seconds in (("small chunks (64 members)", {**cfg.constants(), **SMALL}, 2), ("this configuration", cfg.constants(), 5)):
+    for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
+        settings = {**cfg.constants(), **changes}
         shape = egg_config.make(**settings)
         if device == "cpu" and name == "this configuration":
             # a whole population would take minutes: as many members as a few seconds allow, in eight chunks
@@ -84,16 +91,20 @@ def bench_steps(cfg, tokens, device, threads):
             shape = egg_config.make(**{**settings, "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
         with tempfile.TemporaryDirectory() as directory:
             data = pathlib.Path(directory) / "tokens.bin"
-            (tokens % shape.VOCAB_SIZE).astype(np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32).tofile(data)
-            quiet = {**shape.constants(), "INPUT_FILE": str(data), "DETOKENIZE": 0, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0, "DEVICE": device.partition(":")[0]}
-            did = train.train(egg_config.make(**quiet), minutes=seconds / 20, save_dir=directory, threads=threads,
-                                  console=egg_net.Console(quiet=True)).coordinator
+            kind = np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32
+            (np.asarray(tokens, np.uint32) % shape.VOCAB_SIZE).astype(kind).tofile(data)
+            quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                         DEVICE=device.partition(":")[0])
+            settings = egg_config.make(**{**shape.constants(), **quiet})
+            did = train.train(settings, minutes=seconds / 20, save_dir=directory, threads=threads,
+                              console=egg_net.Console(quiet=True)).coordinator
         steps = did.step - did.first_step
         if not steps:
             print(f"whole steps, {name}: none complete in {3 * seconds} s")
             continue
-        print(f"whole steps, {name}: {steps * shape.N_CHUNKS / did.seconds:,.1f} chunks/s, {did.tokens / did.seconds:,.0f} tokens/s, "
-              f"{1e3 * did.seconds / steps:,.0f} ms a step of {shape.POPULATION_SIZE:,} members", flush=True)
+        print(f"whole steps, {name}: {steps * shape.N_CHUNKS / did.seconds:,.1f} chunks/s, "
+              f"{did.tokens / did.seconds:,.0f} tokens/s, {1e3 * did.seconds / steps:,.0f} ms a step of "
+              f"{shape.POPULATION_SIZE:,} members", flush=True)
 
 
 def _tokens(cfg):
@@ -129,6 +140,7 @@ def _gemm_rate(seconds=0.5):
 def _processor():
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor")
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(names, "unknown processor")
     except OSError:
         return platform.processor() or "unknown processor"

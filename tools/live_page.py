@@ -14,15 +14,13 @@ import json
 import math
 import os
 import re
-import selectors
-import socket
-import ssl
 import time
 from collections import deque
 from typing import NamedTuple
 
 from cluster import auth
 from cluster import event_log
+from cluster import hub
 from tools import curves
 
 MOST_CLIENTS = 128         # connections
@@ -52,6 +50,12 @@ class Where(NamedTuple):
     secret: bytes
     tls: object
 
+    descriptors = MOST_CLIENTS     # connections that it may hold open (cluster.hooks)
+
+    def attach(self, coordinator):
+        """The Page of a coordinator. Raises HttpError."""
+        return Page(self, coordinator)
+
 
 def where(address, access):
     """The Where of --http. address: (host, port); access: an cluster.auth.Access. Raises AuthError for an address that others reach, where
@@ -74,52 +78,30 @@ def parse_address(text):
     return (match[1] or "127.0.0.1").strip("[]"), int(match[2])
 
 
-class Client:
-    """A connection of a browser. `until` is when it is closed unless something comes to its end before: bytes that trickle in do not
-    move it."""
+class Client(hub.Connection):
+    """A connection of a browser. `until` is when it is closed unless something comes to its end before: bytes that
+    trickle in do not move it."""
 
-    def __init__(self, page, sock):
-        self.page, self.sock, self.inbox, self.outbox = page, sock, bytearray(), b""
-        self.event, self.shaking = selectors.EVENT_READ, isinstance(sock, ssl.SSLSocket)
+    PIECE = MOST_HEADER
+
+    def __init__(self, page, sock, address):
+        self.page = page
         self.last, self.ending = False, False        # the answer on its way is the last; it is out, and the client's end is awaited
-        self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
+        self.sending, self.idle, self.until = False, False, time.monotonic() + REQUEST_SECONDS
+        super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
-    def on_event(self, _):
-        try:
-            if self.shaking:
-                self.sock.do_handshake()
-                self.shaking = False
-            self._advance()
-        except ssl.SSLWantReadError:
-            self._wait_for(selectors.EVENT_READ)
-        except ssl.SSLWantWriteError:
-            self._wait_for(selectors.EVENT_WRITE)
-        except BlockingIOError:
-            self._wait_for(selectors.EVENT_WRITE if self.outbox else selectors.EVENT_READ)
-        except OSError:
-            self.page.drop(self)
-
-    def _advance(self):
-        """Sends, receives once, answers one request at most: no client keeps the others waiting."""
-        self._flush()
+    def received(self):
+        """Answers one request at most: no client keeps the others waiting."""
+        if self.sending:
+            self.sending = False
+            self._sent()
         if self.ending:
-            if not self.sock.recv(1 << 16):
-                self.page.drop(self)
+            self.inbox.clear()
             return
-        if not self._whole():
-            data = self.sock.recv(MOST_HEADER)
-            if self.page.where.tls:
-                data += self.sock.recv(self.sock.pending() or 0)       # no select tells of what TLS has unpacked already
-            if not data:
-                self.page.drop(self)
-                return
-            if self.idle:
-                self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
-            self.inbox += data
+        if self.idle and self.inbox:
+            self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
         if self._whole():
             self._take_request()
-            self._flush()
-        self._wait_for(selectors.EVENT_WRITE if self._whole() else selectors.EVENT_READ)
 
     def _whole(self):
         """Whether there is something to answer: a request, or too much of one."""
@@ -128,38 +110,39 @@ class Client:
     def _take_request(self):
         end = self.inbox.find(b"\r\n\r\n")
         if 0 <= end <= MOST_HEADER:
-            self.outbox, self.last = self.page.answer(bytes(self.inbox[:end]))
+            answer, self.last = self.page.answer(bytes(self.inbox[:end]))
             del self.inbox[:end + 4]
         else:
-            self.outbox, self.last = response(431, f"a request has at most {MOST_HEADER} bytes\n"), True
-        self.until = time.monotonic() + SEND_SECONDS
+            answer, self.last = response(431, f"a request has at most {MOST_HEADER} bytes\n"), True
+        self.until, self.sending = time.monotonic() + SEND_SECONDS, True
+        self.send(answer)
+        self.again()
 
-    def _flush(self):
-        if not self.outbox:
-            return
-        while self.outbox:
-            self.outbox = self.outbox[self.sock.send(self.outbox):]
+    def _sent(self):
+        """The answer is on its way."""
         if self.last:
             # closing at once would throw away the answer where something of the client's has not been read
             self.inbox.clear()
             self.ending, self.until = True, time.monotonic() + LINGER_SECONDS
-            self.sock.shutdown(socket.SHUT_WR)
+            self.end()
         else:
             self.idle = not self.inbox
             self.until = time.monotonic() + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
 
-    def _wait_for(self, event):
-        if self.event != event:
-            self.event = event
-            self.page.selector.modify(self.sock, event, self.on_event)
+    def check(self, now):
+        """Closes what takes too long."""
+        if now > self.until:
+            self.close()
+
+    def closed(self):
+        self.page.clients.discard(self)
 
 
 class Page:
-    """Serves `where` in the selector of `coordinator`, whose events it hears: on_event of its sockets is called by the coordinator's
-    loop, `look` now and then. Raises HttpError where that cannot be listened on."""
+    """Serves `where` in the event loop of `coordinator`, whose events it hears. Raises HttpError where that cannot be listened on."""
 
     def __init__(self, where, coordinator):
-        self.where, self.coordinator, self.selector, self.clients = where, coordinator, coordinator.selector, set()
+        self.where, self.coordinator, self.clients, self.traffic = where, coordinator, set(), hub.Traffic()
         with open(PAGE, "rb") as file:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
@@ -173,9 +156,7 @@ class Page:
         self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
         self._made = {}                              # path -> (when, Body)
         self._remember(coordinator.run)
-        self.listener = self._listen()
-        self.address = self.listener.getsockname()[:2]
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.address = self._listen()
         coordinator.events.sinks.append(self)
 
     def _remember(self, run):
@@ -209,15 +190,10 @@ class Page:
     def _listen(self):
         host, port = self.where.host, self.where.port
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = socket.create_server(address, family=family, backlog=MOST_CLIENTS)
+            return self.coordinator.hub.listen(host, port, self._accept, MOST_CLIENTS)
         except OSError as error:
             why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
             raise HttpError(f"--http {host}:{port}: {why}: choose another") from None
-        except UnicodeError:
-            raise HttpError(f"--http {host}:{port}: this is no name: choose another") from None
-        listener.setblocking(False)
-        return listener
 
     def invitation(self):
         """A line with the page's address."""
@@ -248,7 +224,7 @@ class Page:
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
         if kind == "merge":
-            self._merged(event["step"], event["step"] * self.coordinator.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
+            self._merged(event["step"], event["step"] * self.coordinator.progress.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
                          curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA))
         if kind in self.counts:
             self.counts[kind] += 1
@@ -267,10 +243,10 @@ class Page:
         directory = coordinator.run.directory
         return {"time": round(time.time(), 3), "name": os.path.basename(os.path.abspath(directory)) if directory else None,
                 "step": told["step"], "steps": told["steps"], "chunks": told["chunks"], "chunks_done": told["chunks_done"],
-                "started": coordinator.started is not None, "tokens": told["step"] * coordinator.tokens_a_step,
+                "started": coordinator.progress.started is not None, "tokens": told["step"] * coordinator.progress.tokens_a_step,
                 "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
                 "step_seconds": step.get("seconds"), "loss": step.get("loss"), "learning_rate": step.get("learning_rate"),
-                "updates": step.get("updates"), "weights": coordinator.most_weights, "snapshot": told["snapshot"],
+                "updates": step.get("updates"), "weights": coordinator.n_weights, "snapshot": told["snapshot"],
                 "validation": self.last_validation, "best": self.best, "references": self.references, "unit": self.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
                 "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]), "island": island and {
@@ -282,7 +258,7 @@ class Page:
         """The same in the text form of Prometheus."""
         told, step, coordinator = self.coordinator.status(), self.step or {}, self.coordinator
         rows = [("egg_steps_total", "counter", "steps of the run that are complete", told["step"]),
-                ("egg_tokens_total", "counter", "tokens evaluated in them", told["step"] * coordinator.tokens_a_step),
+                ("egg_tokens_total", "counter", "tokens evaluated in them", told["step"] * coordinator.progress.tokens_a_step),
                 ("egg_loss", "gauge", "mean loss of the population in the last step", step.get("loss")),
                 ("egg_tokens_per_second", "gauge", "tokens evaluated a second, over the last 10 seconds or so", self.speed() or None),
                 ("egg_step_seconds", "gauge", "duration of the last step", step.get("seconds")),
@@ -382,41 +358,17 @@ class Page:
 
     # connections
 
-    def _accept(self, _):
-        with contextlib.suppress(OSError):           # the client may have gone again, or file descriptors may be used up
-            sock, _ = self.listener.accept()
-            sock.setblocking(False)
-            if len(self.clients) >= MOST_CLIENTS:
-                idle = [c for c in self.clients if c.idle]
-                if not idle:
-                    with sock:
-                        if not self.where.tls:
-                            sock.send(response(503, "too many connections\n"))
-                    return
-                self.drop(min(idle, key=lambda c: c.until))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self.where.tls:
-                sock = self.where.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            client = Client(self, sock)
-            self.selector.register(sock, selectors.EVENT_READ, client.on_event)
-            self.clients.add(client)
-
-    def look(self, now):
-        """Closes what takes too long."""
-        for client in [c for c in self.clients if now > c.until]:
-            self.drop(client)
-
-    def drop(self, client):
-        if client in self.clients:
-            self.clients.remove(client)
-            self.selector.unregister(client.sock)
-            client.sock.close()
-
-    def close(self):
-        """Can be called more than once."""
-        for client in list(self.clients):
-            self.drop(client)
-        self.listener.close()
+    def _accept(self, sock, address):
+        """See hub.Hub.listen."""
+        if len(self.clients) >= MOST_CLIENTS:
+            idle = [c for c in self.clients if c.idle]
+            if not idle:
+                with sock:
+                    if not self.where.tls:
+                        sock.send(response(503, "too many connections\n"))
+                return
+            min(idle, key=lambda c: c.until).close()
+        self.clients.add(Client(self, sock, address))
 
 
 # --- HTTP ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 
-import egg_net
+from cluster.console import one_line
 from cluster.event_log import WatchError
 from tools.curves import read_curve
 
@@ -125,7 +125,7 @@ class Tree:
 
 def printable(name):
     """The name of an island, which may be a stranger's text."""
-    return egg_net.one_line(name, NAME) or "?"
+    return one_line(name, NAME) or "?"
 
 
 def shortened(words):

@@ -87,8 +87,8 @@ def _train_bpe(parts, vocab_size, say):
     try:
         import tokenizers
     except ImportError:
-        raise DataError("the BPE needs the tokenizers library: install it with `pip install -r requirements/prepare.txt`, "
-                        "or prepare plain bytes with --vocab-size 256") from None
+        raise DataError("the BPE needs the tokenizers library: `pip install -r requirements/prepare.txt`, or prepare"
+                        " plain bytes with --vocab-size 256") from None
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, show_progress=False,

@@ -18,6 +18,9 @@ from engine import hardware
 from cluster import history
 import egg_net
 from cluster import event_log
+from cluster.console import count_text, printable, stop_signals
+from cluster.link import check_address
+from cluster.progress import Summary
 from egg_config import EggError
 
 RESTARTS = 3               # times a worker process is started again before training gives up on it
@@ -72,12 +75,25 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
     """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever; access, protocol,
     name: see egg_net.run_worker."""
     console, port = console or egg_net.Console(), cfg.PORT if port is None else port
-    egg_net.check_address(host, port)
+    check_address(host, port)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     say_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
     name = name or f"{socket.gethostname()}/{device}"        # which of several GPUs: a ban, for one, shall not take all of them
-    egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name)
+    egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
+                       inspect=inspector(cfg, data.tokens))
+
+
+def inspector(cfg, tokens):
+    """What a worker does with its engine before chunk 0 of a step: under DEBUG a report every so many steps, else None."""
+    if not cfg.DEBUG:
+        return None
+    from tools import debug
+
+    def inspect(engine):
+        if engine.step % debug.EVERY == 0:
+            debug.report(cfg, engine, tokens, egg_net.Console(), cfg.DEBUG_FILE)       # on this machine, not at the coordinator
+    return inspect
 
 
 # --- the worker processes --------------------------------------------------------------------------------------------------
@@ -92,7 +108,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("say", line)))
         pipe.send(("ready", engine.name))
         egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access, name=device,
-                              console=egg_net.Console(quiet=True))
+                              console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
             pipe.send(("final", _final(cfg, engine, data)))
     except (EOFError, BrokenPipeError):
@@ -208,7 +224,7 @@ class Training:
 class TrainSummary(NamedTuple):
     """What `train` did. before, after: validation figures in `unit`, None without validation; references: the same of simple models;
     final: a Final, None where no worker was there at the end."""
-    coordinator: egg_net.Summary
+    coordinator: Summary
     before: object
     after: object
     unit: object
@@ -243,7 +259,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
             if coordinator.page:
                 console.line(coordinator.page.invitation())
-            with egg_net.stop_signals() as stopped:
+            with stop_signals() as stopped:
                 training = Training(cfg, coordinator, devices, threads, console)
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
@@ -258,7 +274,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if training is not None:
                 training.end()
         if final is not None:
-            _tell_final(events, final, data, coordinator.tokens_a_step)
+            _tell_final(events, final, data, coordinator.progress.tokens_a_step)
         summary = _summary(coordinator, references, final, data)
         _say_summary(summary, console)
         events.tell("stop", egg_net.farewell(run), step=run.step)
@@ -283,9 +299,9 @@ def _summary(coordinator, references, final, data):
 def _say_summary(summary, console):
     did, final = summary.coordinator, summary.final
     speed = f" in {did.seconds:.1f} s, {did.tokens / did.seconds:,.0f} tokens/s" if did.seconds else ""
-    console.line(f"\nsteps {did.first_step} to {did.step}: {egg_net.count_text(did.tokens)} tokens evaluated{speed}")
+    console.line(f"\nsteps {did.first_step} to {did.step}: {count_text(did.tokens)} tokens evaluated{speed}")
     if summary.before is not None and summary.after is not None:
         references = ", ".join(f"{name} {figure:.2f}" for name, figure in summary.references.items())
         console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after ({references})")
     if final is not None:
-        console.line(f"sample after {final.step} steps:\n{console.sample(egg_net.printable(final.sample))}")
+        console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")

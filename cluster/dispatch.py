@@ -1,0 +1,250 @@
+"""The workers of a coordinator, and who of them does what: chunks, leases, those that wait, how fast each one is."""
+
+import os
+import statistics
+import time
+from collections import deque
+
+import numpy as np
+
+from cluster import leases, wire
+from cluster.console import printable
+from cluster.session import Role
+from cluster.wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE,
+                          RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATED, V1, V2, VALIDATED, VALIDATION)
+
+CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
+ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
+ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do an audit
+AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
+# A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
+# least. With heartbeats a worker has LEASE_FACTOR times longer.
+LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+MESSAGES, MESSAGES_A_SECOND = 32, 2.0     # log messages of a worker that are shown in a row, and after that
+
+
+class RemoteWorker(Role):
+    """A worker as the coordinator (egg_net.Coordinator) sees it: the role of its session."""
+
+    def __init__(self, session, coordinator, author, device):
+        super().__init__(session)
+        self.coordinator, self.author, self.device = coordinator, author, device
+        self.version = session.version
+        self.step = None               # steps that it has applied, from its last request
+        self.digest = None             # of its state then, None with protocol 1
+        self.trusted = True            # no other worker contradicts its state
+        self.rebuilt_at = None         # step at which it was last told to rebuild
+        self.sent_to_start = None      # epoch to whose start it was sent
+        self.sends_snapshots = True    # and they are right
+        self.waiting = False           # its request is held
+        self.held = {}                 # chunk -> when it was handed out
+        self.given = set()             # chunks of this step that it has ever held
+        self.pace = None               # seconds it takes for a chunk
+        self.chunks = 0                # results that were taken
+        self._messages, self._message_at = MESSAGES, time.monotonic()      # that may be shown now
+
+    def handle(self, opcode, payload):
+        coordinator = self.coordinator
+        if opcode == JOB_REQUEST:
+            digest = STATED.unpack_from(payload, REQUEST.size)[0] if self.version == V2 else None
+            coordinator.take_request(self, REQUEST.unpack_from(payload)[1], digest)
+        elif opcode == RESULT:
+            coordinator.take_result(self, wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
+        elif opcode == VALIDATION:
+            coordinator.take_validation(self, *VALIDATED.unpack(payload))
+        elif opcode == LOG_MESSAGE and self._may_log():
+            text = printable(payload.decode("utf-8", "replace"))
+            line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
+            coordinator.events.message(self.author.name, text, line)
+        elif opcode == SNAPSHOT_DATA and self.version == V2:
+            coordinator.take_snapshot(self, payload)
+        elif opcode == SNAPSHOT_REQUEST and self.version == V2:
+            step, offset = BLOCK_REQUEST.unpack(payload)
+            total, data = coordinator.shelf.block(step, offset, BLOCK) or (0, b"")
+            self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
+
+    def check(self, now):
+        limit = self.coordinator.cfg.IDLE_TIMEOUT
+        if now - self.session.heard > limit and not (self.version == V1 and self.waiting):
+            self.session.refuse(f"said nothing for {limit:g} s")
+
+    def closed(self):
+        self.coordinator.worker_left(self)
+
+    def status(self):
+        """Its row in `egg.py status`."""
+        silent = time.monotonic() - self.session.heard
+        state = ("in doubt" if not self.trusted else "silent" if silent > ACTIVE_SECONDS and not self.waiting else
+                 "computing" if self.held else "waiting" if self.waiting else "catching up")
+        return {"name": self.author.name, "address": self.session.address, "device": self.device,
+                "protocol": self.version, "step": self.step, "chunks": self.chunks, "chunk_seconds": self.pace,
+                "last_seen": round(silent, 3), "state": state}
+
+    def _may_log(self):
+        now = time.monotonic()
+        earned = (now - self._message_at) * MESSAGES_A_SECOND
+        self._messages, self._message_at = min(MESSAGES, self._messages + earned) - 1, now
+        if self._messages < 0:
+            self._messages = 0.0
+            return False
+        return True
+
+
+class Dispatcher:
+    """Hands out the chunks of a step (`work`, a leases.Step) and holds the requests that must wait; answer(worker)
+    serves such a request again. changed: something has happened for those that wait. alone: only one author has been at
+    work for `patience` seconds, so that nobody can audit it."""
+
+    def __init__(self, cfg, run, events, answer, patience):
+        self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
+        self.workers, self.work, self.changed = set(), None, False
+        self.waiting, self._due = deque(), 0         # those that wait; how many to answer since `changed`
+        self.usual = None                            # seconds that a chunk takes most workers
+        self.alone, self._patience = False, patience
+        # when there was last more than one author; a run that goes on may have had some that will come back
+        self._several_at = time.monotonic() if run.step else -np.inf
+        self._late = []                              # chunks that an idle worker may take a copy of
+        self._disputed = set()                       # chunks whose dispute is in the log
+        self._frame = None, b""                      # the last answer that let a worker catch up
+
+    @property
+    def busy(self):
+        """Whether there are requests to answer at once."""
+        return bool(self._due or self.changed and self.waiting)
+
+    def begin_step(self):
+        draws = np.frombuffer(os.urandom(4 * self.cfg.N_CHUNKS), np.uint32)      # nobody can know what will be audited
+        self.work = leases.Step(self.cfg, np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
+        for worker in self.workers:
+            worker.held.clear()
+            worker.given.clear()
+        self._late = []
+        self._disputed.clear()
+        self.changed = True
+
+    # requests
+
+    def hold(self, worker):
+        """Its request will be answered later."""
+        worker.waiting = True
+        self.waiting.append(worker)
+
+    def answer_waiting(self):
+        """First come, first served, when something has changed. Not all at once: when a step ends a thousand workers
+        are sent its fitness, and the next request of the first one shall not wait for the last."""
+        if self.changed:
+            self.changed, self._due = False, len(self.waiting)
+        for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
+            self._due -= 1
+            worker = self.waiting.popleft()
+            worker.waiting = False
+            if worker.session.open:
+                self._answer(worker)
+
+    def hand_out(self, worker):
+        """The chunk that this worker does next, None where there is none for it now."""
+        now = time.monotonic()
+        chunk = self.work.take(worker, worker.author, now)
+        if len(worker.held) >= CHUNKS_HELD:
+            # One that asks again and again without delivering has lost what it was given. It is not left waiting while
+            # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
+            if chunk is not None:
+                self.give_back(worker, [next(iter(worker.held))])
+        elif chunk is None and self._late:
+            chunk = self.work.copy(worker, worker.author, now, self._late)
+        if chunk is not None:
+            worker.held[chunk] = now
+            worker.given.add(chunk)
+        return chunk
+
+    def catch_up(self, step, version):
+        """The frame with the fitness of a step. At the end of a step all workers want the same one at once."""
+        key = self.run.step, self.run.start, step, version
+        if self._frame[0] != key:
+            packed = self.run.body(step) if version == V2 else self.run.fitness(step)
+            head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
+            self._frame = key, wire.frame(JOB_RESPONSE, head, packed, version=version)
+        return self._frame[1]
+
+    # results
+
+    def take_result(self, worker, result):
+        """Notes a result of the present step; the authors that it proves to have lied."""
+        since = worker.held.pop(result.chunk, None)
+        if not worker.trusted:
+            self.work.give_back(worker, result.chunk)        # made with a state that others contradict
+            self.changed = True
+            return []
+        if since is not None:
+            took = time.monotonic() - since
+            worker.pace = took if worker.pace is None else 0.7 * worker.pace + 0.3 * took
+        worker.chunks += 1
+        liars = self.work.result(worker, worker.author, result.chunk, result.packed, result.sum_loss, result.fitness,
+                                 self.alone)
+        self.changed = self.changed or worker.waiting or result.chunk not in self.work.done
+        return liars
+
+    def give_back(self, worker, chunks):
+        """The worker will not do these chunks, or not soon."""
+        for chunk in chunks:
+            del worker.held[chunk]
+            self.work.give_back(worker, chunk)
+            self.changed = True
+
+    def distrust(self, author):
+        """Forgets what this author has computed in this step; the workers that are no longer trusted."""
+        doubted = [w for w in self.workers if w.author == author and w.trusted]
+        for worker in doubted:
+            worker.trusted = False
+        if doubted:
+            self.work.withdraw(author, self.alone)
+            self.changed = True
+        return doubted
+
+    def leave(self, worker):
+        """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
+        self.workers.discard(worker)
+        self.give_back(worker, list(worker.held))
+        self.changed = True
+        return not any(w.author == worker.author for w in self.workers)
+
+    # deadlines
+
+    def check(self, now):
+        """Leases, audits that nobody can do, chunks that are late; several times a second."""
+        for worker in self.workers:
+            self._check_leases(worker, now)
+        paces = [w.pace for w in self.workers if w.pace]
+        self.usual = statistics.median(paces) if paces else self.usual
+        self.count_authors(now)
+        for chunk, authors in self.work.disputed():
+            if chunk not in self._disputed:
+                self._disputed.add(chunk)
+                self.events.warn(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk "
+                                 f"{chunk}; a third worker will decide")
+        self._late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
+        self.changed = self.changed or bool(self._late and self.waiting)
+
+    def count_authors(self, now):
+        """Notes whether one author is alone; then audits are settled without a second one."""
+        active = {w.author for w in self.workers if w.trusted and w.step is not None and self.run.step - w.step <= 1
+                  and (w.waiting or now - w.session.heard < ACTIVE_SECONDS)}
+        if len(active) > 1:
+            self._several_at = now
+        self.alone = len(active) < 2 and now - self._several_at >= self._patience
+        if self.alone and len(self.work.results) > len(self.work.done):
+            self.work.settle(self.alone)
+
+    def _check_leases(self, worker, now):
+        pace, heard, timeout = worker.pace or self.usual, worker.session.heard, self.cfg.STRAGGLER_TIMEOUT
+        lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else timeout
+        late = [chunk for chunk, since in worker.held.items() if now - max(since, heard) > lease
+                or self.usual and now - since > max(timeout, LEASE_FACTOR * lease)]
+        if late:
+            self.events.warn(f"worker {worker.session.title} silent for {lease:.2g} s, its {chunks_text(late)} handed "
+                             "out again")
+            self.give_back(worker, late)
+
+
+def chunks_text(chunks):
+    return f"chunk {', '.join(str(c) for c in sorted(chunks))} is"

@@ -1,0 +1,115 @@
+"""The introduction, HELLO, CHALLENGE, JOIN, WELCOME (PROTOCOL.md), from both sides and without sockets.
+
+A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
+takes the other's frames and returns what to send next.
+"""
+
+import json
+import os
+from typing import NamedTuple
+
+from cluster import auth, wire
+from cluster.console import one_line
+from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, Refused,
+                          WELCOME, WELCOMED)
+
+
+class GreetingError(Exception):
+    """The other side is not the one that was meant, or wants what this side does not have."""
+
+
+class Card(NamedTuple):
+    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; config:
+    {name: value} of its constants; data: SHA-256 of its training data, zeros where it does not state it."""
+    role: str
+    id: str
+    name: str
+    device: str
+    config: dict
+    data: bytes
+
+
+def read_card(text):
+    """The Card in the JSON of JOIN or ISLAND, checked and safe to print. Raises FrameError."""
+    try:
+        card = json.loads(text)
+        role, config = card["role"], card["config"] if card["role"] != "status" else {}
+        data = bytes.fromhex(card.get("data", "")) or bytes(32)
+        if role not in ("worker", "status", "island") or len(data) != 32 or type(config) is not dict:
+            raise ValueError
+        id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FrameError("JOIN cannot be read") from None
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data)
+
+
+def read_error(payload):
+    """(code, text that is safe to print) of an ERROR."""
+    return FAILED.unpack_from(payload)[0], one_line(payload[FAILED.size:].decode("utf-8", "replace"))
+
+
+class Welcome(NamedTuple):
+    """What a host states when it lets a caller in. config, data: SHA-256 (data: zeros while unknown); step: of the run;
+    snapshot: step of its newest snapshot, 0 without one."""
+    config: bytes
+    data: bytes
+    step: int
+    snapshot: int
+
+
+class Caller:
+    """card: a dict for JSON, see Card. welcome: the Welcome of the host once it has let us in and proved itself."""
+
+    def __init__(self, secret, card):
+        self._secret, self._text = secret, json.dumps(card).encode()
+        self._hello, self._challenge, self.welcome = os.urandom(NONCE.size), None, None
+
+    def begin(self):
+        """(opcode, payload) of the first frame."""
+        return HELLO, self._hello
+
+    def handle(self, opcode, payload):
+        """Takes a frame of the host; (opcode, payload) of the answer, None without one. Raises GreetingError where the
+        host wants a secret or does not know it, FrameError for a frame out of order."""
+        if opcode == CHALLENGE and self._challenge is None:
+            self._challenge, wanted = CHALLENGED.unpack(payload)
+            if wanted and not self._secret:
+                raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
+                                    "EGG_SECRET")
+            return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
+        if opcode == WELCOME and self._challenge is not None and self.welcome is None:
+            proof, *fields = WELCOMED.unpack(payload)
+            if not auth.proves(self._secret, proof, b"coordinator", self._hello, self._challenge, self._text):
+                raise GreetingError("it does not know the secret: is it the right coordinator?")
+            self.welcome = Welcome(*fields)
+            return None
+        raise out_of_order(opcode)
+
+
+class Host:
+    """card: the Card of the caller, once it is there and proved."""
+
+    def __init__(self, secret):
+        self._secret, self._hello, self._challenge, self.card = secret, None, os.urandom(NONCE.size), None
+
+    def handle(self, opcode, payload):
+        """Takes a frame of the caller; (opcode, payload) of the answer, None without one. Raises FrameError."""
+        if opcode == HELLO and self._hello is None:
+            self._hello = payload
+            return CHALLENGE, CHALLENGED.pack(self._challenge, bool(self._secret))
+        if opcode == JOIN and self._hello is not None:
+            proof, self._text = payload[:PROOF.size], payload[PROOF.size:]
+            if not auth.proves(self._secret, proof, b"worker", self._hello, self._challenge, self._text):
+                raise Refused("wrong secret", NO_ACCESS)
+            self.card = read_card(self._text)
+            return None
+        raise out_of_order(opcode)
+
+    def welcome(self, welcome):
+        """(opcode, payload) of the frame that lets the caller in."""
+        proof = auth.proof(self._secret, b"coordinator", self._hello, self._challenge, self._text)
+        return WELCOME, WELCOMED.pack(proof, *welcome)
+
+
+def out_of_order(opcode):
+    return FrameError(f"{wire.name(opcode)} before the introduction is complete")

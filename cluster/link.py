@@ -1,0 +1,129 @@
+"""A worker's connection to its coordinator: blocking, with heartbeats, introduced when it is made."""
+
+import socket
+import ssl
+import time
+
+from cluster import auth, greeting, snapshots, wire
+from cluster.hub import NetError, reason, tune
+from cluster.wire import (CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, RESPONSE, V1, V2, WELCOME,
+                          next_frame)
+
+CONNECT_TIMEOUT = 10.0     # seconds
+SEND_TIMEOUT = 60.0        # seconds
+HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that computes or waits
+WHICH_HOST = "give the name or address of the coordinator's machine"
+
+
+class OldCoordinator(Exception):
+    """The coordinator closed on our HELLO: it may speak version 1 alone."""
+
+
+def check_address(host, port):
+    """Raises NetError where `host` is no name or address."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = reason(error) if isinstance(error, OSError) else "this is no name"
+        raise NetError(f"{host} cannot be reached: {why}: {WHICH_HOST}") from None
+
+
+class Link:
+    """Every method raises OSError when the coordinator is gone, NetError when it is no coordinator of this program or
+    refuses this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: for
+    JOIN, see greeting.Card; snapshot: step of the coordinator's newest snapshot when it let us in, 0 without one."""
+
+    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
+        self.name, self.version = f"{host}:{port}", version
+        self.limits, self.inbox = {version: wire.limits(cfg)[version]}, bytearray()
+        self.sent_at, self.snapshot = time.monotonic(), 0
+        self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+        try:
+            tune(self.sock)
+            if access.tls:
+                self._start_tls(access.tls, host)
+            if version == V2:
+                self._greet(cfg, access, card)
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def _start_tls(self, context, host):
+        try:
+            self.sock = context.wrap_socket(self.sock, server_hostname=host)
+        except ssl.SSLCertVerificationError as error:
+            raise NetError(f"{self.name}: its certificate is not good: {error.verify_message}: give --tls-ca the "
+                           "certificate of this coordinator, made for the name used here") from None
+        except ssl.SSLError as error:
+            raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
+
+    def _greet(self, cfg, access, card):
+        caller = greeting.Caller(access.secret, card)
+        self.send(self.frame(*caller.begin()))
+        try:
+            challenge = self.next(CHALLENGE, CONNECT_TIMEOUT)
+        except ConnectionError:
+            raise OldCoordinator from None
+        try:
+            self.send(self.frame(*caller.handle(CHALLENGE, challenge)))
+            caller.handle(WELCOME, self.next(WELCOME, CONNECT_TIMEOUT))
+        except greeting.GreetingError as error:
+            raise NetError(f"{self.name}: {error}") from None
+        if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
+            raise NetError(f"{self.name}: it let us in with another configuration: is it of the same version of egg?")
+        self.snapshot = caller.welcome.snapshot
+
+    def frame(self, opcode, *parts):
+        return wire.frame(opcode, *parts, version=self.version)
+
+    def send(self, data):
+        self.sock.settimeout(SEND_TIMEOUT)
+        self.sock.sendall(data)
+        self.sent_at = time.monotonic()
+
+    def next(self, opcode, timeout=None):
+        """Payload of the next frame with this opcode; see `any_of`."""
+        return self.any_of((opcode,), timeout)[1]
+
+    def any_of(self, opcodes, timeout=None):
+        """(opcode, payload) of the next frame with one of these opcodes; others are ignored; heartbeats are sent
+        meanwhile. Raises TimeoutError after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                while got := next_frame(self.inbox, self.limits):
+                    if got[1] in opcodes:
+                        return got[1:]
+                    if got[1] == ERROR and self.version == V2:
+                        code, why = greeting.read_error(got[2])
+                        raise TimeoutError(why) if code == FULL else NetError(f"{self.name} refuses this worker: {why}")
+            except FrameError as error:
+                raise NetError(f"{self.name}: {error}") from None
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"{self.name} does not answer")
+            wait = HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001))
+            self.check(wait)
+
+    def unpack_response(self, payload):
+        """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
+        seed, step, position, size = RESPONSE.unpack_from(payload)
+        if size != len(payload) - RESPONSE.size:
+            raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
+                           f"{len(payload) - RESPONSE.size}")
+        return seed, step, position, payload[RESPONSE.size:]
+
+    def check(self, seconds=0.0):
+        """Takes in what comes within so many seconds, and sends a heartbeat if one is due."""
+        self.sock.settimeout(seconds)
+        try:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("the connection was closed")
+            self.inbox += data
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            pass
+        if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
+            self.send(self.frame(HEARTBEAT))
+
+    def close(self):
+        self.sock.close()

@@ -1,0 +1,92 @@
+"""What a coordinator measures of its run: loss, speed, validations, time, bytes."""
+
+import math
+import time
+from typing import NamedTuple
+
+from cluster.hub import Traffic
+from cluster.wire import FrameError
+
+
+class Summary(NamedTuple):
+    """What a coordinator did. Validations are (step, figure, unit) or None."""
+    first_step: int
+    step: int               # completed steps of the run
+    tokens: int             # evaluated in the completed steps of this session
+    seconds: float          # from the first chunk handed out to the last completed step
+    first_validation: object
+    last_validation: object
+    directory: object       # of the run, or None
+
+
+class Progress:
+    """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
+    step; validations: [(step, figure, unit)], the first and the last three."""
+
+    def __init__(self, cfg, run, events):
+        self.cfg, self.run, self.events = cfg, run, events
+        self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
+        self.first_step, self.started, self._completed = run.step, None, None
+        self.loss, self.speed, self.validations = None, 0.0, []
+        self.traffic = Traffic()
+
+    def begin_step(self):
+        self._updates = []           # weights changed by the last update, of every worker that reports them
+        self._step_started = time.monotonic()
+        self._sent, self._received = self.traffic.sent, self.traffic.received
+
+    def chunk_handed_out(self):
+        if self.started is None:
+            self.started = self._step_started = time.monotonic()
+
+    def result(self, updates):
+        """A result was taken."""
+        if updates:
+            self._updates.append(updates)
+        if self.started is None:
+            self.started = self._step_started        # a version 1 peer may not have asked
+
+    @property
+    def updates(self):
+        return max(self._updates, default=0)
+
+    def complete_step(self, step, sum_loss):
+        """The fields of the event of a completed step."""
+        now = self._completed = time.monotonic()
+        seconds = max(now - self._step_started, 1e-6)
+        self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        self.speed = self.tokens_a_step / seconds
+        if len(set(self._updates)) > 1:
+            self.events.warn(f"step {step}: workers report different numbers of changed weights, "
+                             f"{sorted(set(self._updates))}: a replica has drifted; restart the workers")
+        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss, 6),
+                "updates": self.updates, "reports": len(self._updates),
+                "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
+                "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
+                "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
+
+    def validation(self, trusted, step, tokens, n_bytes, nats):
+        """(figure, unit) of a worker's validation, None where it does not count. Raises FrameError."""
+        if not tokens or not math.isfinite(nats) or nats < 0:
+            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
+        first = max(self.run.step - 1, self.run.start.step)
+        if not (trusted and first <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
+            return None
+        figure = nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+        del self.validations[1:-2]
+        self.validations.append((step, *figure))
+        self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
+                         unit=figure[1])
+        return figure
+
+    def summary(self):
+        steps = self.run.step - self.first_step
+        first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
+        return Summary(self.first_step, self.run.step, steps * self.tokens_a_step,
+                       self._completed - self.started if steps else 0.0, first, last, self.run.directory)
+
+    def status(self):
+        """Its part of `egg.py status`."""
+        validation = dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None
+        return {"tokens_per_second": self.speed, "loss": self.loss, "validation": validation,
+                "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0}

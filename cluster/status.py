@@ -1,0 +1,89 @@
+"""`egg.py status`: what a coordinator reports about its run and its workers, and the table of it."""
+
+import json
+import os
+import socket
+
+from cluster import auth
+from cluster.console import one_line, printable
+from cluster.hub import NetError, reason
+from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
+from cluster.wire import STATUS, V2
+
+LINEAGE = 5                # epochs of an island that are listed
+
+
+def fetch_status(cfg, host, port, access=auth.Access()):
+    """The status of the coordinator at host:port, a dict (egg_net.Coordinator.status). Raises NetError."""
+    check_address(host, port)
+    card = {"role": "status", "id": os.urandom(8).hex(), "name": socket.gethostname()}
+    try:
+        link = Link(cfg, host, port, V2, access, card)
+        try:
+            return json.loads(link.next(STATUS, CONNECT_TIMEOUT))
+        finally:
+            link.close()
+    except OldCoordinator:
+        raise NetError(closed_on_greeting(host, port)) from None
+    except OSError as error:
+        raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
+    except ValueError:
+        raise NetError(f"{host}:{port}: a status that cannot be read") from None
+
+
+def closed_on_greeting(host, port):
+    return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here, of protocol 2?"
+
+
+def describe_status(status):
+    """str: a table of what fetch_status gives."""
+    of = f" of {status['steps']}" if status["steps"] else ""
+    facts = [f"step {status['step']}{of}, {status['chunks_done']} of {status['chunks']} chunks done, "
+             f"{status['tokens_per_second']:,.0f} tokens/s"]
+    if status["loss"] is not None:
+        facts[0] += f", loss {status['loss']:.4f}"
+    if status["validation"]:
+        facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
+    newest = f", newest snapshot of step {status['snapshot']}" if status["snapshot"] else ""
+    facts.append(f"kept in {status['save_dir']}{newest}" if status["save_dir"] else "not kept")
+    if status["banned"]:
+        facts += [f"banned: {who}: {why}" for who, why in status["banned"].items()]
+        facts.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
+                     "bans last until the coordinator ends")
+    rows = [(w["name"], w["device"], w["address"], w["state"], str(w["step"]), str(w["chunks"]),
+             f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s")
+            for w in status["workers"]]
+    table = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"), rows, 4)
+    lines = facts + (["", *table] if rows else ["no workers"])
+    lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
+    return "\n".join(printable(line).removeprefix("  ") for line in lines)
+
+
+def _describe_island(island):
+    """[line] of an island among its peers; [] where the coordinator is no island."""
+    if not island:
+        return []
+    peers = [{k: one_line(v, 64) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
+    up = sum(p["state"] == "up" for p in peers)
+    first = (f"island {one_line(island['name'], 64)}, epoch {island['epoch']}, descends from "
+             f"{one_line(island['founder'], 64)}, {up} of {len(peers)} peers up")
+    if island["fitness"] is not None:
+        first += f", fitness {island['fitness']:.4f} ({island['kind']})"
+    lines = ["", first]
+    for epoch in [epoch for epoch in island["lineage"] if epoch["epoch"]][-LINEAGE:]:
+        source = "rejuvenated" if epoch["peer_step"] is None else \
+            f"the state of {one_line(epoch['from'], 64)} at its step {epoch['peer_step']}"
+        lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
+    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"),
+               ("descends from", "founder", "{}"), ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"),
+               ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
+               ("last seen", "last_seen", "{:.1f} s"))
+    rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
+    return lines + (["", *_table([title for title, _, _ in columns], rows, 5)] if rows else [])
+
+
+def _table(head, rows, words):
+    """[line]: rows under their head; the first columns, of words, are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return ["  ".join(cell.ljust(n) if i < words else cell.rjust(n)
+                      for i, (cell, n) in enumerate(zip(row, widths))).rstrip() for row in (head, *rows)]

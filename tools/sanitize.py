@@ -1,0 +1,76 @@
+"""The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether the
+results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
+
+import concurrent.futures
+import hashlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+
+import egg_config
+from engine import cuda_engine
+from model import parameters
+
+# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor of the fast
+# path a second one.
+CONFIGURATIONS = {
+    "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
+                     RARE_TOKENS=0.01),
+    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
+    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
+                OPTIMIZER="ztest"),
+    "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
+                      ADAPTIVE_NOISE_MODE=0),
+}
+PROGRAM = "from tools import sanitize; print(sanitize.digest_of({!r}))"
+
+
+def config(name):
+    return egg_config.make(N_LAYERS=1, **CONFIGURATIONS[name], POPULATION_SIZE=CONFIGURATIONS[name]["CHUNK_SIZE"])
+
+
+def digest_of(name):
+    """Every verb of the engine on one configuration, launch by launch: 64 hexadecimal digits of the losses and of the
+    state."""
+    cuda_engine.Replay = lambda stream, enqueue: enqueue
+    cfg, rng, losses = config(name), np.random.default_rng(20240607), []
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    engine = cuda_engine.CudaEngine(cfg, tokens)
+    losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
+    engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
+    list(engine.generate([1, 2, 3], 20, 1))
+    engine.load(engine.state())
+    losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
+    return hashlib.sha256(np.concatenate(losses).tobytes()).hexdigest()[:32] + engine.digest().hex()
+
+
+def run(name, *tool):
+    """(digest_of a configuration, None if there was none; lines of output) of a process, under a tool if one is named."""
+    done = subprocess.run([*tool, sys.executable, "-c", PROGRAM.format(name)], capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    return next((line for line in lines if re.fullmatch("[0-9a-f]{64}", line)), None), lines
+
+
+def check(name):
+    """Prints what both tools find on a configuration."""
+    plain = run(name)[0]                                     # compiles, too
+    for tool in "memcheck", "racecheck":
+        result, lines = run(name, "compute-sanitizer", "--tool", tool, "--launch-timeout", "300", "--print-limit", "5")
+        same = "as without it" if plain and result == plain else "NOT as without it"
+        found = [line for line in lines if re.search("Error|Warning|hazard detected", line)]
+        summary = next((line.strip("= ") for line in lines if "SUMMARY" in line), lines[-1:])
+        print(f"{name}: {tool}: {summary}; results {same}", *found[:5], sep="\n    ", flush=True)
+
+
+def main():
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(check, CONFIGURATIONS))
+
+
+if __name__ == "__main__":
+    main()
