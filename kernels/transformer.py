@@ -116,7 +116,7 @@ def load4(nz):
 
 class Shape(SimpleNamespace):
     """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP inputs in `stages`
-    stages; `pieced`: the rows lie in memory in pieces; `stream`: they pass through the ring with the weights, else they stay;
+    stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together; `stream`: the rows pass through the ring with the weights, else they stay;
     `resident`: so do the weights. Bytes: `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
 
     def columns(self):
@@ -129,7 +129,7 @@ class Shape(SimpleNamespace):
         return weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
 
 
-def _shapes(budget, K, CG, N, passes, pieced=False):
+def _shapes(budget, K, CG, N, passes, together, pieced=False):
     """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep enough."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
@@ -141,14 +141,14 @@ def _shapes(budget, K, CG, N, passes, pieced=False):
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
                 rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
-                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, pieced=pieced, stream=stream,
+                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together, pieced=pieced, stream=stream,
                                           resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
     return found
 
 
 def wide_shape(budget, K, columns):
     """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing fits."""
-    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG))]
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False)]
     return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
 
@@ -157,7 +157,7 @@ def full_shape(budget, K, H):
     found = []
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
-        found += _shapes(budget, K, CG, blocks(H, 16 * CG * passes) * 16, passes, K > H)
+        found += _shapes(budget, K, CG, blocks(H, 16 * CG * passes) * 16, passes, True, K > H)
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
@@ -174,7 +174,8 @@ def product_functions(card, shape, repeat=1):
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, LAG, COLUMNS, ALL_COLUMNS, PIECED = K // KP, max(STAGES - 2, 0), CG * N, shape.columns(), shape.pieced
+    PIECES, COLUMNS, ALL_COLUMNS, PIECED = K // KP, CG * N, shape.columns(), shape.pieced
+    LAG = min(1 if shape.together else 2, STAGES - 2)
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
