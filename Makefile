@@ -40,8 +40,8 @@ $(VENV)/ready-test: requirements/test.txt $(VENV)/ready
 	$$(cat $(VENV)/pip) install -q -r requirements/test.txt -r requirements/cuda$$cuda.txt
 	@touch $@
 
-# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip in
-# a package of its own; where that is missing, the pip of the system does as well.
+# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip
+# in a package of its own; where that is missing, the pip of the system does as well.
 $(VENV)/pip:
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
 	  "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break; \

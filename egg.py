@@ -90,7 +90,8 @@ COMMON = dict([
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
     option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT", parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+           "the secret if there is one", "[HOST:]PORT",
+           parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",
@@ -142,12 +143,12 @@ def train(cfg, args):
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
          option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
-                "NAME", parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
+                "NAME", parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer", "coordinator of another island; can be repeated, and all islands may be given the same list",
-                "HOST:PORT", parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
+                "HOST:PORT", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
          flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
          option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
-                "(default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth",
+                "(default: 16M)", "BYTES", parsed_by("islands.peers", "parse_bandwidth",
                                                      "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          flag("--no-accept", "give states to peers, but never take one"))
 def coordinator(cfg, args):

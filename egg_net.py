@@ -11,6 +11,9 @@ A frame is "JOBS", version u8, opcode u8, bytes of payload u32 (cluster.wire); i
 delay, because every exchange is a small question and a small answer. Each side is one process with one loop and no
 threads (cluster.hub at the coordinator, cluster.link at the worker). What an island or the live page adds to a
 coordinator is plugged in (cluster.hooks).
+
+To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step,
+Coordinator._answer, Worker._apply.
 """
 
 import contextlib

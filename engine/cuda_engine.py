@@ -82,9 +82,12 @@ def compile_all(every, capability, what, job):
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
         name = kernel_cache.key({}, [path.name for _, path in missing])
-        with open(where / f"lock-{name}", "w") as lock:      # processes that start together compile once
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _share_out([(i, path) for i, path in missing if not path.exists()], job)
+        try:
+            with open(where / f"lock-{name}", "w") as lock:  # processes that start together compile once
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _share_out([(i, path) for i, path in missing if not path.exists()], job)
+        except OSError as error:
+            kernel_cache.cannot_keep(where, error.strerror)
     for i, (kernel, path) in enumerate(zip(every, paths)):
         if not path.exists():
             _progress(i, len(every), started)
@@ -125,10 +128,11 @@ def compile_share():
     """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
     reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
     left."""
-    (cfg, device, token_type, silent, verb), share = pickle.load(sys.stdin.buffer)
+    (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
-    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2][verb]
+    of_verb = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    every = [kernel for verb in verbs for kernel in of_verb[verb]]
     for i, path in share:
         name, dispatcher, signature, _ = every[i]
         if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
@@ -332,17 +336,17 @@ class CudaEngine:
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
         self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
-        for verb in ("load", "step") if tokens is not None else ("load",):
-            self._ready(verb)
+        self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
 
-    def _ready(self, verb):
-        """Compiles or loads the kernels of a verb of `kernels` before they are first launched."""
-        if verb in self._waiting:
-            every, capability = self._waiting.pop(verb), self._gpu.compute_capability
-            self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
+    def _ready(self, *verbs):
+        """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
+        if verbs := [verb for verb in verbs if verb in self._waiting]:
+            every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
+            what, job = f"{self.name}: {', '.join(verbs)}", (*self._job, verbs)
+            self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then

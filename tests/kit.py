@@ -31,7 +31,7 @@ from tools.debug import Reading
 HERE = pathlib.Path(__file__).parent.parent
 
 
-# --- recordings of d-eggs, and the plain reading of the SPEC ----------------------------------------------------------
+# --- recordings of d-eggs, and the plain reading of the SPEC ---------------------------------------------------------
 
 def golden(name):
     """(configuration, tokens, recording) of golden/<name>.npz."""
@@ -103,7 +103,7 @@ def recorded_generation(engine, step):
     return recorded, prompt
 
 
-# --- protocol 1 -------------------------------------------------------------------------------------------------------
+# --- protocol 1 ------------------------------------------------------------------------------------------------------
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
@@ -309,7 +309,7 @@ def coordinator_process(directory, port=0, cfg=CFG):
     return process, int(re.search(r":(\d+), step", first)[1]) if first else None
 
 
-# --- protocol 2 -------------------------------------------------------------------------------------------------------
+# --- protocol 2 ------------------------------------------------------------------------------------------------------
 
 SECRET = b"sixteen bytes or more"
 
@@ -511,14 +511,15 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         run.close()
 
 
-# --- CUDA kernels, without a GPU -----------------------------------------------------------------------------------------
+# --- CUDA kernels, without a GPU -------------------------------------------------------------------------------------
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
 def kernels_of(constants, cc):
-    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a card."""
+    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a
+    card."""
     from numba import uint32
 
     from engine import cuda_engine
@@ -568,7 +569,7 @@ def hold_against_cards(compiler, constants, cards=CARDS, **which):
     return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
 
 
-# --- both engines -----------------------------------------------------------------------------------------------------
+# --- both engines ----------------------------------------------------------------------------------------------------
 
 SEED = 20240607
 
@@ -604,8 +605,8 @@ def course(engine, start, windows, prompt, count, seed, settings):
 
 
 def compare(constants, seed, ready):
-    """Both engines on one configuration, drawn numbers by `seed`: (what differs between them, as text that is empty where
-    nothing does, {part: seconds}). ready: see compile_cpu_engine."""
+    """Both engines on one configuration, with numbers drawn by `seed`: (what differs between them, as text that is
+    empty if nothing does; {part: seconds}). ready: see compile_cpu_engine."""
     from engine import cpu_engine, cuda_engine
     cuda_engine.COMPILERS = 1                                   # this process is one of many
     rng, seconds = np.random.default_rng(seed), {}
@@ -655,7 +656,7 @@ def compare(constants, seed, ready):
     return ", ".join(wrong), seconds
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling --------------------------------------------------------------------------------------------------------
 
 def weights_of(cfg, z, seen, temp, min_p, penalty):
     """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and

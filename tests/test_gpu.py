@@ -1,5 +1,5 @@
-"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
-against the golden recordings and, on random configurations, against the CPU engine."""
+"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the
+engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, h
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-# --- without a GPU -----------------------------------------------------------------------------------------------------------
+# --- without a GPU ---------------------------------------------------------------------------------------------------
 
 def test_every_kernel_compiles(compiler):
     """All of them for the oldest card; for each other one those that differ from what is compiled already."""
@@ -39,7 +39,7 @@ def test_other_instructions_compile(other, compiler):
 
 
 def test_kernels_that_differ_are_told_apart():
-    """What saves compiling above: kernels are the same if their code is, what is compiled in, and that of all they call."""
+    """What saves compiling above: equal are kernels of equal code, constants and called functions."""
     def keys(cc=(8, 0), **constants):
         known = {}
         return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
@@ -77,7 +77,8 @@ def test_plan_gives_the_votes():
     for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
         row[:] = noise(seed + n + delta, index)
         if shift >= 0:
-            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)], 0)
+            signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
+            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
         row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
     votes = np.zeros(parameters.n_weights(cfg), np.int64)
     for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in plan.tiles:
@@ -138,7 +139,8 @@ def no_gpu(monkeypatch):
     card = SimpleNamespace(name="none", compute_capability=(9, 0), MULTIPROCESSOR_COUNT=132)
     memory = SimpleNamespace(free=1 << 33, total=1 << 34)
     empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
-    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card, stream=lambda: stream, device_array=empty,
+    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card,
+                            stream=lambda: stream, device_array=empty,
                             to_device=lambda x, stream=None: np.array(x).view(HostArray),
                             current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
         monkeypatch.setattr(cuda, name, value)
@@ -149,11 +151,13 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("constants", [
-    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1), dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
-    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32), dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9),
-    dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4), dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
+    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
+    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
+    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
+    dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9), dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4),
+    dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
-    """Every verb, with kernels that do nothing: what the engine allocates, and what it launches with which arguments."""
+    """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
     cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
@@ -202,12 +206,13 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
             getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
     (tmp_path / "transformer").touch()
-    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16)
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8,
+                     POPULATION_SIZE=16)
     found, _ = compare(constants, 3, tmp_path)
     assert found.startswith(says) if verb else found == ""
 
 
-# --- on a GPU ----------------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 def golden(name):
     return np.load(GOLDEN / f"{name}.npz")
@@ -241,8 +246,9 @@ def test_golden(name):
 
 @pytest.mark.gpu
 def test_golden_default_configuration():
-    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its recording as far
-    as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
+    recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
+    them."""
     import pyzstd
     recorded, mended = golden("E"), golden("E_mended")
     cfg = egg_config.make()
@@ -253,7 +259,8 @@ def test_golden_default_configuration():
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         if step == 0:
             assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
-        assert [digest(x.astype(np.int32)) for x in losses] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
+        digests = [digest(x.astype(np.int32)) for x in losses]
+        assert digests == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
         fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
         engine.update(fitness)
         for data in (mended, recorded)[:2 if step < 2 else 1]:
@@ -263,7 +270,8 @@ def test_golden_default_configuration():
 
 @pytest.mark.gpu
 def test_load_and_pieces_of_a_chunk():
-    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the host."""
+    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
+    host."""
     data = golden("A")
     cfg = egg_config.make(**json.loads(str(data["config"])))
     engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
@@ -279,7 +287,8 @@ def test_load_and_pieces_of_a_chunk():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
+@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
+                         ids=["default", "odd"])
 def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
@@ -312,17 +321,23 @@ EXTREMES = (
     dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
     dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
     # the fast path: noise that float32 and bytes hold, and noise that they do not
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=100),
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1,
+         ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2,
+         ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1,
+         ADAPTIVE_NOISE_INIT=100),
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0,
+         DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
 
 
 SWITCHES = (
-    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1), dict(NTT_MODE=2, NTT_CAUSAL=0),
-    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2), dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
-    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))), dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
+    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1),
+    dict(NTT_MODE=2, NTT_CAUSAL=0),
+    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2),
+    dict(OPTIMIZER="sgd", USE_SAME_DATA=1), dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
+    dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
 )
 # each alone: in the shape of the default configuration, where the fast path is, and in a general one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
@@ -330,28 +345,30 @@ SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for swi
 
 
 def random_configurations(count):
-    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little time."""
+    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little."""
     rng = np.random.default_rng(SEED)
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
     out = []
     while len(out) < count:
         gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
-        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4), SEQ_LEN=8 * between(1, 128),
-                 VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk, POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
+        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4),
+                 SEQ_LEN=8 * between(1, 128), VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk,
+                 POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
                  ADAPTIVE_NOISE_MODE=pick(0, 1, 2), ADAPTIVE_NOISE_INIT=pick(64, 40, -5, 100), DEVICE_GAUSSIAN=gaussian,
                  DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1),
                  LOSS=pick("deggs", "exact"), OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1),
                  CHUNK_MEAN_FILTER=pick(0, 1), USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6),
                  SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
-                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40), SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
+                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40),
+                 SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
         if len(out) < len(EXTREMES):
             c.update(EXTREMES[len(out)])
         elif len(out) % 4 == 0:                              # the shape of the fast path, with everything else drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
-        if len(out) % 2:                                     # half of them with the experimental switches, as far as the others allow
-            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"), MUON_MOMENTUM=pick(0.85, 0.0, 0.99),
-                     MUON_LR_SCALE=pick(1.0, 5.0))
+        if len(out) % 2:                                     # half of them with Muon, if the optimizer allows it
+            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"),
+                     MUON_MOMENTUM=pick(0.85, 0.0, 0.99), MUON_LR_SCALE=pick(1.0, 5.0))
         T = c["SEQ_LEN"]
         if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
             c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
@@ -377,7 +394,8 @@ def test_random_configurations_against_the_cpu_engine(compared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
-    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
+    every occurrence."""
     engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, parameters.sampling(engine.cfg)
@@ -395,7 +413,8 @@ def test_recorded_generation(step):
         logits = z.copy_to_host()
         np.subtract.at(logits, recorded[:t + 1], 51)
         z.copy_to_device(logits)
-        engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream](z, engine._exps, settings, floor, draw, sequence, at, seen)
+        choose = engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream]
+        choose(z, engine._exps, settings, floor, draw, sequence, at, seen)
         stream.synchronize()
         assert np.array_equal(sequence.copy_to_host(), recorded), t
 
@@ -421,7 +440,8 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
 
 @pytest.mark.gpu
 def test_more_positions_than_the_memory_holds():
-    engine = cuda_engine.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4))
+    engine = cuda_engine.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256,
+                                                    CHUNK_SIZE=4))
     with pytest.raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 

@@ -1,4 +1,4 @@
-"""Puts load on a coordinator: simulated workers of protocol 2 on loopback. `python -m tools.load` measures 1000 of them."""
+"""Load on a coordinator: simulated workers of protocol 2 on loopback. `python -m tools.load` measures 1000 of them."""
 
 import heapq
 import os
@@ -25,8 +25,8 @@ CHUNKS = 8000
 
 
 def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
-    """dict of results/s, answer times, memory and CPU of a coordinator process with so many workers, each of which takes
-    chunk_seconds for a chunk.
+    """dict of results/s, answer times, memory and CPU of a coordinator process with so many workers, each of which
+    takes chunk_seconds for a chunk.
 
     An answer time is that from sending a result and the next request to having the next chunk. Answers that are held
     back until a step is complete, or a chunk is late, are not counted. Those just after the end of a step, when all

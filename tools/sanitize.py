@@ -1,5 +1,5 @@
-"""The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether the
-results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
+"""The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether
+the results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
 
 import concurrent.futures
 import hashlib
@@ -50,7 +50,7 @@ def digest_of(name):
 
 
 def run(name, *tool):
-    """(digest_of a configuration, None if there was none; lines of output) of a process, under a tool if one is named."""
+    """(digest_of a configuration, or None; lines of output) of a process, under a tool if one is named."""
     done = subprocess.run([*tool, sys.executable, "-c", PROGRAM.format(name)], capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return next((line for line in lines if re.fullmatch("[0-9a-f]{64}", line)), None), lines
