@@ -18,8 +18,13 @@ def log2_floor(q):
     return int32(63 - cuda.clz(q))
 
 
+@device
+def fma(a, b, c):
+    return cuda.fma(a, b, c)                                 # itself it could not be a free variable of a rule
+
+
 TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th,
-                          log2_floor=log2_floor, sqrt=math.sqrt, fma=cuda.fma)
+                          log2_floor=log2_floor, sqrt=math.sqrt, fma=fma)
 
 
 def build_noise(cfg, silent=False):
