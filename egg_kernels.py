@@ -1,5 +1,6 @@
-"""The transformer's forward pass on CUDA: noise, and every kernel of evaluation, validation and single-token generation (SPEC 2 to 7);
-`kernels.gru` has that of the recurrent model, with the same interface.
+"""The transformer's forward pass on CUDA (SPEC 2 to 7): what the engine calls, validation and single-token generation.
+`kernels.transformer` has the evaluation of members, with noise, `kernels.gru` the recurrent model with the same
+interface.
 
 What the CUDA engine uses:
 
@@ -7,177 +8,60 @@ What the CUDA engine uses:
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb (kernels.ptx.allow_shared) before
-                        its first launch; "load": pack, "step": evaluate, "validate", "generate": token
+        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb
+                        (kernels.ptx.allow_shared) before its first launch; "load": pack, "step": evaluate, "validate",
+                        "generate": token
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
-                        after every change of the weights. weights: int8, the flat canonical array of model.parameters.State
+                        after every change of the weights. weights: int8, the flat canonical array of
+                        model.parameters.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
-                        losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd member.
+                        losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
+                        member.
                         overlay: int8, flat as in State; windows: int32, model.parameters.windows of these pairs;
-                        job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python ints
+                        job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python
+                        ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
-                        nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32 [count, T + 1]
+                        nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
+                        [count, T + 1]
         .cache_bytes(positions), .token_scratch_bytes
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
-                        logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without noise; the keys
-                        and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are added. rope: device copy of
-                        model.parameters.rope_table(cfg, positions), int32, flat
+                        logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
+                        noise; the keys and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are
+                        added. rope: device copy of model.parameters.rope_table(cfg, positions), int32, flat
 
-Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous device arrays.
+Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
+device arrays.
 """
 
 import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
+from numba import cuda, float64, int8, int32, int64, uint32, uint64
 
-from model import parameters
-from model import transforms
 from kernels import ptx
+from kernels import transformer
+from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
+                           pack4, quad_max, quad_sum, quantise, vector_function)
 from kernels.rules import build_noise, device, loss_function
+from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
 
 
-# --- small device functions ------------------------------------------------------------------------------------------------------
-
-@device
-def clip(x):
-    return int32(min(max(int32(x), int32(-127)), int32(127)))
-
-
-@device
-def byte(word, k):
-    """Byte k of an int32, sign-extended."""
-    return ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
-
-
-@device
-def pack4(a, b, c, d):
-    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0040), ptx.byte_permute(c, d, 0x0040), 0x5410)
-
-
-@device
-def pack_quad(x):
-    """The low bytes of x of four neighbouring lanes as one word, known to all four."""
-    x = int32(int32(x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
-    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
-
-
-@device
-def quad_sum(x):
-    """int32 sum over the four lanes that share a row."""
-    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
-
-
-@device
-def quad_max(x):
-    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
-    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
-
-
-@device
-def quantise(v, scale):
-    """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is nothing to clip."""
-    f = float32(float32(v) * scale)
-    return ptx.trunc_f32(ptx.add_rz(f, ptx.half_like(f)))
-
-
-@device
-def amax_scale(top):
-    return float32(float32(127) / float32(float32(top) + float32(1e-9)))
-
-
-# --- the general path: one kernel a phase, activations in device memory ------------------------------------------------------------
+# --- validation: one kernel a phase, activations in device memory ----------------------------------------------------
 #
-# Row = (pair, member, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row an output column) are
-# core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes. Without noise a pair is two windows.
+# Row = (pair of windows, window, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row
+# an output column) are core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes.
 # A call's run-time constants (where its parameters lie, their seed offsets) are a row of the plan.
-
-PLAN = 32                   # int32 entries of a row of the plan
-TILE = 128                  # rows and columns a block of `product` and `head` makes
-
-
-def vector_function(cfg, nz, noisy):
-    """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights, seeds, overlay."""
-    SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    noise, scaled = nz.noise, nz.scaled
-
-    @device
-    def vector(weights, overlay, plan, at, seed, i):
-        w = int32(weights[plan[at] + i])
-        if not noisy:
-            return w, w
-        first = uint32(seed + uint32(plan[at + 1]))
-        p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i], first, i)
-        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
-    return vector
-
-
-def ntt_functions(cfg, nz, noisy, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
-
-    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for coefficient c
-    """
-    if not cfg.NTT_MODE:
-        return None, None
-    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
-    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]        # three alike, evenly spaced
-    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
-    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
-    noise, factor = nz.noise, nz.factor
-
-    @device
-    def coefficient(tokens, first, position):
-        t = position % T
-        first, last = first + position - t, t if causal else T - 1
-        c = int64(0)
-        if P == 0:
-            for i in range(last + 1):
-                x = int64(tokens[first + i])
-                c += -x if cuda.popc(int32(i & t)) & 1 else x
-        else:
-            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
-            while power:
-                if power & 1:
-                    z = z * square % P
-                square = square * square % P
-                power >>= 1
-            for i in range(last, -1, -1):                    # Horner's rule
-                c = (c * z + tokens[first + i]) % P
-        return int32(c)
-
-    @device
-    def look_up(weights, overlay, seed, c, i):
-        even, odd = int32(0), int32(0)
-        for k in range(3):
-            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
-            e = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
-            d = int32(0)
-            if noisy:
-                stream = uint32(seed + uint32(SEED + k * SEEDS))
-                other = uint32(stream + uint32(H))
-                p = float32(int32(noise(stream, value) * noise(other, i)))
-                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
-                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
-            odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
-        return even, odd
-
-    return coefficient, look_up
-
 
 def _rows_kernel(cfg, nz, source):
     """h = the embedding look-up, or amax(h + product); then n = ln(h).
 
-    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs of windows, row blocks], 256 threads; four lanes share a row.
+    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs of windows, row blocks], 256 threads; four lanes
+    share a row.
     plan: 0 ln, 4 ln bias, 8 bias (of each the first word: its weights); embedding: 20 packed."""
     H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
     EMBED, BIAS = source == "embedding", source != "attention"
@@ -273,9 +157,9 @@ def _units_in_tile(cfg):
 
 
 def _tile_functions(K, KC):
-    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row) into shared memory,
-    that add its product to acc, and that do both for one chunk after the other: eight warps, each 32 rows (warp // 2) by 64 columns;
-    acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
+    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row)
+    into shared memory, that add its product to acc, and that do both for one chunk after the other: eight warps, each
+    32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
     PIECES = TILE * KC // 16
 
     @device
@@ -328,10 +212,11 @@ def _chunk(K):
 
 
 def _product_kernel(cfg, K, N, up):
-    """y = x W, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes a row.
+    """y = x W, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes
+    a row.
 
-    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2 overlay A, 3.. the
-    bias (vector_function)."""
+    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2
+    overlay A, 3.. the bias (vector_function)."""
     SHIFT, KC = cfg.SHIFT_MLP_UP, _chunk(K)
     fetch, _, walk = _tile_functions(K, KC)
 
@@ -355,7 +240,8 @@ def _product_kernel(cfg, K, N, up):
             row = row0 + (warp >> 1) * 32 + i * 8 + (lane >> 2)
             for j in range(8):
                 for k in range(2):
-                    v, c = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k], col0 + (warp & 1) * 64 + j * 8 + (lane & 3) * 2 + k
+                    v = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k]
+                    c = col0 + (warp & 1) * 64 + j * 8 + (lane & 3) * 2 + k
                     if up:
                         v = clip(int32(int32(v >> int32(SHIFT)) + weights[plan[p + 3] + c]))
                         u[uint64((row >> 3) * (8 * N) + (c >> 4) * 128 + (row & 7) * 16 + (c & 15))] = table[v & 255]
@@ -366,8 +252,9 @@ def _product_kernel(cfg, K, N, up):
 
 
 def _rotate_kernel(cfg):
-    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v transposed, core
-    matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold them. Launch [rows / 64, 3]."""
+    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v
+    transposed, core matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold
+    them. Launch [rows / 64, 3]."""
     H, T, D, BIT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
     TP = (T + 31) // 32 * 32
 
@@ -396,7 +283,8 @@ def _rotate_kernel(cfg):
                     top = int32(max(top, max(abs(a), abs(b))))
             scale = amax_scale(quad_max(top))
             slot = position & 31
-            slot = (position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1) | (slot & 1)
+            slot = ((position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1)
+                    | (slot & 1))
             for piece in range(H // 16):
                 col = piece * 16 + (lane & 3) * 4
                 a, b = turn(y, at_y + col, rope, position * D + col % D, which < 2)
@@ -414,10 +302,12 @@ def _rotate_kernel(cfg):
 
 
 def _attention_kernel(cfg):
-    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a warp a task.
+    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a
+    warp a task.
 
-    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A fragment over 32
-    positions (in the permuted order v is stored in), so the weights go into their byte-limb products without leaving registers."""
+    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A
+    fragment over 32 positions (in the permuted order v is stored in), so the weights go into their byte-limb products
+    without leaving registers."""
     H, T, D, HEADS, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN
     TP, BLOCKS, LIMBS = (T + 31) // 32 * 32, (T + 15) // 16, (cfg.SOFTMAX_SCALE_BIT + 8) // 8
     PART = min(D, 64)                                       # channels accumulated together
@@ -431,7 +321,8 @@ def _attention_kernel(cfg):
             c = (int32(0), int32(0), int32(0), int32(0))
             for i in range(D // 32):
                 where = at + j * (2 * H) + i * 64
-                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where], k[where + 32],
+                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where],
+                               k[where + 32],
                                    c[0], c[1], c[2], c[3])
             s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
 
@@ -452,7 +343,8 @@ def _attention_kernel(cfg):
         query = cuda.local.array(QUERY, int32)
         for i in range(D // 32):
             at = (row0 >> 3) * (2 * H) + (piece + 2 * i) * 32 + lane
-            query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3] = q[at], q[at + 2 * H], q[at + 32], q[at + 2 * H + 32]
+            query[4 * i], query[4 * i + 1] = q[at], q[at + 2 * H]
+            query[4 * i + 2], query[4 * i + 3] = q[at + 32], q[at + 2 * H + 32]
         at_k = ((member * T) >> 3) * (2 * H) + piece * 32 + lane
         s = cuda.local.array(16, int32)
         top0, top1 = int32(LOWEST), int32(LOWEST)
@@ -488,7 +380,8 @@ def _attention_kernel(cfg):
                         total1 = int32(total1 + w)
                 for n in range(LIMBS):
                     pick = n * 0x11 + 0x40
-                    for i in range(4):                       # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
+                    # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
+                    for i in range(4):
                         m = (i >> 1) * 8 + (i & 1) * 2
                         limb[i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
                                                        ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
@@ -505,7 +398,8 @@ def _attention_kernel(cfg):
                     row = row0 + half * 8 + (lane >> 2)
                     for e in range(2):
                         m = d * 4 + half * 2 + e
-                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])    # exact
+                        # exact
+                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])
                         if position + half * 8 < T:
                             a[(row >> 3) * (8 * H) + ((col + e) >> 4) * 128 + (row & 7) * 16 + ((col + e) & 15)] = clip(
                                 int32(num / (den1 if half else den0)))
@@ -514,7 +408,8 @@ def _attention_kernel(cfg):
 
 
 def _head_kernel(cfg):
-    """The output head of validation: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the sums.
+    """The output head of validation: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima
+    and for the sums.
     nats float64 [rows] is set to the cross-entropy of each position.
 
     Launch [row tiles], 256 threads. plan: 0 packed words. exps: float64 exponentials of logit differences."""
@@ -524,7 +419,8 @@ def _head_kernel(cfg):
     STEPS, RAGGED = 2 * TILES * CHUNKS, V % TILE != 0
     fetch, multiply, _ = _tile_functions(H, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
+    # on every card.
 
     @device
     def largest(acc, r, top, limit):
@@ -639,7 +535,7 @@ def _pack_kernel():
     return pack
 
 
-# --- one token at a time, without noise ----------------------------------------------------------------------------------------------
+# --- one token at a time, without noise -------------------------------------------------------------------------------
 
 def matrix_vector(K):
     @device
@@ -669,10 +565,12 @@ def block_sum(x, part, t):
 
 
 def _token_kernel(cfg):
-    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is a channel.
+    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is
+    a channel.
 
-    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o, ln_2, up, down,
-    then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32 [heads][positions]."""
+    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o,
+    ln_2, up, down, then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32
+    [heads][positions]."""
     H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
     WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
@@ -705,8 +603,10 @@ def _token_kernel(cfg):
         return quantise(v, amax_scale(block_max(int32(abs(v)), part, t)))
 
     @cuda.jit(launch_bounds=1024)
-    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores, out):
-        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)     # H, then 4 H bytes: the vectors multiplied next
+    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores,
+              out):
+        # H, then 4 H bytes: the vectors multiplied next
+        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         y = cuda.shared.array(H4, int32)
         part = cuda.shared.array(32, int32)
         top, total = cuda.shared.array(HEADS, int32), cuda.shared.array(HEADS, int64)
@@ -734,7 +634,8 @@ def _token_kernel(cfg):
                     from_h(words, 0, packed, plan[p + 8 * which], H, y, which * H, t)
                 cuda.syncthreads()
                 if t < H and (t & 1) == 0:
-                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1]), int64(1) << int64(SCALE_BIT - 1)
+                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D
+                                                                               + 1]), int64(1) << int64(SCALE_BIT - 1)
                     for which in range(2):
                         a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
                         y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
@@ -753,13 +654,15 @@ def _token_kernel(cfg):
                     head, past = task // (here + 1), task % (here + 1)
                     s = int32(0)
                     for i in range(D // 4):
-                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i], s)
+                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i],
+                                     s)
                     scores[head * positions + past] = s
                     cuda.atomic.max(top, head, s)
                 cuda.syncthreads()
                 for task in range(t, HEADS * (here + 1), 1024):
                     head, past = task // (here + 1), task % (here + 1)
-                    d = int32(int32(top[head] >> int32(SHIFT_ATTN)) - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
+                    d = int32(int32(top[head] >> int32(SHIFT_ATTN))
+                              - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
                     w = exps[min(d, int32(255))]
                     scores[head * positions + past] = w
                     cuda.atomic.add(total, head, int64(w))
@@ -782,7 +685,8 @@ def _token_kernel(cfg):
             from_h(words, 0, packed, plan[p], 4 * H, y, 0, t)
             cuda.syncthreads()
             for i in range(t, 4 * H, 1024):
-                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i]))) & 255]
+                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i])))
+                                     & 255]
             cuda.syncthreads()
             from_4h(words, WORDS, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
             cuda.syncthreads()
@@ -819,9 +723,8 @@ def _logits_kernel(cfg):
     return logits
 
 
-# --- the forward pass ----------------------------------------------------------------------------------------------------------------
+# --- the forward pass -------------------------------------------------------------------------------------------------
 
-A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
 ROWS_TYPES = (int64, A32, A8, A32, A32, int64, A32, A32, A32)
 PRODUCT_TYPES = (int64, A32, A8, A32, int64, A8, A32, A32, A8)
 ROTATE_TYPES = (int64, int64, A32, A32, A32, A32, A8)
@@ -830,14 +733,6 @@ HEAD_TYPES = (int64, A32, A32, A32, int64, int64, AF64, A32, AF64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
 LOGITS_TYPES = (int64, A32, A32, A32)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
-
-
-def blocks(n, size):
-    return (n + size - 1) // size
-
-
-def aligned(n):
-    return blocks(n, 256) * 256
 
 
 class _Packing:
@@ -856,7 +751,8 @@ class _Packing:
 
     def launch(self, stream, weights, packed):
         for copy in self.copies:
-            self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
+            self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32),
+                                                                          *copy)
 
 
 class _Plan:
@@ -905,10 +801,12 @@ class _Plan:
 
     def _matrix(self, name, layer, bias=None):
         t = self._tensors[name, layer]
-        return [self._packing.at[name, layer] // 4, t.seed_a, t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
+        return [self._packing.at[name, layer] // 4, t.seed_a,
+                t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
 
     def _normed(self, ln, layer, bias, streams, bias_layer=0):
-        entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
+        entries = self._vector(ln, layer) + self._vector(ln + "_bias",
+                                                         layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
         return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
 
     def _embedding(self):
@@ -934,7 +832,8 @@ class _Clean:
             self.kernels.append((kernel, signature, shared))
             return kernel, shared
 
-        self.rows = {source: add(_rows_kernel(cfg, nz, source), ROWS_TYPES) for source in ("embedding", "attention", "mlp")}
+        self.rows = {source: add(_rows_kernel(cfg, nz, source), ROWS_TYPES)
+                     for source in ("embedding", "attention", "mlp")}
         self.square = add(_product_kernel(cfg, H, H, False), PRODUCT_TYPES)
         self.up = add(_product_kernel(cfg, H, 4 * H, True), PRODUCT_TYPES)
         self.down = add(_product_kernel(cfg, 4 * H, H, False), PRODUCT_TYPES)
@@ -966,7 +865,8 @@ class _Clean:
 
         def normalise(source, call):
             kernel, shared = self.rows[source]
-            kernel[(units, blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, weights, packed, windows, count, h, n, y)
+            kernel[(units, blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, weights, packed, windows, count,
+                                                                     h, n, y)
 
         def product(kernel, call, x, columns, matrices=1, y=y, u=part["v"]):
             kernel, shared = kernel
@@ -982,15 +882,18 @@ class _Clean:
         for layer in plan.layers:
             normalise("mlp", layer.ln_1)
             product(self.square, layer.qkv, n, H, 3)
-            self.rotate[0][(blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"], part["v"])
+            self.rotate[0][(blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"],
+                                                               part["v"])
             tasks = 2 * units * cfg.N_HEADS * blocks(T, 16)
-            self.attention[0][blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"], part["n"])
+            self.attention[0][blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"],
+                                                             part["n"])
             product(self.square, layer.o, n, H)
             normalise("attention", layer.ln_2)
             mlp(layer.mlp)
         normalise("mlp", plan.ln_f)
         kernel, shared = self.head
-        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, windows, count, rows, tables.clean_exps, n, nats)
+        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, windows, count, rows,
+                                                    tables.clean_exps, n, nats)
 
 
 class Forward:
@@ -1000,12 +903,10 @@ class Forward:
         self.cfg = cfg
         self._packing = _Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        from kernels import hopper, transformer              # they build on this module
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit)
-        fast = card.wgmma and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (hopper.SEQ_LEN, hopper.HIDDEN_DIM) and shared_limit >= hopper.SHARED
-        self._noisy = hopper.Hopper(cfg, self._packing, silent) if fast else transformer.Noisy(cfg, self._packing, card, silent)
+        self._noisy = transformer.Noisy(cfg, self._packing, card, silent)
         self._clean = _Clean(cfg)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes, cfg.HIDDEN_DIM
@@ -1035,7 +936,8 @@ class Forward:
         self._noisy.launch_pack(stream, weights, packed)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset, pairs, scratch,
+        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset,
+                           pairs, scratch,
                            losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):

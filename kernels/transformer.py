@@ -1,22 +1,24 @@
 """The transformer's noisy forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
 
-`egg_kernels` has what it shares with validation and generation, and documents the calls. Five parts make it:
+`egg_kernels` documents the calls and has validation and generation. Five parts make it:
 
-Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a pair is two
-            members, one after the other. Activations are core matrices (ptx) of int8.
-Fragment    A warp owns 16 rows by N columns of a product: with half = 0, 1 for rows g and g + 8, acc[4 j + 2 half + e] is column
-            8 j + 2 q + e. This is what wgmma gives a warp of a warpgroup; mma.sync is used in the same shape, so that one epilogue
-            serves both. (Tiles of 32 x 64 would read less shared memory, but only mma.sync on cc 8.0 and 9.0 is fast enough to notice.)
-Packing     Columns of the matrices between hidden units are permuted within 16, so that acc[8 j + 2 half + 0, 1, 4, 5] are columns
-            16 j + 4 q + 0..3. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32 neighbouring i, so that the four
-            units which share a running integer (SPEC 4) lie in one thread.
-Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups of N columns. Pieces of the weights, K bytes wide in
-            KP bytes at a time, pass through a ring of stages, each with a full and an empty barrier, so that warps drift apart and
-            one multiplies while another does its epilogue. The rows stay in shared memory, or pass through the ring as well.
+Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
+            pair is two members, one after the other. Activations are core matrices (ptx) of int8.
+Fragment    A warp owns 16 rows by N columns of a product: with half = 0, 1 for rows g and g + 8, acc[4 j + 2 half + e]
+            is column 8 j + 2 q + e. This is what wgmma gives a warp of a warpgroup; mma.sync is used in the same shape,
+            so that one epilogue serves both. (Tiles of 32 x 64 would read less shared memory, but only mma.sync on cc
+            8.0 and 9.0 is fast enough to notice.)
+Packing     Columns of the matrices between hidden units are permuted within 16, so that acc[8 j + 2 half + 0, 1, 4, 5]
+            are columns 16 j + 4 q + 0..3. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32
+            neighbouring i, so that the four units which share a running integer (SPEC 4) lie in one thread.
+Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups of N columns. Pieces of the weights, K
+            bytes wide in KP bytes at a time, pass through a ring of stages, each with a full and an empty barrier, so
+            that warps drift apart and one multiplies while another does its epilogue. The rows stay in shared memory,
+            or pass through the ring as well.
             The copies are bulk copies beside wgmma and cp.async beside mma.sync.
-Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the head begin
-            with it. Products of full width keep a row's amax in the block; where the row is wider than 512 columns, sums of earlier
-            passes wait in scratch memory of the block, which stays in the second-level cache.
+Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
+            head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
+            columns, sums of earlier passes wait in scratch memory of the block, which stays in the second-level cache.
 """
 
 import math
@@ -26,19 +28,20 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from egg_kernels import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
-                         quad_sum, vector_function)
 from kernels import ptx
+from kernels.parts import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor)
 from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
 THREADS, GROUPS = 512, 4
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
-BARRIER_WORDS = 32                          # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
+# int64 of shared memory for barriers: full and empty of 12 stages and of the rows
+BARRIER_WORDS = 32
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 def padded_length(cfg):
     """Rows of a member."""
@@ -50,7 +53,7 @@ def members_of(rows, length):
     return blocks(length - math.gcd(rows, length) + rows, length)
 
 
-# --- the tables of EXP, and noise as float32 ---------------------------------------------------------------------------------------
+# --- the tables of EXP, and noise as float32 --------------------------------------------------------------------------
 
 def exp_entries(cfg):
     """Entries of EXP up to the one that all further ones equal."""
@@ -74,8 +77,9 @@ def begin_functions(cfg, nz, inputs, most=0):
 
     row(s), column(n)   device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
     begin(s, n, c)      c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
-    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has the bits BASE + i,
-                        and a fused multiply-add that rounds downward is a multiplication, a shift and a sum
+    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has
+                        the bits BASE + i, and a fused multiply-add that rounds downward is a multiplication, a shift
+                        and a sum
     """
     SILENT, NOISE_SHIFT, UNIT = nz.silent, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
     sb = inputs * 127 * loudest(cfg)
@@ -112,12 +116,13 @@ def load4(nz):
     return four
 
 
-# --- the product -------------------------------------------------------------------------------------------------------------------
+# --- the product ------------------------------------------------------------------------------------------------------
 
 class Shape(SimpleNamespace):
-    """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP inputs in `stages`
-    stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together; `stream`: the rows pass through the ring with the weights, else they stay;
-    `resident`: so do the weights. Bytes: `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
+    """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP
+    inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
+    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights. Bytes:
+    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
 
     def columns(self):
         """Columns of the matrix, with those that pad it."""
@@ -130,7 +135,8 @@ class Shape(SimpleNamespace):
 
 
 def _shapes(budget, K, CG, N, passes, together, pieced=False):
-    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep enough."""
+    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
+    enough."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -141,13 +147,15 @@ def _shapes(budget, K, CG, N, passes, together, pieced=False):
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
                 rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
-                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together, pieced=pieced, stream=stream,
+                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
+                                          together=together, pieced=pieced, stream=stream,
                                           resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
     return found
 
 
 def wide_shape(budget, K, columns):
-    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing fits."""
+    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
+    fits."""
     found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False)]
     return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
@@ -167,7 +175,8 @@ def product_functions(card, shape, repeat=1):
     init(bar, t)                                        barriers, before a barrier of the block
     rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
     wait_rows(bar, turn, t), leave_rows(bar, t)         turn: how many tiles came before
-    fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile, tiles)
+    fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
+                                                        tiles)
     refill(base, bar, step, steps, ...)                 ... of the step that reuses the oldest stage, `lag` steps old
     start(acc, base, bar, step, kp, keep, t)            waits for a step and multiplies; acc += where keep is not 0
     done(acc), leave(bar, step, t)                      acc may be read; the stage may be refilled
@@ -285,13 +294,12 @@ def product_functions(card, shape, repeat=1):
 
     if BULK:
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
-        A_STRIDES, B_STRIDES = ptx.wgmma_descriptor_strides(A_WIDTH), ptx.wgmma_descriptor_strides(KP)
+        of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
         @device
         def start(acc, base, bar, step, piece, keep, t):
             a, b = operands(base, bar, step, piece, t)
-            a_desc = ((int64(ptx.here(a)) & int64(0x3FFFF)) >> int64(4)) | int64(A_STRIDES)
-            b_desc = ((int64(ptx.here(b)) & int64(0x3FFFF)) >> int64(4)) | int64(B_STRIDES)
+            a_desc, b_desc = of_rows(ptx.here(a)), of_columns(ptx.here(b))
             ptx.wgmma_fence()
             product(acc, a_desc, b_desc, keep)
             for k in range(1, KP // 32):
@@ -321,13 +329,15 @@ def product_functions(card, shape, repeat=1):
             if t & 31 == 0:
                 ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
 
-    return SimpleNamespace(init=init, rows=rows, wait_rows=wait_rows, leave_rows=leave_rows, fill=fill, refill=refill, start=start,
+    return SimpleNamespace(init=init, rows=rows, wait_rows=wait_rows, leave_rows=leave_rows, fill=fill, refill=refill,
+                           start=start,
                            done=done, leave=leave)
 
 
 def _place_function(cfg, RG):
-    """Device function place(tile, t) -> (row, member, slot, sign): the first of a thread's two rows (the other is 8 further), the member
-    of the first of the 64 rows of its warpgroup, how many members further its own is, and that one's sign."""
+    """Device function place(tile, t) -> (row, member, slot, sign): the first of a thread's two rows (the other is 8
+    further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and that
+    one's sign."""
     LENGTH = padded_length(cfg)
     SLOTS, CG = members_of(64, LENGTH), GROUPS // RG
 
@@ -343,20 +353,25 @@ def _place_function(cfg, RG):
     return place, SLOTS
 
 
-# --- up: GELU of a product that is wider than the rows ---------------------------------------------------------------------------------
+# --- up: GELU of a product that is wider than the rows ----------------------------------------------------------------
 
 def _up_kernel(cfg, nz, card, KP):
-    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down projection.
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down
+    projection.
 
-    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 * stride + row].
+    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 *
+    stride + row].
     u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
-    plan: egg_kernels._product_kernel's 8 entries, then seed and overlay of the input side of the down projection."""
+    plan: 0 packed words, 1 seed A, 2 overlay A, 3.. the bias (vector_function), 8, 9 seed and overlay of the input side
+    of the down projection."""
     H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE, nz.silent
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
-    # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients; their factors
+    # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients;
+    # their factors
     BIAS, BYTES, COEFFICIENT, FACTOR, TABLE = 128, 256, 288, 416, (288, 416, 544)[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
-    for COPIES in 32, 8, 4:                                  # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
+    # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
+    for COPIES in 32, 8, 4:
         GELUS = 257 * COPIES
         shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP >= H):
@@ -364,7 +379,8 @@ def _up_kernel(cfg, nz, card, KP):
     RG, CG, PASSES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
-    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16       # blocks and words of a piece or a block; 16 columns
+    # blocks and words of a piece or a block; 16 columns
+    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place, _ = _place_function(cfg, RG)
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
@@ -372,14 +388,18 @@ def _up_kernel(cfg, nz, card, KP):
     noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz)
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = vector_function(cfg, nz, True)
-    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)          # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
-    INDEX = 1 << 17                                          # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
+                                                     256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
+    UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
+    # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
+    INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
 
     @device
     def begin_tile(acc, at, s0, s1):
-        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared address."""
+        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
+        address."""
         for j in range(8):
             n, b = four(at + j * 64), ptx.load_shared4(at + j * 64 + 4 * BIAS)
             for k in range(4):
@@ -394,7 +414,8 @@ def _up_kernel(cfg, nz, card, KP):
             share = ptx.fma_sat(ptx.bits_float(a), float32(UNIT), float32(MIDDLE))
             return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, float32(4), float32(INDEX))) - int32(LESS))
                                * int32(4 * COPIES)) + at)
-        return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(4 * COPIES)) + at)
+        return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(4 * COPIES))
+                     + at)
 
     @device
     def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, seed):
@@ -407,7 +428,8 @@ def _up_kernel(cfg, nz, card, KP):
             plus, minus = vector(weights, overlay, plan, p + 3, mine, i)
             bias = minus if (member + slot) & 1 else plus
             sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
-            if not SILENT:                               # both forms: a branch here would make the products wait for each other
+            # both forms: a branch here would make the products wait for each other
+            if not SILENT:
                 stream = uint32(mine + uint32(plan[p + 8]))
                 if MODE < 2:
                     word = pack_quad(noise(stream, i))
@@ -437,7 +459,8 @@ def _up_kernel(cfg, nz, card, KP):
                 for k in range(4):
                     f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
                     for half in range(2):
-                        pb[4 * half + k] = fold(pb[4 * half + k], acc[8 * j + half * 2 + (k >> 1) * 4 + (k & 1)], c[k], f)
+                        pb[4 * half + k] = fold(pb[4 * half + k], acc[8 * j + half * 2 + (k >> 1) * 4 + (k & 1)], c[k],
+                                                f)
             for half in range(2):
                 some = int32(int32(pb[4 * half] + pb[4 * half + 1]) + int32(pb[4 * half + 2] + pb[4 * half + 3]))
                 sums[half] = int32(sums[half] + (int32(some >> int32(6)) if MODE == 1 else some))
@@ -481,7 +504,8 @@ def _up_kernel(cfg, nz, card, KP):
             sums[0], sums[1] = 0, 0
             for ahead in range(PASSES):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
-                to = int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256 + ((row >> 3) & 7) * (2 * KP) + lane
+                to = (int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256
+                      + ((row >> 3) & 7) * (2 * KP) + lane)
                 last = ahead == PASSES - 1
                 for piece in range(PIECES - 1):
                     start(acc, base, bar, step, piece, 1, t)
@@ -492,7 +516,8 @@ def _up_kernel(cfg, nz, card, KP):
                 start(acc, base, bar, step, PIECES - 1, 1, t)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place(tile + every, t)
-                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p, weights, overlay,
+                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
+                        weights, overlay,
                         seed)
                 if last:
                     s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
@@ -537,12 +562,13 @@ def _up_kernel(cfg, nz, card, KP):
     return up, 4 * (AT_TABLES + TABLES), shape
 
 
-# --- products of full width: q, k, v; what is added to the residual stream -----------------------------------------------------------------
+# --- products of full width: q, k, v; what is added to the residual stream --------------------------------------------
 
 @device
 def rounded(v, scale):
-    """egg_kernels.quantise in the second byte of the result, without its conversion to an integer, which is slow: what lies below 0
-    goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down to 256ths by the size of the sum.
+    """clip(roundf(v * scale)) in the second byte of the result, without its conversion to an integer, which is slow:
+    what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down
+    to 256ths by the size of the sum.
     Equal for every float32 up to 128."""
     x = float32(float32(v) * scale)
     return ptx.float_bits(ptx.add_down(ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
@@ -560,13 +586,14 @@ def value_length(cfg):
 
 
 def _full_kernel(cfg, nz, card, kind):
-    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a block takes every
-    gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
+    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
+    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
 
-    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices of one row a
-    channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold them.
+    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices
+    of one row a channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold
+    them.
     "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
-    plan: egg_kernels._product_kernel's 8 entries a matrix. sb: [..., stride]; spill: words_of_spill int32."""
+    plan, 8 entries a matrix: as _up_kernel's first. sb: [4][stride]; spill: what `layout` says."""
     H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
@@ -596,8 +623,9 @@ def _full_kernel(cfg, nz, card, kind):
 
     @device
     def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
-        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns` on. Without
-        a branch, which would make the products wait for each other: what lies beyond the columns is not used."""
+        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
+        on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
+        used."""
         col = min(columns + min(c, CG * N - 1), H - 1)
         for slot in range(SLOTS):
             mine = uint32(seed + uint32((member + slot) >> 1))
@@ -660,7 +688,8 @@ def _full_kernel(cfg, nz, card, kind):
             if not RAGGED or col + 16 * j < H:
                 for half in range(2):
                     i = 8 * j + 2 * half
-                    out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = word
 
     @device
     def store_transposed(acc, out, row, col, lane):
@@ -676,13 +705,15 @@ def _full_kernel(cfg, nz, card, kind):
                 other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
                 even_row, odd_row = (other, right) if odd else (left, other)
                 i = col + j * 16 + odd * 8 + q * 2
-                to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4) * 128
+                to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4)
+                      * 128
                       + ((lane >> 3) & 3) * 4) >> 2
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
     @cuda.jit(launch_bounds=THREADS)
-    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out, spill):
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
+             spill):
         sm = cuda.shared.array(0, int32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
@@ -729,7 +760,8 @@ def _full_kernel(cfg, nz, card, kind):
                     refill(base, bar, step, steps, first, every, x, packed, at, t)
                     step += 1
                 start(acc, base, bar, step, PIECES - 1, PIECES - 1, t)
-                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)   # while the tensor cores work
+                # while the tensor cores work
+                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)
                 ptx.named_barrier(1 + rg, CG * 128)
                 done(acc)
                 leave(bar, step, t)
@@ -761,12 +793,14 @@ def _full_kernel(cfg, nz, card, kind):
                     at_shared = base + 4 * (AT_ROPE + position * ROPE_ROW)
                     for j in range(N // 16):
                         for half in range(2):
-                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW), int64(min(position + 8 * half, T - 1) * D),
+                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
+                                   int64(min(position + 8 * half, T - 1) * D),
                                    col + j * 16 + q * 4)
                 extremes(acc, tops)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
-                        ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
+                        ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
+                                   acc[i + 3])
             scale0, scale1 = scales(tops, sm, side, rg * 64 + ((t & 127) >> 5) * 16 + (lane >> 2), q, 1 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
@@ -788,19 +822,21 @@ def _full_kernel(cfg, nz, card, kind):
     return full, 4 * (AT_ROPE + ROPE_WORDS), shape
 
 
-# --- head ------------------------------------------------------------------------------------------------------------------------
+# --- head -------------------------------------------------------------------------------------------------------------
 
 def _head_kernel(cfg, nz, card):
-    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the sums. Adds each
-    position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words packed for look-ups, 1 seed A,
-    2 overlay A; at_tiles: words packed for the product.
+    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the
+    sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words
+    packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
 
-    The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see `slot_of`."""
+    The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
+    `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
     LOGIT, NOISE_SHIFT, ONES, SILENT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     FARTHEST = (MOST << LOGIT) + ONES
-    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far from 2^31)
+    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
+    # from 2^31)
     PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = (MOST + 1) * STRIDE
@@ -813,7 +849,8 @@ def _head_kernel(cfg, nz, card):
     AT_PARTS = AT_TABLES + TABLES
     place, _ = _place_function(cfg, RG)
     P = product_functions(card, shape, 2)
-    init, rows, wait_rows, fill, refill, start, done, leave = P.init, P.rows, P.wait_rows, P.fill, P.refill, P.start, P.done, P.leave
+    init, rows, wait_rows, fill, refill = P.init, P.rows, P.wait_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
     noise, scaled, four = nz.noise, nz.scaled, load4(nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
@@ -889,13 +926,15 @@ def _head_kernel(cfg, nz, card):
         if unit < pairs:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
             z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, overlay, at_overlay, stream, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay, stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay,
+                              stream, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         total0, total1 = int64(0), int64(0)
         acc = cuda.local.array(64, int32)
         for i in range(64):
             acc[i] = 0
-        here, at_exp, table = AT_TABLES + group * (2 * SLOTS * 128), int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
+        here, at_exp, table = AT_TABLES + group * (2 * SLOTS * 128), int32((lane & (COPIES - 1))
+                                                                           * 4), ptx.shared_address(exp, 0)
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
         last = int32(table + int32(FARTHEST))
@@ -918,7 +957,8 @@ def _head_kernel(cfg, nz, card):
                 step += 1
             start(acc, base, bar, step, PIECES - 1, 1, t)
             coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
-            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay, at_overlay, seed)
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay,
+                    at_overlay, seed)
             ptx.named_barrier(1 + group, 128)
             done(acc)
             leave(bar, step, t)
@@ -986,11 +1026,12 @@ def _head_kernel(cfg, nz, card):
     return head, 4 * (AT_PARTS + PARTS), shape
 
 
-# --- embedding and norm ------------------------------------------------------------------------------------------------------------
+# --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz):
-    """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads; four lanes a position.
-    plan: 8 bias (egg_kernels.vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
+    four lanes a position.
+    plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.NOISE_SHIFT
     vector = vector_function(cfg, nz, True)
     noise, factor, NTT = nz.noise, nz.factor, cfg.NTT_MODE != 0
@@ -1029,7 +1070,8 @@ def _embed_kernel(cfg, nz):
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
-                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[piece * 16 + (lane & 3) * 4 + k]))
+                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f)
+                                              * factors[piece * 16 + (lane & 3) * 4 + k]))
                     e = byte(word, k)
                     more = int32(0), int32(0)
                     if NTT:
@@ -1043,15 +1085,18 @@ def _embed_kernel(cfg, nz):
 
 
 def _norm_kernel(cfg, nz, streams):
-    """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch [pairs, 2 LENGTH / 128],
-    256 threads; a warp has 16 rows, four lanes two of them. plan as egg_kernels._rows_kernel; sb: [4][stride]."""
+    """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch
+    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
+    plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
     H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
-    FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20     # then 2^-21 of |p| changes no quotient
+    # then 2^-21 of |p| changes no quotient
+    FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
     FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
     BYTES, THREADS_OF_H = streams * H // 4, blocks(H, 256) * 256
     vector = vector_function(cfg, nz, True)
-    noise, factor, input_coefficient, input_term, whole_factor = nz.noise, nz.factor, nz.input_coefficient, nz.input_term, nz.whole
+    noise, factor, whole_factor = nz.noise, nz.factor, nz.whole
+    input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
     @device
     def shared_bias(b):
@@ -1060,8 +1105,8 @@ def _norm_kernel(cfg, nz, streams):
 
     @device
     def normed(p, mean, reciprocal, b):
-        """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are whole numbers, takes
-        the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
+        """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are
+        whole numbers, takes the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
         if FLOAT:
             f = float32(p)
             whole = ptx.with_sign(float32(1 << 23), f)
@@ -1115,7 +1160,8 @@ def _norm_kernel(cfg, nz, streams):
                 total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
             mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
             mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
-            above = float32(1 + 2.0 ** -22)                  # so that a quotient is never below the whole number that it is
+            # so that a quotient is never below the whole number that it is
+            above = float32(1 + 2.0 ** -22)
             reciprocal0, reciprocal1 = float32(above / float32(mean0)), float32(above / float32(mean1))
             address = ptx.shared_address(table, (lane & 3) * 4)
             at_w = address + member * (4 * H)
@@ -1149,7 +1195,7 @@ def _norm_kernel(cfg, nz, streams):
     return norm
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 def attention_tile(cfg):
     """Positions of keys and values that the attention takes at a time."""
@@ -1157,14 +1203,16 @@ def attention_tile(cfg):
 
 
 def _attention_kernel(cfg, nz):
-    """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16 positions, all heads.
+    """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16
+    positions, all heads.
 
-    Keys and values of a head come to shared memory TILE positions at a time while the tile before is used. A row's scores pass by once
-    for its maximum and, where there is more than one tile, again for the weights: from the last tile, which is still at hand, back to the
-    first. A score fragment of four column tiles is, byte for byte, an A fragment over 32 positions (in the permuted order of v), so the
-    weights go into the products of their byte limbs without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule;
-    sums over more are kept as 2^16 high + low. plan: 12 seed, 13 overlay."""
-    H, T, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
+    Keys and values of a head come to shared memory TILE positions at a time while the tile before is used. A row's
+    scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last
+    tile, which is still at hand, back to the first. A score fragment of four column tiles is, byte for byte, an A
+    fragment over 32 positions (in the permuted order of v), so the weights go into the products of their byte limbs
+    without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
+    high + low. plan: 12 seed, 13 overlay."""
+    H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
     LENGTH, POSITIONS, TILE = padded_length(cfg), value_length(cfg), attention_tile(cfg)
     MOST, COPIES, LIMBS, LOWEST = exp_entries(cfg) - 1, exp_copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
     EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1, TILE // 2
@@ -1173,7 +1221,8 @@ def _attention_kernel(cfg, nz):
     SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
     BYTES, STAGE = TILE * D, 2 * TILE * D                    # of keys, and of a stage
     WARPS = min(4, LENGTH // 16)
-    ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2     # blocks of a multiprocessor: so many as registers allow
+    # blocks of a multiprocessor: so many as registers allow
+    ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
     factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, load4(nz)
 
     @device
@@ -1186,7 +1235,8 @@ def _attention_kernel(cfg, nz):
         for i in range(t, BYTES // 16, ALL):
             ptx.copy_async16(int32(to + i * 16), k, at_k + (i // (D // 2)) * (2 * H) + (i % (D // 2)) * 4)
             if not MANY or r >= tiles - 1:
-                ptx.copy_async16(int32(to + BYTES + i * 16), v, at_v + (i // (TILE // 2)) * (2 * POSITIONS) + (i % (TILE // 2)) * 4)
+                ptx.copy_async16(int32(to + BYTES + i * 16), v,
+                                 at_v + (i // (TILE // 2)) * (2 * POSITIONS) + (i % (TILE // 2)) * 4)
         ptx.copy_commit()
 
     @device
@@ -1197,8 +1247,10 @@ def _attention_kernel(cfg, nz):
                 c, d = (int32(0), int32(0), int32(0), int32(0)), (int32(0), int32(0), int32(0), int32(0))
                 for i in range(D // 32):
                     b = ptx.load_matrix4(int32(at + j * (8 * D) + i * 256))
-                    c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[0], b[1], c[0], c[1], c[2], c[3])
-                    d = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[2], b[3], d[0], d[1], d[2], d[3])
+                    c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[0], b[1], c[0],
+                                   c[1], c[2], c[3])
+                    d = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[2], b[3], d[0],
+                                   d[1], d[2], d[3])
                 for e in range(4):
                     s[4 * j + e], s[4 * j + 4 + e] = c[e], d[e]
 
@@ -1240,11 +1292,13 @@ def _attention_kernel(cfg, nz):
                     for i in range(4):
                         m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
                         limbs[(g * 3 + n) * 4 + i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
-                                                                      ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
+                                                                      ptx.byte_permute(s[m + 4], s[m + 5],
+                                                                                       pick), 0x5410)
 
     @device
     def weighted(limbs, at, wide):
-        """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this lane)."""
+        """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this
+        lane)."""
         r = (int32(0), int32(0), int32(0), int32(0))
         v = ptx.load_matrix4(at)
         for i in range(LIMBS):
@@ -1258,7 +1312,8 @@ def _attention_kernel(cfg, nz):
 
     @device
     def quotient(high, low, den, reciprocal):
-        """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is right or one less."""
+        """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is
+        right or one less."""
         f = cuda.fma(float32(high), float32(65536), float32(low)) if MANY else float32(low)
         num = int32(int32(high << int32(16)) + low)          # its remainder fits int32, so it need not
         size = int32(num if f >= float32(0) else int32(-num))
@@ -1268,7 +1323,8 @@ def _attention_kernel(cfg, nz):
 
     @device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
-        """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two rows."""
+        """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
+        rows."""
         c = four(at_c)
         x = cuda.local.array(4, int32)
         for half in range(2):
@@ -1293,7 +1349,8 @@ def _attention_kernel(cfg, nz):
         fetch(base, k_in, v_in, member, 0, per_head, tiles, t)
         for i in range(t, EXPS, ALL):
             exp[i] = exps[i // COPIES]
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + (member >> 1))) + uint32(plan[call * PLAN + 12]))
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + (member >> 1)))
+                        + uint32(plan[call * PLAN + 12]))
         for i in range(t, H, ALL):
             entry = overlay[plan[call * PLAN + 13] + i]
             coefficient[i] = input_coefficient(entry, stream, i)
@@ -1336,7 +1393,8 @@ def _attention_kernel(cfg, nz):
                 if r < tiles:
                     largest(s, tops, column, position, wide)
                 if r == tiles - 1:
-                    tops[0], tops[1] = int32(quad_max(tops[0]) >> int32(SHIFT)), int32(quad_max(tops[1]) >> int32(SHIFT))
+                    tops[0], tops[1] = int32(quad_max(tops[0]) >> int32(SHIFT)), int32(quad_max(tops[1])
+                                                                                       >> int32(SHIFT))
                 if r >= tiles - 1:
                     weigh(s, tops[0], tops[1], dens, exp, copy, column, position, wide)
                     split(limbs, s, wide)
@@ -1357,7 +1415,8 @@ def _attention_kernel(cfg, nz):
                                 for e in range(4):
                                     low[4 * n + e] = w[e]
                         channel = head * D + d * 16
-                        finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4, channel + (lane & 3) * 4, factors,
+                        finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
+                               channel + (lane & 3) * 4, factors,
                                a, at + (channel >> 4) * 32, sums)
             cuda.syncthreads()
         for half in range(2):
@@ -1368,11 +1427,11 @@ def _attention_kernel(cfg, nz):
     return attention, 2 * STAGE + 512
 
 
-# --- packing -----------------------------------------------------------------------------------------------------------------------
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 def _pack_kernel(cfg):
-    """A canonical matrix [K / 4, N, 4] as a product takes it: [K / width][padded / 8][width / 16][core matrices of one row a column], see
-    the top. kind: 0 square, 1 up, 2 down, 3 head."""
+    """A canonical matrix [K / 4, N, 4] as a product takes it: [K / width][padded / 8][width / 16][core matrices of one
+    row a column], see the top. kind: 0 square, 1 up, 2 down, 3 head."""
     H = cfg.HIDDEN_DIM
 
     @cuda.jit(launch_bounds=256)
@@ -1396,7 +1455,7 @@ def _pack_kernel(cfg):
     return pack
 
 
-# --- the pass ------------------------------------------------------------------------------------------------------------------------
+# --- the pass ---------------------------------------------------------------------------------------------------------
 
 EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
 NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
@@ -1433,9 +1492,11 @@ class Noisy:
         self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
         self.pack = add(_pack_kernel(cfg), PACK_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes
-        used = {"w_up": (1, self.up), "w_emb_mlp_up": (1, self.up), "w_down": (2, self.full["down"]), "w_emb_mlp_down": (2, self.full["down"]),
-                "embedding": (3, self.head), "w_o": (0, self.full["o"]), **{w: (0, self.full["qkv"]) for w in ("w_q", "w_k", "w_v")}}
-        for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):   # a layer's q, k, v lie together
+        used = {"embedding": (3, self.head), "w_o": (0, self.full["o"])}
+        used |= {name: (0, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
+        used |= {name: (1, self.up) for name in ("w_up", "w_emb_mlp_up")}
+        used |= {name: (2, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
+        for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
             kind, (_, _, shape) = used[t.name]
             self.at[t.name, t.layer] = end // 4
             self.copies.append((t.weights // 4, end // 4, kind, t.cols, shape.columns(), shape.KP))
@@ -1447,7 +1508,8 @@ class Noisy:
         cfg, H = self.cfg, self.cfg.HIDDEN_DIM
         rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
         members = blocks(rows, padded_length(cfg))
-        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _, shape in self.full.values())
+        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _,
+                    shape in self.full.values())
         sizes = dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
                      v=members * H * value_length(cfg), spill=max(spill, 4))
         out, end = {}, 0
@@ -1459,10 +1521,12 @@ class Noisy:
     def launch_pack(self, stream, weights, packed):
         for source, target, kind, columns, padded, width in self.copies:
             words = padded * (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM // 4
-            self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target, kind, columns,
+            self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target,
+                                                          kind, columns,
                                                           padded, width)
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch, losses):
+    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
+               losses):
         """Enqueues the whole pass over so many pairs."""
         layout, stride, _ = self.layout(pairs)
         part = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
@@ -1479,14 +1543,15 @@ class Noisy:
             tiles = blocks(rows, 64 * shape.RG)
             grid = min(tiles, processors // 3) * 3 if kind == "qkv" else min(tiles, processors)
             kernel[grid, THREADS, stream, shared](
-                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride, tables.rope, x, sb, h,
-                q, k, v, spill)
+                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
+                tables.rope, x, sb, h, q, k, v, spill)
 
         def mlp(calls, up, down, layer):
             kernel, shared, shape = self.up
             tiles = blocks(rows, 64 * shape.RG)
             kernel[min(tiles, processors), THREADS, stream, shared](
-                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride, tables.gelu, n, sb, u)
+                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
+                tables.gelu, n, sb, u)
             full("down", calls.down, down, layer, u)
 
         self.embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
@@ -1505,4 +1570,5 @@ class Noisy:
         norm(plan.ln_f, 1)
         kernel, shared, shape = self.head
         kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
-            plan.head, self.at["embedding", 0], tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps, n, sb, losses)
+            plan.head, self.at["embedding", 0], tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps,
+            n, sb, losses)
