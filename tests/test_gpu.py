@@ -43,7 +43,8 @@ def test_other_instructions_compile(other, compiler):
 def test_wide_rows_compile(compiler):
     """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
     wide = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
-    hold_against_cards(compiler, wide, [(8, 6), (9, 0)], wanted=lambda name: name in ("up", "full", "attention", "head"))
+    hold_against_cards(compiler, wide, [(8, 6), (9, 0)],
+                       wanted=lambda name: name in ("up", "full", "attention", "head"))
 
 
 @pytest.mark.parametrize("cc", CARDS, ids=str)
@@ -53,7 +54,8 @@ def test_every_shape_fits_every_card(cc):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
             cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {cc == (9, 0), False}:
-                noisy = transformer.Noisy(cfg, egg_kernels._Packing(cfg), transformer.Card(wgmma, CARDS[cc] * 1024), False)
+                card = transformer.Card(wgmma, CARDS[cc] * 1024)
+                noisy = transformer.Noisy(cfg, egg_kernels._Packing(cfg), card, False)
                 assert max(shared for _, _, shared in noisy.kernels) <= (CARDS[cc] - 1) * 1024, (H, T)
                 for _, _, shape in noisy.full.values():
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
@@ -385,7 +387,7 @@ def random_configurations(count):
                  SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
         if len(out) < len(EXTREMES):
             c.update(EXTREMES[len(out)])
-        elif len(out) % 4 == 0:                              # the shape of the default configuration, with everything else drawn
+        elif len(out) % 4 == 0:                              # the shape of the default configuration, the rest drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
         if len(out) % 2:                                     # half of them with Muon, if the optimizer allows it
             c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"),

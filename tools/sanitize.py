@@ -13,7 +13,8 @@ import egg_config
 from engine import cuda_engine
 from model import parameters
 
-# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second tile.
+# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second
+# tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
     "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
