@@ -6,7 +6,6 @@ Modules that take long to load are imported by the commands that need them.
 
 import argparse
 import importlib
-import inspect
 import os
 import shlex
 import shutil
@@ -403,7 +402,8 @@ def parser():
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for function, options, saved in COMMANDS:
-        summary, _, examples = inspect.getdoc(function).partition("\n\n")
+        # without inspect.getdoc: that module takes long to load
+        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(function.__name__.rstrip("_"), help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved)

@@ -19,7 +19,7 @@ What the CUDA engine uses:
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member.
-                        overlay: int8, flat as in State; windows: int32, model.parameters.windows of these pairs;
+                        overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
                         job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python
                         ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
@@ -29,7 +29,7 @@ What the CUDA engine uses:
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
                         logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
                         noise; the keys and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are
-                        added. rope: device copy of model.parameters.rope_table(cfg, positions), int32, flat
+                        added. rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
@@ -46,6 +46,7 @@ from kernels import transformer
 from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
                            pack4, quad_max, quad_sum, quantise, vector_function)
 from kernels.rules import build_noise, device, loss_function
+from model import integer_tables
 from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
@@ -905,7 +906,7 @@ class Forward:
         self._plan = _Plan(cfg, self._packing)
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
-        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit)
+        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         self._noisy = transformer.Noisy(cfg, self._packing, card, silent)
         self._clean = _Clean(cfg)
         self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
@@ -916,14 +917,14 @@ class Forward:
 
     def tables(self):
         cfg = self.cfg
-        exps = parameters.exp_table(cfg)
+        exps = integer_tables.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
             exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
-            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(parameters.gelu_table()),
-            rope=cuda.to_device(parameters.rope_table(cfg, cfg.SEQ_LEN).ravel()))
+            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(integer_tables.gelu_table()),
+            rope=cuda.to_device(integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel()))
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]

@@ -40,7 +40,7 @@ from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
                           NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
                           SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
-from model import data_files, parameters
+from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Worker:
             self._measure(count, time.perf_counter() - started)
             done += count
             link.check()
-        packed = parameters.pack_ternary(parameters.chunk_fitness(losses, self.cfg))
+        packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
         head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
         link.send(link.frame(RESULT, head, packed))
         self.changed, self.rebuilt = 0, False
@@ -128,8 +128,8 @@ class Worker:
             return
         try:
             if link.version == V2:
-                packed = history.unzip(packed, parameters.packed_size(self.cfg.N_PAIRS))
-            fitness = parameters.unpack_ternary(packed, self.cfg.N_PAIRS)
+                packed = history.unzip(packed, fitness_digits.packed_size(self.cfg.N_PAIRS))
+            fitness = fitness_digits.unpack_ternary(packed, self.cfg.N_PAIRS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -486,7 +486,7 @@ class Coordinator:
 
     def _complete_step(self):
         step, work = self.run.step, self.dispatcher.work
-        self.run.append(parameters.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
+        self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
         event = self.progress.complete_step(step, work.sum_loss)
         self._begin_step()
         self.island.step_completed(self.progress.loss)

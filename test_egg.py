@@ -16,9 +16,13 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from engine import cpu_rules
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
+from model import sampling
 from engine import simd
-from tools.debug import Reading
+from tools.debug import Reading, drawn, hashes
 from kit import HERE, golden, loss_of, population_fitness, random_config, recorded_generation
 
 STEPS = 6
@@ -93,6 +97,26 @@ def test_draws_are_xorshift32():
     assert np.array_equal(parameters._xorshift(42, 5000), plain)
 
 
+@pytest.mark.parametrize("gaussian", [0, 1])
+def test_noise_of_all_at_once_is_the_rule(gaussian):
+    """The NumPy form of the draw, the rule on the host, and the plain reading of the SPEC."""
+    draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
+    host = rules.Arithmetic(int, lambda x: x & 0xFFFFFFFF, float)
+    draw = rules.draw_rules(lambda rule: rule, host, gaussian).draw
+    for mask in (0, 1, 15, 42):
+        noise = rules.uniform_noise(draws, mask, gaussian)
+        assert noise.tolist() == [draw(int(r), mask) for r in draws] == drawn(draws, mask, gaussian).tolist()
+    assert hashes(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+
+
+def test_windows_begin_where_the_rule_says():
+    cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
+    for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
+        starts = rules.window_starts(cfg, tokens.size, step, first, 4)
+        assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
+        assert np.array_equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
+
+
 def test_canonical_order_is_four_rows_side_by_side():
     m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
     flat = parameters.to_canonical(m)
@@ -104,13 +128,13 @@ def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = parameters.pack_ternary(f)
-        assert len(data) == -(-n // 5) and np.array_equal(parameters.unpack_ternary(data, n), f)
-    assert parameters.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+        data = fitness_digits.pack_ternary(f)
+        assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
+    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
-            parameters.unpack_ternary(data, count)
+            fitness_digits.unpack_ternary(data, count)
 
 
 @pytest.mark.parametrize("name", "ABD")
@@ -127,9 +151,9 @@ def test_exact_fitness_filters_in_logit_units():
     d = (losses[1::2] - losses[::2]).mean()
     moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
     expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
-    assert np.array_equal(parameters.chunk_fitness(losses * 256, fine), expected)
+    assert np.array_equal(fitness_digits.chunk_fitness(losses * 256, fine), expected)
     # the same but for the truncated mean
-    assert (parameters.chunk_fitness(losses, coarse) != expected).sum() < 8
+    assert (fitness_digits.chunk_fitness(losses, coarse) != expected).sum() < 8
 
 
 def test_initial_model_of_the_default_configuration():
@@ -219,7 +243,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     state.step = 3
     engine.load(state)
-    windows = parameters.windows(cfg, tokens, 3, 0, 2)
+    windows = rules.windows(cfg, tokens, 3, 0, 2)
     reading = Reading(cfg, state)
     expected = [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
     got = engine.evaluate(0, 4)
@@ -232,7 +256,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_exact_loss_in_fixed_point():
     """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
     cfg = egg_config.make(LOSS="exact")
-    unit, rng = parameters.log_unit(cfg), np.random.default_rng(5)
+    unit, rng = integer_tables.log_unit(cfg), np.random.default_rng(5)
     for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
         exact = 256 * 6 * np.log(q / 2 ** 18)
         assert -1.01 <= cpu_rules.loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
@@ -273,14 +297,14 @@ def test_recorded_generation(step, default_engine):
     every occurrence."""
     engine = default_engine if step else cpu_engine.CpuEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, c, s = engine.cfg, engine._constants, parameters.sampling(engine.cfg)
+    cfg, c, s = engine.cfg, engine._constants, sampling.settings(engine.cfg)
     for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])
         np.subtract.at(logits, recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty
         token = cpu_engine.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp,
                                         s.floor,
-                                     parameters.sampling_random(engine.seed, t))
+                                     sampling.random(engine.seed, t))
         assert token == recorded[t + 1], t
 
 
@@ -296,7 +320,7 @@ def test_sampling():
     c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
 
     def choose(z, seen=unseen, random=0, **settings):
-        s = parameters.sampling(cfg, **settings)
+        s = sampling.settings(cfg, **settings)
         return cpu_engine.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)

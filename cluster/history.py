@@ -28,7 +28,8 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError
-from model import parameters
+from model import fitness_digits
+from model import rules
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
@@ -66,7 +67,7 @@ class Start(NamedTuple):
 
 def beginning(cfg):
     """The Start of a run that begins with the random initial model."""
-    return Start(0, parameters.first_seed(cfg))
+    return Start(0, rules.first_seed(cfg))
 
 
 class Run:
@@ -164,7 +165,7 @@ class Run:
 
     def _advance(self, at):
         self._offsets.append(at)
-        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _remember(self, step, body):
@@ -197,20 +198,21 @@ class Run:
         longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._body_length(head)
+            length = self._body_length(head, self.step, self.seed)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
-            if not length or len(body) != length + 4 or _crc(body[:length]) != body[length:]:
+            crc = int.from_bytes(body[length:], "little")
+            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
                 self._cut_torn_record(size, longest, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _body_length(self, head):
-        """Length of the body of the current step's record, 0 if `head` is not the head of that record."""
-        if len(head) < HEAD or _crc(head[:RECORD.size]) != head[RECORD.size:]:
+    def _body_length(self, head, step, seed):
+        """Length of the body of this step's record, 0 if `head` is not the head of that record."""
+        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
-        length, step, _, _, seed = RECORD.unpack(head[:RECORD.size])
-        return length if (step, seed) == (self.step, self.seed) else 0
+        length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
+        return length if (its_step, its_seed) == (step, seed) else 0
 
     def _cut_torn_record(self, size, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
@@ -310,7 +312,7 @@ def newest(pattern="ckpt*"):
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
-        engine.update(parameters.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+        engine.update(fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 
 def read_cpp_checkpoints(cfg, directory):
@@ -323,10 +325,10 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it "
                            "the model cannot be rebuilt")
-    out, seed, size = [], parameters.first_seed(cfg), parameters.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
-        seed = parameters.next_seed(seed, step - 1, cfg.NOISE_REUSE)
+        seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         with open(path, "rb") as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         if len(data) < CPP_CHECKPOINT.size:
@@ -345,7 +347,7 @@ def read_cpp_checkpoints(cfg, directory):
         if its_seed != seed:
             raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
         try:
-            parameters.unpack_ternary(packed, cfg.N_PAIRS)
+            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
         except ValueError as error:
             raise HistoryError(f"{path}: {error}") from None
         out.append(packed)
@@ -434,7 +436,7 @@ def _crc(data):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = parameters.packed_size(cfg.N_PAIRS)
+    size = fitness_digits.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 

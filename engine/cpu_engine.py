@@ -16,7 +16,11 @@ from model import state_digest
 from engine import cpu_gru
 from engine import hardware
 from engine import kernel_cache
+from model import integer_tables
+from model import optimizers
 from model import parameters
+from model import rules
+from model import sampling
 from model import transforms
 from engine import simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
@@ -68,7 +72,7 @@ class CpuEngine:
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
         self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         self.name = f"cpu {simd.KIND} x{self.threads}"
-        exp = parameters.exp_table(cfg)
+        exp = integer_tables.exp_table(cfg)
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
             cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK,
@@ -76,7 +80,7 @@ class CpuEngine:
             cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT,
             cfg.SHIFT_LOGIT,
             cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
-            int(cfg.LOSS == "exact"), parameters.log_unit(cfg), int(cfg.NTT_MODE != 0),
+            int(cfg.LOSS == "exact"), integer_tables.log_unit(cfg), int(cfg.NTT_MODE != 0),
             transforms.PRIME.get(cfg.NTT_MODE, 0), cfg.USE_CLT,
             parameters.divisor(cfg, cfg.HIDDEN_DIM), parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
             0 if cfg.MLP_RELU else -127)
@@ -145,7 +149,7 @@ class CpuEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        windows = parameters.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+        windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
         self._spread(count // 2, lambda a,
                      b: self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b]),
@@ -168,9 +172,9 @@ class CpuEngine:
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]),
                              t.cols * seeds.size)
             changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            group, o = 4 if t.matrix else 1, parameters.optimizer(cfg, lr, t)
+            group, o = 4 if t.matrix else 1, optimizers.constants(cfg, lr, t)
             rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
-            x = self._muon_direction(o, t, row, votes) if o.rule == parameters.MUON else np.empty((0, 0), np.float32)
+            x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
             changed += sum(self._spread(t.rows // group,
                                         functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments,
                                                                            changed_rows, changed_cols), 4 * t.size))
@@ -179,13 +183,13 @@ class CpuEngine:
                 if t.matrix:
                     self._rescale(t.overlay_b, changed_rows)
         self._pack()
-        self.seed = parameters.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         return int(changed)
 
     @functools.cached_property
     def _token_rates(self):
-        return parameters.token_rates(self.cfg, self.tokens)
+        return optimizers.token_rates(self.cfg, self.tokens)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
@@ -203,7 +207,7 @@ class CpuEngine:
         """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
         model.parameters)."""
         short, long = sorted((t.rows, t.cols))
-        x, a, b, c = np.empty((short, long), np.float32), *parameters.muon_coefficients(self.cfg)
+        x, a, b, c = np.empty((short, long), np.float32), *optimizers.muon_coefficients(self.cfg)
         muon_start(o, row, votes, self._moments, x)
 
         def product(left, right, gram, alpha, beta):
@@ -212,7 +216,7 @@ class CpuEngine:
                          left.shape[1] * out.size // 16)
             return out
 
-        for _ in range(parameters.MUON_ROUNDS):
+        for _ in range(optimizers.MUON_ROUNDS):
             squares = product(x, x, True, a, a)
             x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
         return x
@@ -235,15 +239,15 @@ class CpuEngine:
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        s = parameters.sampling(self.cfg, temp, min_p, penalty)
+        s = sampling.settings(self.cfg, temp, min_p, penalty)
         cfg = self.cfg
-        new = parameters.checked_prompt(cfg, prompt)
+        new = sampling.checked_prompt(cfg, prompt)
         read, seen = self._model.reader(self._w, len(new) + count), np.zeros(cfg.VOCAB_SIZE, np.uint8)
         position = len(new) - 1
         for _ in range(count):
             seen[new] = 1
             token = choose_token(self._constants, self._exp, read(new), seen, s.penalty, s.temp, s.floor,
-                                 parameters.sampling_random(seed, position))
+                                 sampling.random(seed, position))
             yield int(token)
             new, position = np.array([token], np.int32), position + 1
 

@@ -10,6 +10,7 @@ from engine.cpu_kernels import (AT_W, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVE
                                 project_down)
 from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+from model import integer_tables
 from model import parameters
 from model import transforms
 
@@ -388,14 +389,14 @@ class Transformer:
 
     def __init__(self, cfg, constants, exp):
         self.cfg, self._constants = cfg, constants
-        self._tables = Tables(exp, parameters.gelu_table().view(np.uint8) ^ 128,
-                              parameters.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
+        self._tables = Tables(exp, integer_tables.gelu_table().view(np.uint8) ^ 128,
+                              integer_tables.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
                               self._basis(cfg.NTT_CAUSAL))
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
     def evaluate(self, w, windows, seed, first_pair, losses):
         """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of
-        model.parameters.windows; seed of the step."""
+        model.rules.windows; seed of the step."""
         unused = np.empty(0)
         run_windows(self._constants, w, self._tables, windows, np.int64(seed + first_pair), 1, unused, 0.0, losses,
                     unused)
@@ -424,7 +425,8 @@ class Transformer:
                 old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
                 cache[:, :, :start] = old[:, :, :start]
                 sequence = np.concatenate([sequence, np.zeros((1, room - sequence.size), np.int32)], 1)
-                tables = tables._replace(rope=parameters.rope_table(cfg, room).astype(np.int64), ntt=self._basis(True))
+                tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64),
+                                         ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
             x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
             hidden(c, w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)

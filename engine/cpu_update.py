@@ -5,11 +5,11 @@ import numpy as np
 from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, tile
-from model import parameters
+from model import optimizers
 from model import state_digest
 
-SGD, MUON, ZTEST = parameters.SGD, parameters.MUON, parameters.ZTEST
-MUON_PARTS, MUON_EPS = parameters.MUON_PARTS, parameters.MUON_EPS
+SGD, MUON, ZTEST = optimizers.SGD, optimizers.MUON, optimizers.ZTEST
+MUON_PARTS, MUON_EPS = optimizers.MUON_PARTS, optimizers.MUON_EPS
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
 

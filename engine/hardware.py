@@ -1,7 +1,8 @@
-"""The devices of this machine and the choice of the engine. Nothing but the standard library until an engine is made.
+"""The devices of this machine and the choice among them, with nothing but the standard library.
 
 A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process of multiprocessing makes its own
-engine. """
+engine.
+"""
 
 import ctypes
 import importlib.util
@@ -71,18 +72,3 @@ def one_device(cfg, gpu=None):
     if gpu is not None and f"cuda:{gpu}" not in usable:
         raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
-
-
-def make(cfg, tokens, device="cpu", threads=None):
-    """The engine for `device`. tokens: 1-D array or None (engine.cpu_engine, engine.cuda_engine have the verbs).
-    threads: CPU cores, default all.
-
-    Raises EngineError where the device cannot do it."""
-    try:
-        if device == "cpu":
-            from engine import cpu_engine
-            return cpu_engine.CpuEngine(cfg, tokens, threads)
-        from engine import cuda_engine
-        return cuda_engine.CudaEngine(cfg, tokens, int(device.partition(":")[2]))
-    except ValueError as error:
-        raise EngineError(str(error)) from None

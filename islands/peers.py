@@ -73,7 +73,7 @@ def peers_from_slurm(port, environ=os.environ):
         command = ["scontrol", "show", "hostnames", nodes]
         hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except OSError as error:
-        raise ConfigError(f"--peers-from-slurm: scontrol, which lists the nodes: {error.strerror}: {advice}") from None
+        raise ConfigError(f"--peers-from-slurm needs scontrol to list the nodes: {error.strerror}: {advice}") from None
     except subprocess.CalledProcessError:
         raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}") \
             from None

@@ -18,6 +18,7 @@ import numpy as np
 from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
 from kernels import gru_hopper
+from model import integer_tables
 from model import parameters
 from kernels import ptx
 from egg_kernels import (A8, A32, A64, AF64, AU32, CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, PLAN, TILE, _chunk, _Packing, _tile_functions,
@@ -814,7 +815,7 @@ class Forward:
 
     def tables(self):
         cfg = self.cfg
-        exps = parameters.exp_table(cfg)
+        exps = integer_tables.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),

@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, types
 from numba.cuda import libdevice
 
+from model import optimizers
 from model import parameters
 
 TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
@@ -58,7 +59,7 @@ def build(cfg):
     """The kernels of a configuration, {name: (Python function, signature)}; none without USE_MUON."""
     if not cfg.USE_MUON:
         return {}
-    PARTS, EPS, MOMENTUM = parameters.MUON_PARTS, float32(parameters.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
+    PARTS, EPS, MOMENTUM = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
 
     def muon_start(matrices, votes, moments, x):
         """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
@@ -146,7 +147,7 @@ class Direction:
 
     def __init__(self, cfg, kernels):
         p = plan(cfg)
-        self.kernels, self.coefficients = kernels, parameters.muon_coefficients(cfg)
+        self.kernels, self.coefficients = kernels, optimizers.muon_coefficients(cfg)
         self.tables = [cuda.to_device(table) for table in p[:3]] if p.x_size else []
         self.x, self.other = (cuda.device_array(max(1, p.x_size), np.float32) for _ in range(2))
         self.square, self.poly = (cuda.device_array(max(1, p.a_size), np.float32) for _ in range(2))
@@ -170,8 +171,8 @@ class Direction:
         def product(name, tiles, *args):
             add(name, len(tiles), THREADS, tiles, matrices, *args)
 
-        add("muon_start", len(matrices), parameters.MUON_PARTS, matrices, votes, moments, self.x)
-        for _ in range(parameters.MUON_ROUNDS):
+        add("muon_start", len(matrices), optimizers.MUON_PARTS, matrices, votes, moments, self.x)
+        for _ in range(optimizers.MUON_ROUNDS):
             product("muon_gram", squares, np.int32(0), a, a, self.x, self.x, self.square)
             product("muon_mix", squares, np.int32(0), b, c, self.square, self.square, self.poly)
             product("muon_mix", wides, np.int32(1), a, np.float32(1), self.poly, self.x, self.other)

@@ -1,5 +1,10 @@
 """What the forward passes on CUDA share: small device functions, the perturbed vectors and tables, types, the plan."""
 
+import ast
+import copy
+import inspect
+import textwrap
+
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32
 
 from kernels import ptx
@@ -18,6 +23,56 @@ def blocks(n, size):
 
 def aligned(n):
     return blocks(n, 256) * 256
+
+
+# --- loops over registers ---------------------------------------------------------------------------------------------
+
+class _WriteOut(ast.NodeTransformer):
+    """Replaces loops over ranges of constants, with a variable of LOOPS, by their bodies, the variable by its values."""
+    LOOPS = {"d", "e", "g", "half", "i", "j", "k", "n", "s", "sub"}
+
+    def __init__(self, constants):
+        self._constants = constants
+
+    def visit_For(self, node):
+        if isinstance(node.target, ast.Name) and node.target.id in self.LOOPS:
+            try:
+                values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, self._constants)
+            except NameError:                                # a bound that only the running kernel knows
+                return self.generic_visit(node)
+            name, out = node.target.id, []
+            for value in values:
+                for statement in copy.deepcopy(node.body):
+                    for part in ast.walk(statement):
+                        for field, child in ast.iter_fields(part):
+                            if isinstance(child, list):
+                                child[:] = [_constant(x, name, value) for x in child]
+                            else:
+                                setattr(part, field, _constant(child, name, value))
+                    out += _as_list(self.visit(statement))
+            return out
+        return self.generic_visit(node)
+
+
+def _constant(node, name, value):
+    """A constant in the place of a variable that is read."""
+    read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+    return ast.Constant(value) if read else node
+
+
+def _as_list(nodes):
+    return nodes if isinstance(nodes, list) else [nodes]
+
+
+def written_out(function):
+    """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
+    indexed, so the arrays would lie in local memory."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree.body[0].decorator_list = []
+    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    tree = _WriteOut({name: value for name, value in names.items() if isinstance(value, int)}).visit(tree)
+    exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), names)
+    return names[function.__name__]
 
 
 # --- small device functions ------------------------------------------------------------------------------------------

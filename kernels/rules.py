@@ -1,13 +1,13 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7)."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, int32
+from numba.cuda import libdevice
 
 from kernels import ptx
-from model import parameters
+from model import integer_tables
 from model import rules
 
 device = cuda.jit(device=True, inline=True)
@@ -18,13 +18,10 @@ def log2_floor(q):
     return int32(63 - cuda.clz(q))
 
 
-@device
-def fma(a, b, c):
-    return cuda.fma(a, b, c)                                 # itself it could not be a free variable of a rule
-
-
-TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th,
-                          log2_floor=log2_floor, sqrt=math.sqrt, fma=fma)
+TARGET = rules.Arithmetic(
+    np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, log2_floor=log2_floor,
+    sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn,
+    div=libdevice.fdiv_rn)
 
 
 def build_noise(cfg, silent=False):
@@ -66,7 +63,7 @@ def build_noise(cfg, silent=False):
 
 def loss_function(cfg):
     """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7)."""
-    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, parameters.log_unit(cfg)
+    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
     rule = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
 
     @device

@@ -30,8 +30,9 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.parts import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor)
+                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
 from kernels.rules import build_noise, device, loss_function
+from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
@@ -39,6 +40,19 @@ TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays o
 MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
 BARRIER_WORDS = 32
+
+
+class Card(NamedTuple):
+    """What kernels are made for."""
+    wgmma: bool             # and bulk copies; else mma.sync and cp.async
+    shared: int             # bytes of shared memory a block may have
+    unrolls: bool = True    # whether the compiler for it unrolls loops over registers
+
+    def written(self, function):
+        return function if self.unrolls else written_out(function)
+
+    def device(self, function):
+        return device(self.written(function))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -57,7 +71,7 @@ def members_of(rows, length):
 
 def exp_entries(cfg):
     """Entries of EXP up to the one that all further ones equal."""
-    exps = parameters.exp_table(cfg)
+    exps = integer_tables.exp_table(cfg)
     last = exps[min(255, exps.size - 1)]
     return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
 
@@ -191,7 +205,7 @@ def product_functions(card, shape, repeat=1):
     assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
-    @device
+    @card.device
     def fetch_columns(to, w, at, full, t):
         if BULK:
             if t == 0:
@@ -200,7 +214,7 @@ def product_functions(card, shape, repeat=1):
             for i in range(t, COLUMNS * KP // 16, THREADS):
                 ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
 
-    @device
+    @card.device
     def fetch_piece(to, x, tile, piece, full, t):
         """A piece of the rows of a tile: RG times 64 rows, or their groups of 8."""
         if PIECED:
@@ -214,7 +228,7 @@ def product_functions(card, shape, repeat=1):
             for i in range(t, 4 * RG * KP, THREADS):
                 ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
 
-    @device
+    @card.device
     def init(bar, t):
         if t == 0:
             for i in range(STAGES):
@@ -226,7 +240,7 @@ def product_functions(card, shape, repeat=1):
             if BULK:
                 ptx.barrier_fence()
 
-    @device
+    @card.device
     def rows(base, bar, turn, tile, x, t):
         if not STREAM:
             group, mine = t // ROW_THREADS, t % ROW_THREADS
@@ -242,17 +256,17 @@ def product_functions(card, shape, repeat=1):
                         ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
                     ptx.copy_arrive(full)
 
-    @device
+    @card.device
     def wait_rows(bar, turn, t):
         if not STREAM:
             wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
 
-    @device
+    @card.device
     def leave_rows(bar, t):
         if not STREAM and t & 31 == 0:
             ptx.barrier_arrive(bar + ROWS_EMPTY + 8 * (t // ROW_THREADS))
 
-    @device
+    @card.device
     def fill(base, bar, step, first, every, x, w, at, t):
         if not BULK or t < 32:
             stage, piece, ahead = step % STAGES, step % PIECES, step // PIECES % PASSES
@@ -268,7 +282,7 @@ def product_functions(card, shape, repeat=1):
             if not BULK:
                 ptx.copy_arrive(full)
 
-    @device
+    @card.device
     def refill(base, bar, step, steps, first, every, x, w, at, t):
         if not RESIDENT:
             old = step - LAG
@@ -276,7 +290,7 @@ def product_functions(card, shape, repeat=1):
                 wait(bar + EMPTY + 8 * (old % STAGES), old // STAGES & 1)
                 fill(base, bar, old + STAGES, first, every, x, w, at, t)
 
-    @device
+    @card.device
     def operands(base, bar, step, piece, t):
         """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
         group = t >> 7
@@ -296,7 +310,7 @@ def product_functions(card, shape, repeat=1):
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
         of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
-        @device
+        @card.device
         def start(acc, base, bar, step, piece, keep, t):
             a, b = operands(base, bar, step, piece, t)
             a_desc, b_desc = of_rows(ptx.here(a)), of_columns(ptx.here(b))
@@ -307,7 +321,7 @@ def product_functions(card, shape, repeat=1):
     else:
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
-        @device
+        @card.device
         def start(acc, base, bar, step, piece, keep, t):
             a, b = operands(base, bar, step, piece, t)
             if keep == 0:
@@ -318,11 +332,11 @@ def product_functions(card, shape, repeat=1):
             a = a + ((t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
             product(acc, int32(a), int32(b + (matrix >> 1) * (8 * KP) + (matrix & 1) * 128 + row))
 
-        @device
+        @card.device
         def done(acc):
             pass
 
-    @device
+    @card.device
     def leave(bar, step, t):
         if not RESIDENT:
             cuda.syncwarp()
@@ -396,7 +410,7 @@ def _up_kernel(cfg, nz, card, KP):
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
 
-    @device
+    @card.device
     def begin_tile(acc, at, s0, s1):
         """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
         address."""
@@ -407,7 +421,7 @@ def _up_kernel(cfg, nz, card, KP):
                 c = b[k] if BASE else int32(0)
                 acc[i], acc[i + 2] = begin(s0, n[k], c), begin(s1, n[k], c)
 
-    @device
+    @card.device
     def unit_address(a, bias, at):
         """Where GELU of a hidden unit lies."""
         if BASE:
@@ -417,7 +431,7 @@ def _up_kernel(cfg, nz, card, KP):
         return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(4 * COPIES))
                      + at)
 
-    @device
+    @card.device
     def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, seed):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
@@ -441,12 +455,13 @@ def _up_kernel(cfg, nz, card, KP):
                     if MODE == 2:
                         smf[to + FACTOR] = factor(entry, stream, i)
 
-    @device
+    @card.device
     def fold(pb, x, c, f):
         """input_fold; in mode 1 with the running integer in 64ths, one shift less."""
         return ptx.whole_64ths(int32(int32(x * c) + pb)) if MODE == 1 else input_fold(pb, x, c, f)
 
     @device
+    @(written_out if MODE == 2 else card.written)            # those of mode 2 every compiler leaves
     def folded(acc, smf, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
         pb = cuda.local.array(8, int32)
@@ -466,6 +481,7 @@ def _up_kernel(cfg, nz, card, KP):
                 sums[half] = int32(sums[half] + (int32(some >> int32(6)) if MODE == 1 else some))
 
     @cuda.jit(launch_bounds=THREADS)
+    @card.written
     def up(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, gelu, x, sb, u):
         sm, smf = cuda.shared.array(0, int32, 128), cuda.shared.array(0, float32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
@@ -621,7 +637,7 @@ def _full_kernel(cfg, nz, card, kind):
     noise, scaled, four = nz.noise, nz.scaled, load4(nz)
     vector = vector_function(cfg, nz, True)
 
-    @device
+    @card.device
     def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
         """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
@@ -635,13 +651,13 @@ def _full_kernel(cfg, nz, card, kind):
                 plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
                 sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
 
-    @device
+    @card.device
     def turned(e, o, cos, sin):
         half, less = int64(1) << int64(BIT - 1), int32(-sin)
         return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
                 int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
 
-    @device
+    @card.device
     def rotate(acc, j, half, rope, at_shared, at_global, col):
         """The rotary embedding of four neighbours, columns col..."""
         if ROPE_SHARED:
@@ -652,7 +668,7 @@ def _full_kernel(cfg, nz, card, kind):
         acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
         acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
 
-    @device
+    @card.device
     def extremes(acc, tops):
         """tops: largest and smallest value so far of the two rows."""
         for j in range(N // 8):
@@ -661,7 +677,7 @@ def _full_kernel(cfg, nz, card, kind):
                 tops[2 * half] = int32(max(max(tops[2 * half], a), b))
                 tops[2 * half + 1] = int32(min(min(tops[2 * half + 1], a), b))
 
-    @device
+    @card.device
     def scales(tops, sm, side, mine, q, barrier):
         """amax_scale of the two rows; `mine`: the first one's number in the block."""
         top0 = quad_max(int32(max(tops[0], int32(-tops[1]))))
@@ -675,14 +691,14 @@ def _full_kernel(cfg, nz, card, kind):
                 top0, top1 = int32(max(top0, sm[at + k])), int32(max(top1, sm[at + 8 * CG + k]))
         return amax_scale(top0), amax_scale(top1)
 
-    @device
+    @card.device
     def quantised(acc, scale0, scale1):
         for j in range(N // 8):
             for e in range(2):
                 acc[4 * j + e] = rounded(acc[4 * j + e], scale0)
                 acc[4 * j + 2 + e] = rounded(acc[4 * j + 2 + e], scale1)
 
-    @device
+    @card.device
     def store(acc, out, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
@@ -691,7 +707,7 @@ def _full_kernel(cfg, nz, card, kind):
                     word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                     out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = word
 
-    @device
+    @card.device
     def store_transposed(acc, out, row, col, lane):
         """Rows g, g ^ 1 and the two 8 further are neighbouring bytes."""
         odd, q = (lane >> 2) & 1, lane & 3
@@ -712,6 +728,7 @@ def _full_kernel(cfg, nz, card, kind):
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
     @cuda.jit(launch_bounds=THREADS)
+    @card.written
     def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
              spill):
         sm = cuda.shared.array(0, int32, 128)
@@ -857,7 +874,7 @@ def _head_kernel(cfg, nz, card):
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
 
-    @device
+    @card.device
     def begin_tile(acc, at, s0, s1):
         """Accumulators before the product: the noise of their columns, at a shared address."""
         for j in range(8):
@@ -866,12 +883,12 @@ def _head_kernel(cfg, nz, card):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
                 acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE)), begin(s1, n[k], int32(BASE))
 
-    @device
+    @card.device
     def slot_of(c):
         """Where the noise of column c lies, so that the four columns of a thread in 16 are neighbours."""
         return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
 
-    @device
+    @card.device
     def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
         if not SILENT:
@@ -881,7 +898,7 @@ def _head_kernel(cfg, nz, card):
                 stream = uint32(seed + uint32((member + m) >> 1))
                 sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
 
-    @device
+    @card.device
     def weight(top, a, last, at):
         """EXP of the distance from level a to the highest level with the highest logit."""
         below = min(uint32(int32(top - a)), uint32(last))
@@ -889,7 +906,7 @@ def _head_kernel(cfg, nz, card):
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
         return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
 
-    @device
+    @card.device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
         for piece in range(H // 16):
@@ -897,11 +914,12 @@ def _head_kernel(cfg, nz, card):
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
         return int32(int32(quad_sum(dot) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
 
-    @device
+    @card.device
     def target(windows, unit, position):
         return windows[unit * (T + 1) + min(position, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
+    @card.written
     def head(call, at_tiles, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
@@ -1028,7 +1046,7 @@ def _head_kernel(cfg, nz, card):
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
-def _embed_kernel(cfg, nz):
+def _embed_kernel(cfg, nz, card):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
     four lanes a position.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
@@ -1039,6 +1057,7 @@ def _embed_kernel(cfg, nz):
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
+    @card.written
     def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
@@ -1084,7 +1103,7 @@ def _embed_kernel(cfg, nz):
     return embed
 
 
-def _norm_kernel(cfg, nz, streams):
+def _norm_kernel(cfg, nz, card, streams):
     """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
     plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
@@ -1098,12 +1117,12 @@ def _norm_kernel(cfg, nz, streams):
     noise, factor, whole_factor = nz.noise, nz.factor, nz.whole
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
-    @device
+    @card.device
     def shared_bias(b):
         """A bias as `normed` wants it."""
         return ptx.float_bits(float32(float32(int32(b + int32(127))) * float32(1 / 254))) if FLOAT else b
 
-    @device
+    @card.device
     def normed(p, mean, reciprocal, b):
         """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are
         whole numbers, takes the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
@@ -1116,13 +1135,14 @@ def _norm_kernel(cfg, nz, streams):
         quotient = int32(uint32(abs(p)) // uint32(mean))
         return clip(int32((quotient if p >= 0 else int32(-quotient)) + b))
 
-    @device
+    @card.device
     def sizes(word):
         """Sum of the four |bytes|."""
         negative = ptx.byte_permute(word, 0, 0xBA98)
         return ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
 
     @cuda.jit(launch_bounds=256)
+    @card.written
     def norm(call, plan, weights, overlay, job, offset, stride, h, n, sb):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
@@ -1202,7 +1222,7 @@ def attention_tile(cfg):
     return 64 if padded_length(cfg) > 32 else 32
 
 
-def _attention_kernel(cfg, nz):
+def _attention_kernel(cfg, nz, card):
     """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16
     positions, all heads.
 
@@ -1225,7 +1245,7 @@ def _attention_kernel(cfg, nz):
     ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
     factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, load4(nz)
 
-    @device
+    @card.device
     def fetch(to, k, v, member, step, per_head, tiles, t):
         """Starts the copies of a step: keys of a tile, and values where they are wanted."""
         head, r = step // per_head, step % per_head
@@ -1239,7 +1259,7 @@ def _attention_kernel(cfg, nz):
                                  at_v + (i // (TILE // 2)) * (2 * POSITIONS) + (i % (TILE // 2)) * 4)
         ptx.copy_commit()
 
-    @device
+    @card.device
     def scores(s, query, at, wide):
         """s[4 j ...] = products of the query with the keys at shared address `at`: of this lane for load_matrix4."""
         for j in range(0, TILE // 8, 2):
@@ -1254,7 +1274,7 @@ def _attention_kernel(cfg, nz):
                 for e in range(4):
                     s[4 * j + e], s[4 * j + 4 + e] = c[e], d[e]
 
-    @device
+    @card.device
     def largest(s, tops, first, position, wide):
         """tops: the largest scores of the two rows so far; first: this lane's first column."""
         for j in range(TILE // 8):
@@ -1264,7 +1284,7 @@ def _attention_kernel(cfg, nz):
                     tops[0] = int32(max(tops[0], s[4 * j + e])) if c <= position else tops[0]
                     tops[1] = int32(max(tops[1], s[4 * j + 2 + e])) if c <= position + 8 else tops[1]
 
-    @device
+    @card.device
     def weigh(s, top0, top1, dens, exp, copy, first, position, wide):
         """Scores become weights, whose sums are added to dens."""
         for j in range(TILE // 8):
@@ -1282,7 +1302,7 @@ def _attention_kernel(cfg, nz):
                     s[4 * j + 2 + e] = w
                     dens[1] = int32(dens[1] + w)
 
-    @device
+    @card.device
     def split(limbs, s, wide):
         """The byte limbs of the weights as A fragments: limbs[(group of 32 * 3 + limb) * 4 + ...]."""
         for g in range(TILE // 32):
@@ -1295,7 +1315,7 @@ def _attention_kernel(cfg, nz):
                                                                       ptx.byte_permute(s[m + 4], s[m + 5],
                                                                                        pick), 0x5410)
 
-    @device
+    @card.device
     def weighted(limbs, at, wide):
         """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this
         lane)."""
@@ -1310,7 +1330,7 @@ def _attention_kernel(cfg, nz):
                 r = ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
         return r
 
-    @device
+    @card.device
     def quotient(high, low, den, reciprocal):
         """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is
         right or one less."""
@@ -1321,7 +1341,7 @@ def _attention_kernel(cfg, nz):
         q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
         return q if f >= float32(0) else int32(-q)
 
-    @device
+    @card.device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
         """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
         rows."""
@@ -1336,6 +1356,7 @@ def _attention_kernel(cfg, nz):
             a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
+    @card.written
     def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
@@ -1466,12 +1487,6 @@ HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32
 PACK_TYPES = (A32, A32) + 6 * (int64,)
 
 
-class Card(NamedTuple):
-    """What kernels are made for."""
-    wgmma: bool             # and bulk copies; else mma.sync and cp.async
-    shared: int             # bytes of shared memory a block may have
-
-
 class Noisy:
     """The noisy forward pass of a configuration on a Card."""
 
@@ -1484,11 +1499,11 @@ class Noisy:
             self.kernels.append((made[0], signature, made[1]))
             return made
 
-        self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
-        self.norms = {streams: add(_norm_kernel(cfg, nz, streams), NORM_TYPES) for streams in (1, 3)}
+        self.embed = add(_embed_kernel(cfg, nz, card), EMBED_TYPES)
+        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
-        self.attention = add(_attention_kernel(cfg, nz), ATTENTION_TYPES)
+        self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
         self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
         self.pack = add(_pack_kernel(cfg), PACK_TYPES)
         self.at, self.copies, end = {}, [], packing.bytes

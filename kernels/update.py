@@ -14,9 +14,11 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 
+from model import optimizers
 from model import parameters
+from model import rules
 from kernels import muon
-from kernels.rules import build_noise
+from kernels.rules import TARGET, build_noise
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
                          proxy_fence,
                      shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
@@ -129,20 +131,34 @@ A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, in
 A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 
 
-def build(cfg, wgmma):
-    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own
-    instruction."""
-    pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
-    masks, gaussian, with_muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
-    rare = cfg.RARE_TOKENS > 0
-    sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
+@device
+def place(rows, row, n):
+    """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4)
+    on."""
+    matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
+    return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
+
+
+@device
+def fetch(to, operand, at):
+    """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight
+    rows."""
+    t = cuda.threadIdx.x
+    for i in range(4):
+        copy_async16(int32(to + (t + i * THREADS) * 16), operand,
+                     at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+
+
+@device
+def vote_index(p, s, signed_is_row, cols):
+    r, c = (s, p) if signed_is_row else (p, s)
+    return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+
+def operands_kernel(cfg):
+    """The kernel that hashes noise into the operands of products."""
+    masks, gaussian, signs = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), not cfg.USE_CLT
     noise = build_noise(cfg).noise
-    o, muon_size = parameters.optimizer(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(parameters.MUON_SIZE))
-    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
-    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
-    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
-    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
-    strides = wgmma_descriptor_strides(DEPTH)
 
     @device
     def four_draws(x):
@@ -170,13 +186,6 @@ def build(cfg, wgmma):
             word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
         return word
 
-    @device
-    def place(rows, row, n):
-        """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4)
-        on."""
-        matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
-        return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
-
     def operands(rows, seed, fit, start, width, out):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
         16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
@@ -203,19 +212,13 @@ def build(cfg, wgmma):
             n = int32(n + 64)
             to += 128
 
-    @device
-    def fetch(to, operand, at):
-        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight
-        rows."""
-        t = cuda.threadIdx.x
-        for i in range(4):
-            copy_async16(int32(to + (t + i * THREADS) * 16), operand,
-                         at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+    return operands
 
-    @device
-    def vote_index(p, s, signed_is_row, cols):
-        r, c = (s, p) if signed_is_row else (p, s)
-        return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+def products_kernel(wgmma):
+    """The kernel of the matrices' votes; `wgmma`: by the instruction of cc 9.0."""
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
+    strides = wgmma_descriptor_strides(DEPTH)
 
     def products(tiles, operand, rows, start, votes):
         """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
@@ -311,6 +314,11 @@ def build(cfg, wgmma):
                                 cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one,
                                                 acc[i, j, 2 * half + k])
 
+    return products
+
+
+def vectors_kernel(pairs):
+    """The kernel of the vectors' votes."""
     def vector_products(groups, operand, fit, rows, start, splits, votes):
         """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
         of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
@@ -350,6 +358,19 @@ def build(cfg, wgmma):
             if lane & 3 == 0 and total != 0:
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
+    return vector_products
+
+
+def optimize_kernel(cfg):
+    """The kernel that moves the weights."""
+    rare, adapt, with_muon = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0, bool(cfg.USE_MUON)
+    by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
+    o, muon_size = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(optimizers.MUON_SIZE))
+    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
+    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
+    rule = rules.update_rules(device, TARGET)
+    adamw, sgd, muon_step, whole_step, ztest = rule.adamw, rule.sgd, rule.muon, rule.whole_step, rule.ztest
+
     def optimize(blocks, tensors, rates, token_rates, votes, directions, weights, moments, touched, changed):
         """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
         [tensors]; token_rates float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8
@@ -368,37 +389,23 @@ def build(cfg, wgmma):
                 if rare and by_token != 0:
                     rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
-                move = int32(0)
-                if ztest:
-                    if vote > 0 and vote >= int32(rate):
-                        move = int32(1 if weight < 127 else 0)
-                    elif vote < 0 and -vote >= int32(rate):
-                        move = int32(-1 if weight > -127 else 0)
+                if by_ztest:
+                    move = ztest(vote, weight, int32(rate))
                 else:
                     if direction >= 0:
                         rows = size // cols
                         r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
                         x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
-                        long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
-                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
-                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
-                    elif sgd:
-                        acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
+                        long = libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols)))
+                        acc = muon_step(x, libdevice.fmul_rn(muon_size, long), weight, acc, rate, decay)
+                    elif by_sgd:
+                        acc = sgd(vote, acc, rate)
                     else:
-                        g = libdevice.int2float_rn(int32(-vote))
-                        m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
-                        v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2,
-                                              libdevice.fmul_rn(moments[at, 1], beta2))
-                        u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
-                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
-                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                        m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
+                                          one_less_beta1,
+                                          beta2, one_less_beta2, eps, decay)
                         moments[at, 0], moments[at, 1] = m, v
-                    if acc >= float32(1):
-                        move = int32(1 if weight < 127 else 0)
-                        acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
-                    elif acc <= float32(-1):
-                        move = int32(-1 if weight > -127 else 0)
-                        acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
+                    move, acc = whole_step(weight, acc)
                 moments[at, 2] = acc
                 moved = move != 0
                 if moved:
@@ -413,6 +420,13 @@ def build(cfg, wgmma):
             if lane == 0 and count > 0:
                 cuda.atomic.add(changed, 0, count)
 
+    return optimize
+
+
+def rescale_kernel(cfg):
+    """The kernel of the noise-scale overlay."""
+    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
+
     def rescale(touched, overlay):
         """The overlay's step; clears `touched`. A thread an entry."""
         i = cuda.grid(1)
@@ -421,12 +435,17 @@ def build(cfg, wgmma):
             overlay[i] = int8(max(int32(-127), min(int32(127), o)))
             touched[i] = 0
 
+    return rescale
+
+
+def build(cfg, wgmma):
+    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: see products_kernel."""
     return {
-        "operands": (operands, (A2, U1, A1, int32, int32, A1)),
-        "products": (products, (A2, A1, int32, int32, A1)),
-        "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize, (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
-        "rescale": (rescale, (B1, S1)),
+        "operands": (operands_kernel(cfg), (A2, U1, A1, int32, int32, A1)),
+        "products": (products_kernel(wgmma), (A2, A1, int32, int32, A1)),
+        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A1, A1, int32, int32, int32, A1)),
+        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
+        "rescale": (rescale_kernel(cfg), (B1, S1)),
     } | muon.build(cfg)
 
 

@@ -1,8 +1,8 @@
 """The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
 
 A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its
-arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit; this module itself needs neither.
-`HOST` has the rules of random numbers without a compiler, for integers and NumPy arrays.
+arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit. This module needs neither. A switch
+is an argument of the builder, a number is an argument of the rule.
 
 Every integer result is cast, because numba's own rules of promotion differ between its targets.
 """
@@ -260,8 +260,51 @@ def sampling_rules(jit, target):
     return SimpleNamespace(score=score, share=share)
 
 
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+INITIAL_SEED = 42
+
+# of Python ints
+hash32 = draw_rules(lambda rule: rule, Arithmetic(int, lambda x: x & 0xFFFFFFFF, float), False).hash32
+
+
+def first_seed(cfg):
+    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash
+    is one to one."""
+    return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
+
+
+def next_seed(seed, step, reuse=1):
+    """Seed of step + 1 from the seed of `step`, which is kept for `reuse` steps (0: for ever)."""
+    return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
+
+
+def uniform_noise(draws, mask, gaussian):
+    """int8 noise from an array of uint32 draws: `draw_rules`, of all at once."""
+    def term(sign_bit, shift):
+        magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
+        return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
+    return term(0, 1) + term(5, 6) + term(10, 11) if gaussian else term(0, 1)
+
+
+# --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
+
 def window_start(first, pair, pairs_a_group, stride, starts):
     """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the
     share of the group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many
     windows there are."""
     return (first + pair // pairs_a_group * stride) % starts
+
+
+def window_starts(cfg, n_tokens, step, first_pair, pairs):
+    """int64 [pairs]: first token of each pair's window; a step goes on by a window from the one before."""
+    stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
+    each = np.arange(first_pair, first_pair + pairs, dtype=np.int64)
+    return window_start(step * cfg.SEQ_LEN, each, cfg.GROUP_SIZE // 2, stride, n_tokens - cfg.SEQ_LEN)
+
+
+def windows(cfg, tokens, step, first_pair, pairs):
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before
+    its beginning), then its inputs and targets."""
+    starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
+    return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)

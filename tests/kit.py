@@ -24,7 +24,10 @@ from cluster import auth
 from cluster import history
 from cluster import wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
 from model import state_digest
 from tools.debug import Reading
 
@@ -45,12 +48,12 @@ def golden(name):
 
 def population_fitness(cfg, losses):
     chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
-    return np.concatenate([parameters.chunk_fitness(chunk, cfg) for chunk in chunks])
+    return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
 def loss_of(reading, window, seed, sign):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)]
+    cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
     z = reading.logits(window[:-1], seed, sign)
     total = 0
     for row, target in zip(z, window[1:]):
@@ -92,7 +95,7 @@ def recorded_generation(engine, step):
     cfg, tokens, z = golden("E")
     later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
     for k in range(engine.step, step):
-        fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
         parts = "model_sha256", "adam_sha256", "scales_sha256"
@@ -135,14 +138,14 @@ class FakeEngine:
         assert first % 2 == count % 2 == 0 and count > 0
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
-        x = parameters.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        x = rules.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
         return (x % 1000).astype(np.int64)
 
     def update(self, fitness):
         assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = parameters.next_seed(self.seed, self.step), self.step + 1
+        self.seed, self.step = rules.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
     def validate(self, windows):
@@ -157,8 +160,8 @@ def expected(steps, cfg=CFG, kind=None):
     engine, packed = (kind or FakeEngine)(cfg), []
     for _ in range(steps):
         losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-        chunks = [parameters.chunk_fitness(x, cfg) for x in losses]
-        packed.append(parameters.pack_ternary(np.concatenate(chunks)))
+        chunks = [fitness_digits.chunk_fitness(x, cfg) for x in losses]
+        packed.append(fitness_digits.pack_ternary(np.concatenate(chunks)))
         engine.update(np.concatenate(chunks))
     return packed, engine.state().digests()
 
@@ -236,7 +239,7 @@ class Peer:
         return position
 
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
-        packed = parameters.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
+        packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
         head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
         self.link.send(wire.frame(RESULT, head, packed))
 
@@ -271,7 +274,7 @@ def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
     return thread
 
 
-GOOD = parameters.pack_ternary(np.ones(16, np.int8))
+GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
 
 
 def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
@@ -284,7 +287,7 @@ def filled(directory, steps=5, cfg=CFG):
     rng, packed = np.random.default_rng(steps), []
     run = history.open_run(cfg, directory)
     for k in range(steps):
-        packed.append(parameters.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
+        packed.append(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
         run.append(packed[-1], -k * 1000, k)
     run.close()
     return packed
@@ -595,7 +598,7 @@ def course(engine, start, windows, prompt, count, seed, settings):
     for step in range(3):
         chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
-        changed = engine.update(np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses]))
+        changed = engine.update(np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses]))
         seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
         seen[f"update {step}"] = changed, engine.state().digests(), engine.seed
         seen[f"digest after update {step}"] = engine.digest()
@@ -666,7 +669,7 @@ def weights_of(cfg, z, seen, temp, min_p, penalty):
     if temp == 0:
         return None, scores
     d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
-    exp = parameters.exp_table(cfg).astype(np.int64)
+    exp = integer_tables.exp_table(cfg).astype(np.int64)
     floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
     return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
 
@@ -677,7 +680,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = parameters.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = rules.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 

@@ -21,7 +21,7 @@ import egg_config
 import egg_net
 from cluster import admission, auth, dispatch, greeting, history, leases, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WELCOME
-from model import parameters, state_digest
+from model import fitness_digits, parameters, state_digest
 from tools import load
 from kit import (CFG, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
                  cluster, expected, filled, until, whole, work_in_thread)
@@ -397,7 +397,7 @@ def test_names_cannot_write_to_the_terminal(tmp_path):
 
 A, B, C, D = (admission.Author("host", x, f"worker {x}") for x in "abcd")
 YES = (GOOD, 5, np.ones(16, np.int8))
-NO = (parameters.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
+NO = (fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
 
 
 def give(step, author, chunk, what, alone=False):
@@ -633,7 +633,7 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
         coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
         pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
         for chunk in range(CFG.N_CHUNKS):
-            coordinator.dispatcher.work.result(None, one, chunk, parameters.pack_ternary(pairs), 0, pairs, True)
+            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0, pairs, True)
         coordinator._complete_step_if_done()
         assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
         coordinator.trust.votes[0][b"right"].add(three)
@@ -971,7 +971,7 @@ def besieged(tmp_path_factory):
     assert engine.step <= run.step
     same = FakeEngine(cfg)
     for step in range(engine.step):
-        same.update(parameters.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
+        same.update(fitness_digits.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
     assert engine.step > 0 and engine.state().digests() == same.state().digests()
     run.close()
 
@@ -1039,7 +1039,7 @@ def test_status_as_a_table_and_as_json(tmp_path):
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = egg_config.load("laptop", environ={})
     run = history.open_run(cfg, tmp_path)
-    fitness = parameters.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
     run.copy(100_000, lambda k: (fitness, k, 0))
     run.close()
     started = time.monotonic()

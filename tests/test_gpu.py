@@ -15,7 +15,11 @@ import egg_kernels
 import kit
 from engine import cuda_engine
 from engine import kernel_cache
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
+from model import sampling
 from kernels import transformer
 from kernels import update
 from tools import sanitize
@@ -93,7 +97,7 @@ def test_plan_gives_the_votes():
             x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
             for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
                 x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-        return parameters.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
+        return rules.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
 
     n = np.arange(plan.span + 16)
     operands = np.zeros((len(plan.rows), n.size), np.int64)
@@ -196,7 +200,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
 def every_verb(cfg, engine, tokens):
     """Each of them once, but evaluation."""
     engine.update(np.random.default_rng(SEED).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    assert engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
+    assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     assert len(engine.digest()) == 16
     state = engine.state()
@@ -260,7 +264,7 @@ def test_golden(name):
     for step in range(6):
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
         assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
         assert engine.update(fitness) == data["updates"][step]
         assert engine.state().digests() == digests_after(data, step), f"update {step}"
@@ -284,7 +288,7 @@ def test_golden_default_configuration():
             assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
         digests = [digest(x.astype(np.int32)) for x in losses]
         assert digests == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
         engine.update(fitness)
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
@@ -302,7 +306,7 @@ def test_load_and_pieces_of_a_chunk():
     for step in range(3):
         engine.update(data["fitness"][step])
     engine.load(start)
-    assert (engine.step, engine.seed) == (0, parameters.INITIAL_SEED)
+    assert (engine.step, engine.seed) == (0, rules.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
     assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
     engine._tokens, engine._evaluations = None, {}
@@ -421,11 +425,11 @@ def test_recorded_generation(step):
     every occurrence."""
     engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, s = engine.cfg, parameters.sampling(engine.cfg)
+    cfg, s = engine.cfg, sampling.settings(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
     engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
-    rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+    rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
     z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
     settings, floor = cuda.to_device(np.array([s.temp, 0], np.float32)), cuda.to_device(np.array([s.floor], np.int64))

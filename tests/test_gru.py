@@ -11,12 +11,16 @@ import egg_config
 from engine import cpu_engine
 from tools import debug
 from cluster import history
+from model import fitness_digits
+from model import integer_tables
+from model import optimizers
 from model import parameters
+from model import rules
 import egg_net
 from tools import prepare
 from tools import train
 import kit
-from tools.debug import hashes, truncated, wrap
+from tools.debug import drawn, hashes, truncated, wrap
 
 COMPILED = "compiled_gru"                                    # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -36,8 +40,7 @@ class Reading:
         self.h = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
     def noise(self, stream, count):
-        return parameters.uniform_noise(hashes(self.seed + stream, range(count)), self.cfg.DEVICE_MASK,
-                                        self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+        return drawn(hashes(self.seed + stream, range(count)), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN)
 
     def factor(self, at, stream, count):
         overlay, mode = self.state.overlay[at:at + count].astype(np.float32), self.cfg.ADAPTIVE_NOISE_MODE
@@ -110,7 +113,7 @@ class Reading:
 
     def loss(self, window):
         """LOSS = "exact" in float64 from the integer table, which fixed point must meet within a unit a token."""
-        cfg, exp, total = self.cfg, parameters.exp_table(self.cfg).astype(np.int64), 0.0
+        cfg, exp, total = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), 0.0
         for row, target in zip(self.read(window[:-1]), window[1:]):
             q = exp[np.minimum(exp.size - 1, row.max() - row)].sum()
             total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT)
@@ -149,7 +152,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     state.step = int(rng.integers(9))
     engine.load(state)
-    windows = parameters.windows(cfg, tokens, state.step, 0, 4)
+    windows = rules.windows(cfg, tokens, state.step, 0, 4)
     for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
         pair, before = member // 2, cfg.STATE_TOKENS
         clean, reading = Reading(cfg, state), Reading(cfg, state, state.seed + pair, 1 - 2 * (member % 2))
@@ -227,7 +230,7 @@ def test_share_falls_as_nano_egg_has_it():
     cfg = egg_config.load("nano-egg", ["OPTIMIZER=ztest"], {})
     assert [cfg.learning_rate(k) for k in (0, 1000)] == [1, 1 / 16] and cfg.learning_rate(500) == 1 / 8.5
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
-    least = [parameters.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
+    least = [optimizers.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
     assert least == [0, 25 * 128 * 16, 29 * 128 * 16]
     assert egg_config.make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
 
@@ -235,26 +238,26 @@ def test_share_falls_as_nano_egg_has_it():
 def test_groups_read_the_same_tokens_and_follow_a_stream():
     cfg = egg_config.make(**{**SMALL, "GROUP_SIZE": 8})
     tokens = np.arange(1000, dtype=np.uint32) % 251
-    first, second = parameters.windows(cfg, tokens, 0, 0, 32), parameters.windows(cfg, tokens, 1, 0, 32)
+    first, second = rules.windows(cfg, tokens, 0, 0, 32), rules.windows(cfg, tokens, 1, 0, 32)
     assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
     assert (first[0:4] == first[0]).all() and (first[4] != first[3]).any() and first[4, 5] == 1000 // 8
     assert np.array_equal(second[:, 5:6], first[:, -1:]) and np.array_equal(second[:, :5], first[:, 12:17])
     # the end of the data comes before its beginning
     assert np.array_equal(first[0, :5], tokens[-5:])
-    assert np.array_equal(parameters.windows(cfg, tokens, 0, 5, 3), first[5:8])
+    assert np.array_equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
 
 
 def test_noise_is_kept():
-    kept = [parameters.INITIAL_SEED]
+    kept = [rules.INITIAL_SEED]
     for step in range(8):
-        kept.append(parameters.next_seed(kept[-1], step, 3))
+        kept.append(rules.next_seed(kept[-1], step, 3))
     assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
-    assert parameters.next_seed(42, 6, 0) == 42 != parameters.next_seed(42, 6) == parameters.hash32(42, 7)
+    assert rules.next_seed(42, 6, 0) == 42 != rules.next_seed(42, 6) == rules.hash32(42, 7)
 
 
 def test_fast_fitness_is_the_sign():
     losses = np.array([5, 9, 7, 7, 1000, 3], np.int64)
-    assert parameters.chunk_fitness(losses, egg_config.make(FAST_FITNESS=1)).tolist() == [1, 0, -1]
+    assert fitness_digits.chunk_fitness(losses, egg_config.make(FAST_FITNESS=1)).tolist() == [1, 0, -1]
 
 
 @pytest.mark.parametrize("define, says", [
@@ -362,7 +365,7 @@ def test_it_learns():
     engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
     before = engine.validate(window)[0]
     for _ in range(40):
-        engine.update(parameters.chunk_fitness(engine.evaluate(0, 256), cfg))
+        engine.update(fitness_digits.chunk_fitness(engine.evaluate(0, 256), cfg))
     assert engine.validate(window)[0] < 0.75 * before
 
 

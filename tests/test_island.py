@@ -28,12 +28,13 @@ from model import state_digest
 from cluster import history
 from islands import gossip
 from islands import merging
+from model import fitness_digits
 from islands import peers
 from islands import transfer
 from model import parameters
+from model import rules
 import egg_net
 from cluster import snapshots
-from cluster import status
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
@@ -171,7 +172,7 @@ def test_peers_of_a_slurm_job(tmp_path):
             with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST.*--peer$"):
                 peers.peers_from_slurm(7, wrong)
         patch.setenv("PATH", str(empty))
-        with pytest.raises(egg_config.ConfigError, match="scontrol, which lists the nodes: No such file.*--peer$"):
+        with pytest.raises(egg_config.ConfigError, match="needs scontrol to list the nodes: No such file.*--peer$"):
             peers.peers_from_slurm(7, job)
 
 
@@ -306,9 +307,9 @@ def test_every_island_has_its_own_noise():
         assert np.array_equal(state.weights, parameters.initial_state(ISLE).weights)
         for step in range(2000):
             seeds_of.append(seed)
-            seed = parameters.next_seed(seed, step)
+            seed = rules.next_seed(seed, step)
         seeds.append(seeds_of)
-    assert seeds[0][0] == parameters.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
+    assert seeds[0][0] == rules.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkeypatch, capsys):
@@ -518,7 +519,7 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
         assert took > (size - rate / 2) / rate * 0.9 and size > 2 * rate
         steps = [e for e in b.told("step") if pull["time"] < e["time"] < pull["time"] + took]
         assert len(steps) > 8
-        assert max(e["seconds"] for e in steps) < 0.5                     # training goes on beside it
+        assert max(e["seconds"] for e in steps) < max(0.5, took / 4)      # training goes on beside it
     bucket, passed, end = transfer.Bucket(100e3), 0, time.monotonic() + 0.5
     while time.monotonic() < end:
         passed += bucket.take(bucket.piece) * bucket.piece
@@ -621,7 +622,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     run = history.open_run(cfg, base)
     for _ in range(12):
         fitness = np.random.default_rng(run.step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-        run.append(parameters.pack_ternary(fitness), 0, 0)
+        run.append(fitness_digits.pack_ternary(fitness), 0, 0)
         engine.update(fitness)
     run.close()
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
@@ -665,7 +666,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                 replay = Learner(cfg, 10)
                 history.replay(run, replay)
                 assert replay.state().digests() == state.digests() and not again.shelf.files
-            run.append(parameters.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
+            run.append(fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
         if not killed:
             break
     assert not killed and last > 8 and outcomes == sorted(outcomes) and {0, 1} == set(outcomes)
@@ -893,9 +894,9 @@ class Archipelago:
             self.sea.slow = {i: dice.choice([100, 1000])}
 
     def run(self, seconds):
-        """Harm for so long; then all heal, and go on for a few steps."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        """Harm for so long, on a slow machine longer; then all heal, and go on for a few steps."""
+        began = time.monotonic()
+        while (now := time.monotonic() - began) < seconds or now < 8 * seconds and not self.happened():
             time.sleep(self.random.uniform(0.1, 0.8))
             self._harm()
             if self.random.random() < 0.4:
@@ -904,6 +905,11 @@ class Archipelago:
         # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
         wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
         until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
+
+    def happened(self):
+        """Whether an island was killed and another one has found a deceiver out."""
+        logs = (events_of(self.directory / f"i{i}") for i in range(len(self.ports)))
+        return self.count["killed"] and any("nothing of" in event.get("text", "") for log in logs for event in log)
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))

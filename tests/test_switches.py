@@ -16,7 +16,10 @@ from engine import cpu_engine
 from engine import cpu_update
 from engine import cuda_engine
 from cluster import history
+from model import fitness_digits
+from model import optimizers
 from model import parameters
+from model import rules
 from kernels import muon
 from model import transforms
 from tools import train
@@ -123,7 +126,7 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     engine.load(state)
-    reading, windows = NttReading(cfg, state), parameters.windows(cfg, tokens, 0, 0, 2)
+    reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
     assert engine.evaluate(0,
                            4).tolist() == [loss_of(reading, windows[p // 2], state.seed + p // 2,
                                                    1 - 2 * (p % 2)) for p in range(4)]
@@ -156,7 +159,7 @@ def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_em
     before = {t.name for t in parameters.tensors(base)}
     assert [t.name for t in parameters.tensors(ntt) if t.name not in before] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
     weights = parameters.initial_state(ntt).weights
-    drawn = parameters.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
+    drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
     for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
         t = next(t for t in parameters.tensors(ntt) if t.name == name)
         assert np.array_equal(weights[t.weights:t.weights + t.size], parameters.to_canonical(matrix))
@@ -179,7 +182,7 @@ def chains(left, right):
 
 
 def norm_of(x):
-    sums = np.zeros(parameters.MUON_PARTS, np.float32)
+    sums = np.zeros(optimizers.MUON_PARTS, np.float32)
     flat = x.ravel()
     for first in range(0, flat.size, sums.size):
         part = flat[first:first + sums.size]
@@ -225,7 +228,7 @@ def test_muon_is_its_plain_reading(ns):
                         for s, f in zip(seeds, fitness))
             m = fma(state.moments[part, 0], np.float32(0.85), -parameters.to_canonical(votes).astype(np.float32))
             x = parameters.to_canonical(direction_of(parameters.from_canonical(m, t.rows, t.cols),
-                                                     parameters.MUON_COEFFICIENTS[ns]))
+                                                     optimizers.MUON_COEFFICIENTS[ns]))
             size = np.float32(0.2) * np.sqrt(np.float32(max(t.rows, t.cols)))
             acc = fma(-rate, fma(state.weights[part], np.float32(0.1), x * size), state.moments[part, 2])
             change = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
@@ -243,7 +246,7 @@ def test_directions_are_nearly_orthogonal():
         engine = cpu_engine.CpuEngine(cfg)
         for t in parameters.tensors(cfg):
             if t.name in ("w_up", "w_down"):
-                row, o = engine._table[t.param, t.layer], parameters.optimizer(cfg, 0.5, t)
+                row, o = engine._table[t.param, t.layer], optimizers.constants(cfg, 0.5, t)
                 values = np.linalg.svd(engine._muon_direction(o, t, row,
                                                               rng.integers(-999, 999,
                                                                            (t.rows, t.cols)).astype(np.int32)),
@@ -335,7 +338,7 @@ def test_muons_kernels_in_the_simulator(tmp_path):
                           env={"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(HERE), "PATH": ""})
     assert done.returncode == 0, done.stderr
     m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
-    a, b, c = map(np.float32, parameters.MUON_COEFFICIENTS["quintic"])
+    a, b, c = map(np.float32, optimizers.MUON_COEFFICIENTS["quintic"])
     for rows, cols in ((16, 80), (80, 16)):
         got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, rows, cols)
         x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
@@ -401,7 +404,7 @@ def test_distributed_and_resumed(tmp_path, values):
     engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
     alone, changed = engine(), 0
     for _ in range(6):
-        chunks = [parameters.chunk_fitness(alone.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE),
+        chunks = [fitness_digits.chunk_fitness(alone.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE),
                                            cfg) for c in range(cfg.N_CHUNKS)]
         changed += alone.update(np.concatenate(chunks))
     for steps in (3, 6):
@@ -477,7 +480,7 @@ def test_shares_are_of_all_the_data():
     cfg = egg_config.make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
     tokens = np.zeros((1 << 24) + 100, np.uint32)
     tokens[-25:] = 299
-    rates = parameters.token_rates(cfg, tokens)
+    rates = optimizers.token_rates(cfg, tokens)
     assert rates.dtype == np.float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
     assert rates[299] == np.float32(np.sqrt(50 / tokens.size))
 

@@ -23,7 +23,10 @@ from model import data_files
 from tools import debug
 from model import state_digest
 from cluster import history
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
 import egg_net
 from cluster import snapshots
 from tools import train
@@ -62,7 +65,7 @@ def test_the_draw_follows_the_exact_distribution():
 def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     """255 * 127 * 66,312 passes int32: sums of attention must not wrap, however long a sequence is."""
     cfg, n = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
-    engine, exp = cpu_engine.CpuEngine(cfg), parameters.exp_table(cfg)
+    engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
     q, keys, values = np.zeros((1, 64), np.int8), np.zeros((n, 64), np.int8), np.full((n, 64), 127, np.int8)
@@ -127,8 +130,8 @@ def test_bytes_that_a_foreign_vocabulary_lacks():
 
 def step_once(cfg, engine, run):
     losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-    fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
-    run.append(parameters.pack_ternary(fitness), int(np.sum(losses)), engine.update(fitness))
+    fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
+    run.append(fitness_digits.pack_ternary(fitness), int(np.sum(losses)), engine.update(fitness))
 
 
 @pytest.fixture(scope="module")
@@ -519,7 +522,7 @@ def test_a_trace_shows_every_part_of_member_0(here):
     assert [p["name"] for p in told["parts"]] == ["Emb", "LN_Init", "InitMLP_Exp", "InitMLP", *layer, *layer, "LN_F"]
     assert (told["step"], told["position"]) == (STEPS, 7) and len(told["weights"]) == len(parameters.tensors(CFG))
     reading = Reading(CFG, state, lambda layer, name, values: shown.update({(layer, name): values}))
-    whole = reading.logits(parameters.windows(CFG, tokens, STEPS, 0, 1)[0][:-1], state.seed, 1)
+    whole = reading.logits(rules.windows(CFG, tokens, STEPS, 0, 1)[0][:-1], state.seed, 1)
     for part in told["parts"]:
         values = shown[part["layer"], "Weights" if "head" in part else part["name"]]
         want = debug.attention_statistics(values[part["head"]][7]) if "head" in part else debug.statistics(values[7])

@@ -2,14 +2,19 @@
 attention and its weights.
 
 `Reading` computes the slow and obvious way, on the host, from a State of either engine; the tests hold the engines
-against it, and DEBUG=1 prints what it sees. Names, columns and colours are those of d-eggs with EGG_DEBUG.
+against it, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`: hash, noise, factor, norms and
+products are written here once more, from the SPEC. It shares with the engines the table of parameters, the integer
+tables and the data; recordings of the C++ system check these. Names, columns and colours are those of d-eggs with
+EGG_DEBUG.
 """
 
 import json
 
 import numpy as np
 
+from model import integer_tables
 from model import parameters
+from model import rules
 from model import transforms
 from egg_config import EggError
 
@@ -31,12 +36,20 @@ def truncated(f):
 
 
 def hashes(seed, index):
-    """uint32: model.parameters.hash32 over an array of indices."""
+    """uint32: the hash of SPEC 2 over an array of indices."""
     with np.errstate(over="ignore"):
         x = np.uint32(seed & 0xFFFFFFFF) + np.atleast_1d(index).astype(np.uint32) * np.uint32(0x9E3779B9)
         x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
         x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
         return x ^ x >> np.uint32(16)
+
+
+def drawn(r, mask, gaussian):
+    """int64: the noise of SPEC 2 from an array of hashes."""
+    def u(a, b):
+        return np.where(r >> np.uint32(a) & np.uint32(1), 1,
+                        -1) * (r >> np.uint32(b) & np.uint32(mask)).astype(np.int64)
+    return u(0, 1) + u(5, 6) + u(10, 11) if gaussian else u(0, 1)
 
 
 def unseen(layer, name, value):
@@ -53,8 +66,7 @@ class Reading:
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
 
     def noise(self, seed, index):
-        return parameters.uniform_noise(hashes(seed, index), self.cfg.DEVICE_MASK,
-                                        self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+        return drawn(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN)
 
     def factor(self, at, seed, index):
         overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
@@ -112,7 +124,7 @@ class Reading:
         cfg = self.cfg
         n = self.layer_norm(h, norm, layer, seed, sign)
         u = (self.product(up, layer, seed, sign, n) >> cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer, seed, sign)
-        u = parameters.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
+        u = integer_tables.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
         down = self.product(down, layer, seed, sign, u, down=True) >> cfg.SHIFT_MLP_DOWN
         h = self.amax(wrap(h + down + self.vector(down_bias, layer, seed, sign)))
         for name, values in zip(names, (n, u, h)):
@@ -129,7 +141,7 @@ class Reading:
         return wrap(turned.reshape(y.shape))
 
     def attend(self, q, k, v, layer=0):
-        cfg, exp, a = self.cfg, parameters.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
+        cfg, exp, a = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
         seen = []
         for head in range(cfg.N_HEADS):
             part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
@@ -174,7 +186,7 @@ class Reading:
         h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
                      "mlp_emb_bias_down",
                      ("LN_Init", "InitMLP_Exp", "InitMLP"))
-        rope = parameters.rope_table(cfg, len(tokens)).astype(np.int64)
+        rope = integer_tables.rope_table(cfg, len(tokens)).astype(np.int64)
         for layer in range(cfg.N_LAYERS):
             n = self.layer_norm(h, "ln_1", layer, seed, sign)
             self.see(layer, "LN1", n)
@@ -224,7 +236,7 @@ def trace(cfg, state, tokens):
     "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
     if cfg.MODEL != "transformer":
         raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
-    window = parameters.windows(cfg, tokens, state.step, 0, 1)[0]
+    window = rules.windows(cfg, tokens, state.step, 0, 1)[0]
     position, parts = min(POSITION, cfg.SEQ_LEN - 1), []
 
     def see(layer, name, values):

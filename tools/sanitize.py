@@ -11,7 +11,7 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import parameters
+from model import rules
 
 # Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second
 # tile.
@@ -44,7 +44,7 @@ def digest_of(name):
     engine = cuda_engine.CudaEngine(cfg, tokens)
     losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
     engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
+    engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
     list(engine.generate([1, 2, 3], 20, 1))
     engine.load(engine.state())
     losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))

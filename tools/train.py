@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cluster import auth
 from model import data_files
+from engine import engines
 from engine import hardware
 from cluster import history
 import egg_net
@@ -64,7 +65,7 @@ def print_references(cfg, data, console):
 def start_engine(cfg, data, device, threads, log):
     """An engine that is ready for a training step if there are data; `log` takes lines while it is compiled. Kernels of
     other operations are compiled at their first use. Raises EngineError."""
-    engine = hardware.make(cfg, data.tokens, device, threads)
+    engine = engines.make(cfg, data.tokens, device, threads)
     if device == "cpu" and data.tokens is not None:
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log)

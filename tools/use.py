@@ -23,6 +23,7 @@ import numpy as np
 from model import data_files
 from cluster import history
 from model import parameters
+from model import rules
 from cluster import snapshots
 from tools import train
 from egg_config import EggError
@@ -322,12 +323,12 @@ def import_(cfg, path, directory):
     state, full = from_arrays(cfg, arrays, path)
     try:
         # not 0: there a worker would begin with the random initial model
-        step, state.seed = int(metadata.get("step", 0)), parameters.next_seed(parameters.first_seed(cfg), 0)
+        step, state.seed = int(metadata.get("step", 0)), rules.next_seed(rules.first_seed(cfg), 0)
         state.step = max(1, step)
         if step:
             state.seed = int(metadata["seed"])
         if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
-            state.seed = parameters.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
+            state.seed = rules.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
