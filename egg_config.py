@@ -123,6 +123,7 @@ DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU if there is one
 DEBUG = 0                     # 1: every tenth step the worker of chunk 0 prints statistics of activations and weights
 DEBUG_FILE = ""               # file to which it appends them, a line of JSON a step
 SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
+TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (only H100 and H200), "mma", or "auto": the better one
 
 PRESETS = {
     # A byte model that learns within a minute on two cores. The shifts suit sums over 64 hidden units instead of 256:
@@ -227,6 +228,7 @@ FACTS = _facts(
     ("CONNECTIONS_PER_ADDRESS", (1, 1 << 20), LOCAL), ("IDLE_TIMEOUT", (1.0, 1e6), LOCAL),
     ("DEVICE", ("auto", "cpu", "cuda"), LOCAL), ("DEBUG", (0, 1), LOCAL, "transformer"),
     ("SIMD", ("auto", "vnni512", "vnni256", "madd", "portable"), LOCAL),
+    ("TENSOR_CORES", ("auto", "wgmma", "mma"), LOCAL),
 )
 
 

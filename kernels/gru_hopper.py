@@ -16,7 +16,7 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import ptx
-from kernels.hopper import _descriptor
+from kernels.parts import wgmma_descriptor as _descriptor
 from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_max, quad_sum, vector_function
 
 H = 256

@@ -219,6 +219,45 @@ def prefetch(ctx, array, index):
     return sig, codegen
 
 
+def mma_tile(columns, steps, stride):
+    """Intrinsic f(acc, a, b): acc += 16 rows x `columns` over 32 * `steps` of K, a warp, from core matrices in shared
+    memory.
+
+    acc: a local int32 array of columns / 2, with w = 0 as in wgmma_s8. a, b: this lane's address as in load_matrix4, of
+    the first two groups of 8 rows (a: matrices are rows 0, rows 8, then both 16 bytes of K further; b: columns 0, the
+    same 16 bytes further, then columns 8).
+    stride: bytes from one group of 8 columns to the next."""
+    count = columns // 2
+
+    @intrinsic
+    def emit(ctx, acc, a, b):
+        sig = types.void(acc, types.int32, types.int32)
+
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
+            text = ["{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3;"]
+            for k in range(steps):
+                text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{a0, a1, a2, a3}}, [${2 * count} + {256 * k}];")
+                for j in range(columns // 16):
+                    at = 256 * k + j * 2 * stride
+                    text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0, b1, b2, b3}}, "
+                                f"[${2 * count + 1} + {at}];")
+                    for i in range(2):
+                        c = "{" + ", ".join(f"${8 * j + 4 * i + n}" for n in range(4)) + "}"
+                        text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {c}, {{a0, a1, a2, a3}}, "
+                                    f"{{b{2 * i}, b{2 * i + 1}}}, {c};")
+            constraints = ["=r"] * count + [str(i) for i in range(count)] + ["r", "r", "~{memory}"]
+            f = _asm(" ".join(text + ["}"]), ir.LiteralStructType([I32] * count), [I32] * (count + 2),
+                     ",".join(constraints), side_effect=True)
+            r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
+
+
 store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.",
                           side_effect=True)
 
@@ -257,6 +296,23 @@ copy_commit = _statement("cp.async.commit_group;")
 copy_wait_but_one = _statement("cp.async.wait_group 1;")      # all but the newest
 
 
+# --- barriers in shared memory, cc >= 8.0 -----------------------------------------------------------------------------
+
+barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
+                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
+barrier_arrive = _operation("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", types.void,
+                            (types.int32,), "One arrival.",
+                            side_effect=True)
+barrier_test = _operation("{ .reg .pred p; W: mbarrier.test_wait.parity.shared::cta.b64 p, [$0], $1; "
+                          "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
+                          "Wait until the phase of this parity is complete.", side_effect=True)
+copy_arrive = _operation("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", types.void, (types.int32,),
+                         "One arrival when the copies that this thread has started have landed.", side_effect=True)
+named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2,
+                           "Barrier `id` (1 to 15) of `count` threads.",
+                           side_effect=True)
+
+
 def shared_limit(device):
     """Bytes of dynamic shared memory a block of this device can have."""
     from cuda.bindings import driver
@@ -276,23 +332,16 @@ def allow_shared(kernel, signature, nbytes):
                                 cuda.get_current_device().id)
 
 
-# --- cc 9.0 only: bulk copies, barriers in shared memory, warpgroup products -----------------------------------------
+# --- cc 9.0 only: bulk copies, warpgroup products --------------------------------------------------------------------
 
 # between ordinary stores and wgmma (or a bulk copy) reading them
 proxy_fence = _statement("fence.proxy.async.shared::cta;")
 barrier_fence = _statement("fence.mbarrier_init.release.cluster;")
-barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
-                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
-barrier_arrive = _operation("mbarrier.arrive.shared::cta.b64 _, [$0];", types.void, (types.int32,), "One arrival.",
-                            side_effect=True)
 barrier_expect = _operation("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.void, (types.int32,) * 2,
                             "One arrival that also awaits this many bytes of bulk copies.", side_effect=True)
 barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
                           "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
                           "Wait until the phase of this parity is complete.", side_effect=True)
-named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2,
-                           "Barrier `id` (1 to 15) of `count` threads.",
-                           side_effect=True)
 
 
 @intrinsic

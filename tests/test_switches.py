@@ -364,8 +364,8 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
 
 @pytest.mark.parametrize("cc", CARDS, ids=lambda cc: f"cc{cc[0]}.{cc[1]}")
 def test_their_kernels_compile(cc, compiler):
-    """Muon's for every card, the look-ups of the general path for the oldest one, those of the fast path and of
-    generation for cc 9.0."""
+    """Muon's for every card, the look-ups of validation for the oldest one, those of evaluation and of generation for
+    cc 9.0."""
     constants = dict(NTT_MODE=1 if cc == (8, 0) else 3, NTT_CAUSAL=int(cc != (8, 0)), USE_MUON=1, ADAPTIVE_NOISE_MODE=2,
                      RARE_TOKENS=0.01)
     wanted = ("muon", "optimize", *{(8, 0): ("rows",), (9, 0): ("embed", "token")}.get(cc, ()))
@@ -427,10 +427,10 @@ def test_the_schedule_is_that_of_the_specification_and_data():
 
 
 @pytest.mark.parametrize("preset", egg_config.PRESETS)
-def test_presets_are_good_and_those_for_large_gpus_take_the_fast_path(preset):
+def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
     cfg = egg_config.load(preset, environ={})
     forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
-    assert (type(forward._noisy).__name__ == "Hopper") == (preset != "laptop")
+    assert (type(forward._noisy).__name__ == "Hopper") == (cfg.MODEL == "gru")
 
 
 # --- rates and initial values by token -------------------------------------------------------------------------------

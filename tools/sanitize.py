@@ -13,14 +13,16 @@ import egg_config
 from engine import cuda_engine
 from model import rules
 
-# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor of the fast
-# path a second one.
+# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second
+# tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
     "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
                      RARE_TOKENS=0.01),
-    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
-    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
+    "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=540, TENSOR_CORES="mma"),
+    "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=20),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
