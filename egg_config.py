@@ -123,7 +123,7 @@ DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU if there is one
 DEBUG = 0                     # 1: every tenth step the worker of chunk 0 prints statistics of activations and weights
 DEBUG_FILE = ""               # file to which it appends them, a line of JSON a step
 SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
-TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (only H100 and H200), "mma", or "auto": the better one
+TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 and H200), "mma" (any card), "auto"
 
 PRESETS = {
     # A byte model that learns within a minute on two cores. The shifts suit sums over 64 hidden units instead of 256:

@@ -26,7 +26,7 @@ from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST
 from egg_config import ConfigError, UsageError
 from islands import merging
 from islands import transfer
-from islands.peers import ASK_EVERY, IslandError, NAME, Peers, peers_from_slurm
+from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
 
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness: their units
