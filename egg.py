@@ -168,7 +168,7 @@ def train(cfg, args):
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads,
                        console(sys.stdout, args.verbose), http, args.log_json, args.tensorboard)
-    invite_to_continue(done.coordinator.directory)
+    invite_to_continue(args.argv, done.coordinator.directory)
     if done.final is not None and done.coordinator.directory:
         directory = done.coordinator.directory
         print("plot it: " + command_line("plot", directory))
@@ -209,7 +209,7 @@ def coordinator(cfg, args):
     done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
                                    args.minutes, console(sys.stdout, args.verbose), access, page(args, access),
                                    args.log_json, args.tensorboard, island)
-    invite_to_continue(done.directory)
+    invite_to_continue(args.argv, done.directory)
 
 
 @command(option("host", "name or address of the coordinator", "HOST"),
@@ -455,12 +455,12 @@ def installation():
     return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
 
 
-def invite_to_continue(directory):
-    """Prints the command that goes on with the run in `directory` (None: it is not kept): this one, without its limits
-    and without the constants that the run has kept."""
+def invite_to_continue(argv, directory):
+    """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
+    limits and without the constants that the run has kept."""
     if directory is None:
         return
-    args = vars(parser(typed=False).parse_args(sys.argv[1:]))
+    args = vars(parser(typed=False).parse_args(argv))
     kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
     command, defines = args["function"].__name__, args["defines"]
     args = {name: value for name, value in args.items() if value and name not in NOT_CONTINUED}
@@ -535,6 +535,7 @@ def execute(argv):
     """The same, without what an interrupted import raises."""
     try:
         args = parser().parse_args(argv)
+        args.argv = sys.argv[1:] if argv is None else argv
         saved, args.run = args.saved(args)
         args.function(egg_config.load(args.preset, args.defines, saved=saved, run=args.run), args)
         sys.stdout.flush()

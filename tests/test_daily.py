@@ -102,6 +102,17 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
     assert history.configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
 
 
+def test_the_continuation_is_that_of_the_arguments(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done = type("Summary", (), {"directory": "ckpt"})
+    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
+    assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
+                     "--peer", "a:1", "--peer", "[::1]:2", "--island", "x", "--save-dir", "ckpt"]) == 0
+    assert shlex.split(line_with("continue it: ", capsys.readouterr().out))[4:] == [
+        "coordinator", "--save-dir", "ckpt", "--verbose", "--island", "x", "--peer", "a:1", "--peer", "[::1]:2", "-D",
+        "PORT=9"]
+
+
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     history.open_run(CFG, "ckpt").close()
     for command in ("train", "coordinator"):

@@ -910,7 +910,7 @@ def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):
         port = taken.getsockname()[1]
         assert egg.main(["coordinator", "--port", "0", "--http", str(port)]) == 1
         assert capsys.readouterr().err == f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n"
-    assert egg.main(["coordinator", "--port", "0", "--http", "0.0.0.0:0"]) == 1
+    assert egg.main(["coordinator", "--port", "0", "--http", "0.0.0.0:0"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("egg: --http 0.0.0.0:0 would show the run to anybody") and err.count("\n") == 1
     with pytest.raises(SystemExit) as ended:
