@@ -28,7 +28,7 @@ def aligned(n):
 # --- loops over registers ---------------------------------------------------------------------------------------------
 
 class _WriteOut(ast.NodeTransformer):
-    """Replaces loops over ranges of constants, with a variable of LOOPS, by their bodies, the variable by its values."""
+    """Replaces a loop over a range of constants, its variable in LOOPS, by its bodies, one for each value."""
     LOOPS = {"d", "e", "g", "half", "i", "j", "k", "n", "s", "sub"}
 
     def __init__(self, constants):
