@@ -1,6 +1,7 @@
-# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make test,
-# make bench, make clean. Everything is installed into .venv here; ARGS adds to the command, PYTHON names another
-# interpreter:
+# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make prepare,
+# make test, make bench, make install, make clean. Everything is installed into .venv here; ARGS adds to the command,
+# PYTHON names another interpreter:
+#   make prepare TEXT="book1.txt book2.txt" ARGS="--out books"
 #   make run ARGS="--minutes 10 -D N_LAYERS=2"        make test PYTHON=python3.12
 
 SHELL := /bin/sh
@@ -13,12 +14,19 @@ ARGS ?=
 CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); \
 	print((12 if major < 13 else 13) if gpus else 0)')
 
-.PHONY: run test bench clean
+.PHONY: run install prepare test bench clean
 
 run: $(VENV)/ready
 	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
-	to=ckpt-$$(date +%Y%m%d-%H%M%S); set -x; \
+	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
+	echo "one minute of training; before it the engine is compiled, the first time for about half a minute"; set -x; \
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
+
+install: $(VENV)/ready
+
+prepare: $(VENV)/ready
+	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
+	@$(EGG) prepare $(TEXT) $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)

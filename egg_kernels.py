@@ -43,9 +43,9 @@ from numba import cuda, float64, int8, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels import transformer
-from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
-                           pack4, quad_max, quad_sum, quantise, vector_function)
-from kernels.rules import build_noise, device, loss_function
+from kernels.parts import (A8, A32, AF64, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
+                           pack4, quad_max, quad_sum, quantise)
+from kernels.rules import build_noise, device
 from model import integer_tables
 from model import parameters
 

@@ -270,7 +270,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 continue
             if not retry:
                 raise NetError(closed_on_greeting(host, port)) from None
-            line = "worker: the coordinator closed on our greeting, trying again"
+            advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
+            line = f"worker: the coordinator closed on our greeting{advice}, trying again"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -382,6 +383,7 @@ class Coordinator:
     def close(self):
         """Can be called more than once."""
         self.closing = True
+        self.console.clear()
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()
@@ -619,10 +621,10 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""
             host, port = coordinator.address
-            console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
-            if coordinator.page:
-                console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
+                console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
+                if coordinator.page:
+                    console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
             coordinator.drain(0 if stopped else 5)
@@ -631,8 +633,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
 
 
 def farewell(run):
-    """Where the run is kept and how to go on."""
+    """What has become of the run."""
     if run.directory is None:
         return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return (f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir "
-            f"{run.directory}")
+    return f"stopped after {run.step} steps; the run lies in {run.directory}"

@@ -76,6 +76,9 @@ class Caller:
             if wanted and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
                                     "EGG_SECRET")
+            if self._secret and not wanted:
+                raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
+                                    "--secret-file and EGG_SECRET out")
             return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
         if opcode == WELCOME and self._challenge is not None and self.welcome is None:
             proof, *fields = WELCOMED.unpack(payload)

@@ -18,6 +18,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import tempfile
@@ -35,6 +36,7 @@ FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
@@ -223,7 +225,7 @@ class Run:
         if later or size - at > longest:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
-                               f"`truncate -s {at}`")
+                               f"`truncate -s {at} {shlex.quote(self._name)}`")
         if writable:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
@@ -277,8 +279,8 @@ def begin_run(cfg, directory, start):
 
 
 def configuration(directory):
-    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do
-    not hold them. Raises HistoryError."""
+    """{name: value}: the constants of the run in a save directory; {} for C++ checkpoints, which do not hold them.
+    Raises HistoryError."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     name = os.path.join(directory, FILE)
@@ -287,9 +289,41 @@ def configuration(directory):
             return {}
         raise _no_run(directory)
     try:
-        return _header_of(name)["config"]
+        return {**_header_of(name)["config"], **_settings(directory)}
     except OSError as error:
         raise HistoryError(f"{name}: {error.strerror}") from None
+
+
+def holds_run(directory):
+    """Whether a save directory holds a run of this program."""
+    return os.path.isfile(os.path.join(directory, FILE))
+
+
+def _settings(directory):
+    """{name: value} in SETTINGS, as seen from here; without data files that are not there, {} for an older run."""
+    try:
+        with open(os.path.join(directory, SETTINGS), encoding="utf-8") as file:
+            found = {name: value for name, value in json.load(file).items() if name in egg_config.FACTS}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    for name in egg_config.DATA_FILES:
+        path = os.path.join(directory, str(found.pop(name, "")))
+        if os.path.isfile(path):
+            found[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    return found
+
+
+def _keep_settings(cfg, directory):
+    """Writes SETTINGS. A run can do without, so a disk that refuses it is no error."""
+    settings = cfg.settings()
+    for name in egg_config.DATA_FILES:
+        if not os.path.isabs(settings[name]):
+            settings[name] = os.path.relpath(settings[name], directory)
+    path = os.path.join(directory, SETTINGS)
+    with contextlib.suppress(OSError):
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            file.write(json.dumps(settings, indent=1) + "\n")
+        os.replace(path + ".part", path)
 
 
 def epochs(directory):
@@ -301,12 +335,22 @@ def epochs(directory):
 
 
 def newest(pattern="ckpt*"):
-    """The directory that matches and whose run was written last. Raises HistoryError if there is none."""
-    found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
+    """The directory that matches and whose run was written last; a run without a step only where there is no other.
+    Raises HistoryError if there is none."""
+    found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
                            "or give its directory with --load-dir")
-    return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
+    return max(found, key=lambda name: (_is_trained(name), os.path.getmtime(os.path.join(name, FILE))))
+
+
+def _is_trained(directory):
+    """Whether a run has a step, or began with a trained model. One that cannot be read counts: its error will tell."""
+    try:
+        header, records = _header_and_records(os.path.join(directory, FILE))
+        return records > 0 or "start" in header
+    except (OSError, HistoryError):
+        return True
 
 
 def replay(run, engine, until=None):
@@ -368,7 +412,9 @@ def _open(cfg, directory, start=None):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         exists = os.path.exists(path)
         file = open(path, "r+b", buffering=0) if exists else _create(cfg, directory, path, start or beginning(cfg))
-        return Run(cfg, file, directory, True, lock)
+        run = Run(cfg, file, directory, True, lock)
+        _keep_settings(cfg, directory)
+        return run
     except (OSError, HistoryError) as error:
         if lock is not None:
             os.close(lock)
@@ -481,9 +527,15 @@ def _header(cfg, start):
 
 def _header_of(path):
     """The header of a history file, a dict. Raises HistoryError, OSError."""
+    return _header_and_records(path)[0]
+
+
+def _header_and_records(path):
+    """(header, bytes of the records behind it)."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)[0]
+        header, length = _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)
+        return header, size - length
 
 
 def _read_header(pread, size, name):

@@ -347,6 +347,11 @@ class CudaEngine:
             what, job = f"{self.name}: {', '.join(verbs)}", (*self._job, verbs)
             self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
 
+    def warm_up(self, verbs):
+        """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
+        for verb in verbs:
+            self._ready({"evaluate": "step", "update": "step"}.get(verb, verb))
+
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
         left."""

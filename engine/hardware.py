@@ -5,6 +5,7 @@ engine.
 """
 
 import ctypes
+import functools
 import importlib.util
 import os
 import sys
@@ -62,8 +63,13 @@ def devices(cfg):
     if cfg.DEVICE == "cuda":
         raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
-        print(f"egg: {wrong}; using the CPU", file=sys.stderr, flush=True)
+        _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
+
+
+@functools.cache
+def _tell_once(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def one_device(cfg, gpu=None):

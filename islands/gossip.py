@@ -23,10 +23,10 @@ from cluster import history
 from cluster import snapshots
 from cluster.hooks import Hook
 from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST
-from egg_config import ConfigError
+from egg_config import ConfigError, UsageError
 from islands import merging
 from islands import transfer
-from islands.peers import ASK_EVERY, IslandError, NAME, Peers, peers_from_slurm
+from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
 
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness: their units
@@ -194,7 +194,7 @@ class Island(Hook):
     def __init__(self, coordinator, terms):
         cfg, run = coordinator.cfg, coordinator.run
         if run.directory is None or not cfg.SNAPSHOT_EVERY:
-            raise IslandError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
+            raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator, self.cfg, self.run, self.terms, self.events = coordinator, cfg, run, terms, coordinator.events
         self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls)
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
@@ -207,7 +207,8 @@ class Island(Hook):
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
-        self.events.tell("island", f"island {terms.name}, {len(titles)} peers to call", name=terms.name, peers=titles)
+        line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
+        self.events.tell("island", line, name=terms.name, peers=titles)
 
     @property
     def founder(self):

@@ -28,8 +28,8 @@ def aligned(n):
 # --- loops over registers ---------------------------------------------------------------------------------------------
 
 class _WriteOut(ast.NodeTransformer):
-    """Replaces a loop over a range of constants, its variable in LOOPS, by its bodies, one for each value."""
-    LOOPS = {"d", "e", "g", "half", "i", "j", "k", "n", "s", "sub"}
+    """Replaces loops over ranges of constants, with a variable of LOOPS, by their bodies, once for each value."""
+    LOOPS = {"d", "g", "i", "j", "n", "sub"}           # the inner ones, over e, half and k, are short enough
 
     def __init__(self, constants):
         self._constants = constants

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from model import data_files
 from engine import hardware
 from model import parameters
 from tools import prepare
+from kit import CFG, Server
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = dict(SEQ_LEN=8, VOCAB_SIZE=300)
@@ -373,7 +375,14 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
 
 @pytest.mark.parametrize("args, words", [
     ("", ("COMMAND", "--help")),
-    ("hatch", ("invalid choice", "hatch")),
+    ("fly", ("no command 'fly': there is train, coordinator, ", "egg.py --help")),
+    ("tran", ("no command 'tran'; did you mean train?",)),
+    ("evaluate", ("no command 'evaluate'; did you mean eval?",)),
+    ("coordinator --host 0.0.0.0", ("--host 0.0.0.0 without a secret",)),
+    ("coordinator --tls-cert cert", ("needs both --tls-cert and --tls-key",)),
+    ("coordinator --island a", ("an island needs --save-dir",)),
+    ("worker localhost --tls-cert cert", ("needs --tls-ca",)),
+    ("worker localhost --secret-file none", ("--secret-file none: No such file",)),
     ("train --threads 0", ("--threads", "1 to")),
     ("train --threads many", ("--threads", "'many'")),
     ("train --minutes 0", ("--minutes",)),
@@ -433,7 +442,6 @@ def test_command_line_in_processes(tmp_path):
     (tmp_path / "my text.txt").write_text(PROSE * 200)
     result = run("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
-    assert "-D VOCAB_SIZE=320 -D DETOKENIZE=0" in result.stdout.splitlines()[-1]
     assert sorted(os.listdir(tmp_path / "my data")) == ["decoding.bin", "input.bin", "val.bin"]
     result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu", cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
@@ -471,20 +479,55 @@ time.sleep(60)
 """
 
 
-def test_run_workers_keeps_one_on_every_gpu_and_stops_all(tmp_path):
-    """Two GPUs, the worker on the first dies at once: it is started again after a second; TERM leaves no process
-    behind."""
+@pytest.fixture
+def cluster_of_two(tmp_path):
+    """run-workers.sh in a process group of its own, with two GPUs, once the worker on the first has died and was
+    started again: (process, log of the workers that were started)."""
     (tmp_path / "egg.py").write_text(FAKE_WORKER)
     shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
     command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
-    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True)
     log, until = tmp_path / "log", time.monotonic() + 20
     while time.monotonic() < until and (not log.exists() or len(log.read_text().splitlines()) < 3):
         time.sleep(0.05)
+    yield process, log
+    process.stderr.close()
+
+
+def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
+    """TERM leaves no process behind."""
+    process, log = cluster_of_two
     process.terminate()
     assert process.wait(20) == 143
     assert "the worker on GPU 0 ended with status 1, starting it again in 1 s" in process.stderr.read()
-    process.stderr.close()
     started = [line.split(" ", 1) for line in log.read_text().splitlines()]
     assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
+
+
+def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
+    """A terminal sends SIGINT to the whole process group."""
+    process, log = cluster_of_two
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130
+    left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
+
+
+def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
+    """For another configuration; a real worker and coordinator."""
+    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    (tmp_path / "egg.py").write_text(f"import runpy, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                                     f"runpy.run_path({os.path.join(HERE, 'egg.py')!r}, run_name='__main__')\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "input.bin").write_bytes(bytes(range(256)) * 9)
+    with Server(tmp_path, CFG) as server:
+        command = [tmp_path / "run-workers.sh", "127.0.0.1", "--port", str(server.port)]
+        done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60)
+    assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr

@@ -181,8 +181,8 @@ def test_peers_of_a_slurm_job(tmp_path):
     (["--island", "a b"], 2, "is not a name"),
     (["--island", "a", "--peer", "nowhere"], 2, "is not HOST:PORT"),
     (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
-    (["--island", "a"], 1, "needs --save-dir"),
-    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 1, "SNAPSHOT_EVERY above 0"),
+    (["--island", "a"], 2, "needs --save-dir"),
+    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
     (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 1, "cannot be reached"),
 ])
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status, says):

@@ -140,7 +140,9 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trained")
     (directory / "input.bin").write_bytes(TEXT)
     (directory / "val.bin").write_bytes(TEXT[:500])
-    run = history.open_run(CFG, str(directory / "ckpt"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)                           # a run remembers where its data are
+        run = history.open_run(CFG, str(directory / "ckpt"))
     engine = cpu_engine.CpuEngine(CFG, np.frombuffer(TEXT, np.uint8), threads=1)
     states = [engine.state()]
     for _ in range(STEPS):
@@ -170,14 +172,14 @@ def load(best=False, directory="ckpt", cfg=CFG):
 
 
 def call(capsys, *arguments):
-    """(status, standard output, standard error) of a command."""
+    """(status, standard output, standard error) of a command, without the line that names the run."""
     capsys.readouterr()
     try:
         status = egg.main(list(arguments))
     except SystemExit as leaving:
         status = leaving.code
-    out, err = capsys.readouterr()
-    return status, out, err
+    out, err = (x if isinstance(x, str) else x.decode("utf-8", "replace") for x in capsys.readouterr())
+    return status, out, re.sub(r"^egg: \S+, step \d+\n", "", err)
 
 
 def test_a_run_is_loaded_by_snapshot_and_replay(here):
@@ -227,13 +229,14 @@ def test_reading_a_run_leaves_it_to_its_coordinator(here):
     owner.close()
 
 
-def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here, capsys):
+def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here, capsysbinary):
+    capsys = capsysbinary                        # what it writes need not be UTF-8
     status, out, err = call(capsys, "generate", "--load-dir", "ckpt", "--prompt", "the qu", "--tokens", "12", "--seed",
                             "9", "--temp", "9")
     engine = cpu_engine.CpuEngine(CFG, threads=1)
     engine.load(here[STEPS])
     more = bytes(engine.generate(list(b"the qu"), 12, 9, temp=9))
-    assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace") + "\n"
+    assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace")
     # newest ckpt*
     assert call(capsys, "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "--temp", "9",
                 "--best")[1] != out
@@ -242,24 +245,33 @@ def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here,
     assert again == (0, out, "")
 
 
-def test_the_prompt_may_come_from_standard_input(here, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"lazy\xff\n")))
-    status, out, err = call(capsys, "generate", "--prompt", "-", "--tokens", "3")
-    assert (status, err) == (0, "") and out.startswith("lazy\ufffd\n")
+def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
+    """The prompt from standard input, and a continuation that is no UTF-8; which run it was is said on the side."""
+    prompt = b"\xe2\x82lazy\xff\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
+    assert egg.main(["generate", "--prompt", "-", "--tokens", "60", "--temp", "90", "--seed", "3"]) == 0
+    out, err = capsysbinary.readouterr()
+    engine = cpu_engine.CpuEngine(CFG, threads=1)
+    engine.load(here[STEPS])
+    more = bytes(engine.generate(list(prompt), 60, 3, temp=90.0))
+    assert out == prompt + more and max(more) > 127
+    assert err == b"egg: ckpt, step %d\n" % STEPS
+    assert egg.main(["eval", "--best"]) == 0
+    assert capsysbinary.readouterr()[1] == b"egg: ckpt, step %d\n" % SNAPSHOT
 
 
 @pytest.mark.parametrize("arguments, status, says", [
-    (["generate", "--prompt", ""], 1, "the prompt is empty"),
+    (["generate", "--prompt", ""], 2, "the prompt is empty"),
     (["generate", "--tokens", "0"], 2, "'0' is not a number of tokens, 1 or more"),
     (["generate", "--tokens", "-3"], 2, "--tokens"),
     (["generate", "--temp", "-1"], 2, "temperature from 0 to 100"),
     (["generate", "--min-p", "nan"], 2, "a share from 0 to 1"),
     (["generate", "--load-dir", "nowhere"], 1, "nowhere: no such directory: give --load-dir"),
     (["generate", "--load-dir", "."], 1, "holds no run"),
-    (["generate", "-D", "HIDDEN_DIM=128"], 1, "another configuration: HIDDEN_DIM = 64 there, 128 here"),
+    (["generate", "-D", "HIDDEN_DIM=128"], 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
     (["eval", "missing.txt"], 1, "missing.txt: No such file"),
     (["eval", "short.txt"], 1, "too few for a window"),
-    (["eval", "empty.txt"], 1, "empty"),
+    (["eval", "empty.txt"], 1, "empty.txt is empty: give a text"),
     (["eval", "short.bin"], 1, "short.bin holds 5 tokens"),
     (["export", "no/such/place"], 1, "no/such/place: No such file"),
     (["import", "short.txt", "--save-dir", "new"], 1, "no safetensors file"),
@@ -386,9 +398,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     assert np.array_equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
-    # `next` gives the constants, so that training goes on with the same configuration
-    defines = [x[2:] for x in shlex.split(out.splitlines()[1]) if x.startswith("-D")]
-    assert history.kept(egg_config.load(defines=defines, environ={})) == history.kept(CFG)
+    assert history.kept(egg_config.load(environ={}, saved=history.configuration("new"))) == history.kept(CFG)
     assert "holds a run already" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[2]
 
 
@@ -404,7 +414,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
     refused(arrays, "holds extra, which", extra=np.zeros(3, np.int8))
-    refused(arrays, "ln_f is int8 [63]", ln_f=np.zeros(63, np.int8))
+    refused(arrays, "ln_f is int8 [63], this configuration has int8 [64]:", ln_f=np.zeros(63, np.int8))
     refused(arrays, "ln_f is float32 [64]", ln_f=np.zeros(64, np.float32))
     refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
     refused(arrays, "weights go from -127 to 127", ln_f=np.full(64, -128, np.int8))
@@ -571,5 +581,6 @@ def test_a_training_ends_by_inviting_to_what_works_at_once(here):
     assert (HERE / "egg.py").samefile(script)
     assert arguments == ["generate", "--load-dir", "ckpt new", "--prompt", "The king said"]
     written = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
-    assert written.returncode == 0 and not written.stderr and written.stdout.startswith("The king said")
+    assert written.returncode == 0 and written.stdout.startswith("The king said")
+    assert written.stderr == "egg: ckpt new, step 2\n"
     assert len(written.stdout) > 100

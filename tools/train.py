@@ -5,6 +5,7 @@ Ctrl-C. Also what every worker does before it serves: open the data, make the en
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ RESTARTS = 3               # restarts of a worker process before training gives 
 APPLY_SECONDS = 10.0       # that the workers may take to apply the last update
 FINAL_SECONDS = 120.0      # that the first of them may take for the final validation and sample
 LEAVE_SECONDS = 5.0        # that each may take to end
+SLOW_SECONDS = 30.0        # a step that takes longer is announced
+SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
 
 
 class TrainError(EggError):
@@ -63,13 +66,29 @@ def print_references(cfg, data, console):
 
 
 def start_engine(cfg, data, device, threads, log):
-    """An engine that is ready for a training step if there are data; `log` takes lines while it is compiled. Kernels of
-    other operations are compiled at their first use. Raises EngineError."""
+    """An engine for which everything is compiled that a worker with these data will use, and nothing else; `log` takes
+    lines while it is compiled. Raises EngineError."""
     engine = engines.make(cfg, data.tokens, device, threads)
-    if device == "cpu" and data.tokens is not None:
+    verbs = ["evaluate", "update", "digest"]
+    verbs += ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
+    if device == "cpu":
         from engine import cpu_engine
-        cpu_engine.warm_up(cfg, log)
+        cpu_engine.warm_up(cfg, log, verbs)
+    else:
+        engine.warm_up(verbs)
     return engine
+
+
+def step_seconds(cfg, engine):
+    """The seconds that a step will take on this engine alone, estimated from slices of growing size."""
+    count = 2
+    while True:
+        started = time.perf_counter()
+        engine.evaluate(0, count)
+        seconds = time.perf_counter() - started
+        if seconds > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
+            return cfg.POPULATION_SIZE * seconds / count
+        count = min(4 * count, cfg.CHUNK_SIZE)
 
 
 def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None):
@@ -101,15 +120,17 @@ def inspector(cfg, tokens):
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(cfg, port, device, threads, first, access, pipe):
-    """The main function of a worker process. It sends ("log", line), ("ready", name of the engine), ("final", Final)
-    and ("error", line) through `pipe`. When the coordinator has closed, it waits for "finish" or for the end of the
-    pipe."""
+    """The main function of a worker process. It sends ("log", line), ("ready", name of the engine), ("slow", seconds of
+    a step), ("final", Final) and ("error", line) through `pipe`. When the coordinator has closed, it waits for "finish"
+    or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         pipe.send(("ready", engine.name))
+        if device == "cpu" and (seconds := step_seconds(cfg, engine)) > SLOW_SECONDS:
+            pipe.send(("slow", seconds))
         egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
@@ -121,15 +142,17 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
 
 
 class Final(NamedTuple):
-    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text."""
+    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None:
+    no samples)."""
     step: int
     figure: object
-    sample: str
+    sample: object
 
 
 def _final(cfg, engine, data):
     figure = data.validation.bits(engine.validate(data.validation.windows)[0]) if data.validation is not None else None
-    return Final(engine.step, figure, egg_net.sample(cfg, engine, data.tokens, data.decoding))
+    text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+    return Final(engine.step, figure, text)
 
 
 class Child:
@@ -144,7 +167,10 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.ready, self.started = None, time.monotonic()
         self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
+        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
         self.process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def reports(self):
@@ -170,7 +196,7 @@ class Training:
 
     def __init__(self, cfg, coordinator, devices, threads, console):
         self.console, self.coordinator = console, coordinator
-        self.started, self.status = time.monotonic(), "starting the workers ..."
+        self.started, self.status = time.monotonic(), "the workers ..."
         count = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
         console.line(f"starting: {count} on {', '.join(devices)} ...")
         self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access)
@@ -185,6 +211,11 @@ class Training:
                 if kind == "log":
                     self.status = value
                     self.console.line(f"starting: {value}")
+                if kind == "slow":
+                    self.coordinator.events.warn(
+                        f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {_duration(value)} "
+                        "here: train on a GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and "
+                        "CHUNK_SIZE, or with a smaller model")
                 if kind == "ready":
                     child.ready = value
                     self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -222,6 +253,11 @@ class Training:
             child.pipe.close()                       # all at once, before waiting for each
         for child in self.children:
             child.end()
+
+
+def _duration(seconds):
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else \
+        f"{seconds / 3600:.1f} h"
 
 
 class TrainSummary(NamedTuple):
@@ -262,6 +298,8 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
+            if run.directory is None:
+                console.line("nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
@@ -291,8 +329,9 @@ def _log_final(events, final, data, tokens_a_step):
     if final.figure is not None:
         events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
                     unit=data.validation.unit)
-    prompt, _, text = final.sample.partition(" >>> ")
-    events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+    if final.sample is not None:
+        prompt, _, text = final.sample.partition(" >>> ")
+        events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):
@@ -309,7 +348,7 @@ def _print_summary(summary, console):
     if summary.before is not None and summary.after is not None:
         console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after "
                      f"({_listed(summary.references)})")
-    if final is not None:
+    if final is not None and final.sample is not None:
         console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
 
 
