@@ -432,7 +432,8 @@ def command_line(*arguments):
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
     lists = os.path.relpath(os.path.join(ROOT, "requirements"))
-    text = text.replace("python egg.py", command_line()).replace("-r requirements/", f"-r {shlex.quote(lists)}/")
+    text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
+    text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
 
 
@@ -440,7 +441,7 @@ def pip():
     """The command that installs into the Python that runs this; where `make` has set it up, its own."""
     try:
         with open(os.path.join(sys.prefix, "pip")) as file:
-            return file.read().strip().replace(".venv/", os.path.relpath(sys.prefix) + "/")
+            return file.read().strip().replace(".venv/", shlex.quote(os.path.relpath(sys.prefix)) + "/")
     except OSError:
         return shlex.quote(sys.executable) + " -m pip"
 

@@ -241,10 +241,11 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     for name in ("tensorboardX", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
-    assert capsys.readouterr().err == "egg: --tensorboard needs tensorboardX: pip install tensorboardX\n"
+    advice = f"{egg.pip()} install tensorboardX"
+    assert capsys.readouterr().err == f"egg: --tensorboard needs tensorboardX: {advice}\n"
     example(tmp_path / "log")
     assert egg.main(["plot", "log", "--out", "a.png"]) == 1
-    assert "egg: --out needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
 
 
