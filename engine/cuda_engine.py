@@ -598,7 +598,7 @@ def bench(cfg, tokens, device):
     rate("the same without noise", chunk, silent)
     print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
     windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
-    rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
+    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)

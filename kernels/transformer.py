@@ -465,11 +465,11 @@ def _up_kernel(cfg, nz, card, KP):
     def folded(acc, smf, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
         pb = cuda.local.array(8, int32)
-        for e in range(2):                                   # 16 neighbouring i
+        for g in range(2):                                   # 16 neighbouring i
             for k in range(8):
                 pb[k] = 0
             for sub in range(4):
-                j = 2 * sub + e
+                j = 2 * sub + g
                 c = ptx.load_shared4(at + 4 * COEFFICIENT + j * 64)
                 for k in range(4):
                     f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
