@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
-from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 
@@ -25,6 +24,7 @@ from engine import kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
+from kernels.rules import TARGET, device
 from model import integer_tables
 from model import optimizers
 from model import parameters
@@ -162,6 +162,7 @@ def build(cfg, token_type):
 def _windows_kernel(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    window_start = device(rules.window_start)
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
@@ -170,24 +171,16 @@ def _windows_kernel(cfg):
         if i < windows.size:
             row = i // width
             stride = int64(0) if same else tokens.size // groups
-            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
+            start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
             windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
 
     return cut_windows
 
 
 def _choose_kernel(cfg):
-    V, H, last, hash32 = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1, egg_kernels.build_noise(cfg).hash32
-
-    @egg_kernels.device
-    def score(z, seen, penalty, v):
-        s = libdevice.int2float_rn(z[v])
-        return libdevice.fsub_rn(s, penalty) if seen[v] else s
-
-    @egg_kernels.device
-    def share(z, exps, seen, penalty, temp, floor, top, v):
-        d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
-        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
+    V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
+    hash32, rule = rules.draw_rules(device, TARGET, 0).hash32, rules.sampling_rules(device, TARGET)
+    score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
@@ -205,7 +198,7 @@ def _choose_kernel(cfg):
             temp, penalty = settings[0], settings[1]
             top = float32(-np.inf)
             for v in range(t, V, CHOOSERS):
-                top = max(top, score(z, seen, penalty, v))
+                top = max(top, score(z[v], seen[v], penalty))
             top_of[t] = top
             half = CHOOSERS // 2
             while half > 0:
@@ -216,13 +209,13 @@ def _choose_kernel(cfg):
             cuda.syncthreads()
             top = top_of[0]
             for v in range(t, V, CHOOSERS):
-                if score(z, seen, penalty, v) == top:
+                if score(z[v], seen[v], penalty) == top:
                     cuda.atomic.min(best, 0, v)
                     break
             total = int64(0)
             if t < H and temp > 0:
                 for v in range(t, V, H):
-                    total += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                    total += share(exps, last, score(z[v], seen[v], penalty), top, temp, floor[0])
             sums[t] = total
             step = 1
             while step < CHOOSERS:                           # running sums over the residues
@@ -238,7 +231,7 @@ def _choose_kernel(cfg):
                 running = sums[t] - total
                 if running <= threshold and threshold < sums[t]:
                     for v in range(t, V, H):
-                        running += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                        running += share(exps, last, score(z[v], seen[v], penalty), top, temp, floor[0])
                         if running > threshold:
                             tokens[position + 1] = v
                             break
@@ -252,7 +245,7 @@ def _choose_kernel(cfg):
 
 
 def _digest_kernel():
-    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+    mixed, halves = device(state_digest.mixed), device(state_digest.halves)
 
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
