@@ -263,6 +263,16 @@ def test_exact_loss_in_fixed_point():
     assert cpu_rules.loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
 
 
+def test_divisions_by_a_reciprocal_are_exact():
+    """What the CPU engine multiplies by in place of the divisions of SPEC 5 and of the recurrent model."""
+    rng = np.random.default_rng(9)
+    for p, d in zip(rng.integers(-127 * 381, 127 * 381 + 1, 3000).tolist(), rng.integers(1, 128, 3000).tolist()):
+        p = p // d * d + int(rng.integers(-1, 2)) if p % 2 else p                     # half of them beside a multiple
+        assert cpu_rules.divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
+        q = cpu_rules.quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
+        assert q == np.clip(p // d, -127, 127), (p, d)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_validation_and_logits_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(100 + seed)

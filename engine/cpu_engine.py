@@ -75,15 +75,14 @@ class CpuEngine:
         exp = integer_tables.exp_table(cfg)
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
-            cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.N_LAYERS, cfg.VOCAB_SIZE, cfg.DEVICE_MASK,
-            cfg.DEVICE_GAUSSIAN,
-            cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, cfg.SIGMA_SHIFT_VECTOR, cfg.SHIFT_ATTN, cfg.SHIFT_OUT,
-            cfg.SHIFT_LOGIT,
-            cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN, cfg.SOFTMAX_SCALE_BIT, cfg.ROPE_SCALE_BIT, int(not exp256[96:].any()),
-            int(cfg.LOSS == "exact"), integer_tables.log_unit(cfg), int(cfg.NTT_MODE != 0),
-            transforms.PRIME.get(cfg.NTT_MODE, 0), cfg.USE_CLT,
-            parameters.divisor(cfg, cfg.HIDDEN_DIM), parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-            0 if cfg.MLP_RELU else -127)
+            H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
+            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=cfg.NOISE_SHIFT,
+            vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
+            up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
+            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"), log_unit=integer_tables.log_unit(cfg),
+            ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
+            divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
+            lowest=0 if cfg.MLP_RELU else -127)
         self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
         self._layout()
         self.load(parameters.initial_state(cfg))
@@ -95,9 +94,8 @@ class CpuEngine:
         self._tensors = parameters.tensors(self.cfg)
         for t in self._tensors:
             padded = -(-t.cols // PANEL) * PANEL if t.product else 0
-            table[t.param,
-                  t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b, t.rows,
-                              t.cols)
+            table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b,
+                                       t.rows, t.cols)
             packed += t.rows * padded
             corrections += padded
         self._table, self._sizes = table, (packed, corrections)
@@ -151,9 +149,11 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
-        self._spread(count // 2, lambda a,
-                     b: self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b]),
-                     together=self._model.together)
+
+        def work(a, b):
+            self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b])
+
+        self._spread(count // 2, work, together=self._model.together)
         return losses.ravel()
 
     def update(self, fitness):
@@ -175,9 +175,9 @@ class CpuEngine:
             group, o = 4 if t.matrix else 1, optimizers.constants(cfg, lr, t)
             rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
             x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-            changed += sum(self._spread(t.rows // group,
-                                        functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments,
-                                                                           changed_rows, changed_cols), 4 * t.size))
+            work = functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments, changed_rows,
+                                     changed_cols)
+            changed += sum(self._spread(t.rows // group, work, 4 * t.size))
             if cfg.ADAPTIVE_NOISE_MODE:
                 self._rescale(t.overlay_a, changed_cols)
                 if t.matrix:
@@ -205,7 +205,7 @@ class CpuEngine:
 
     def _muon_direction(self, o, t, row, votes):
         """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
-        model.parameters)."""
+        model.optimizers)."""
         short, long = sorted((t.rows, t.cols))
         x, a, b, c = np.empty((short, long), np.float32), *optimizers.muon_coefficients(self.cfg)
         muon_start(o, row, votes, self._moments, x)

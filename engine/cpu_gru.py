@@ -26,8 +26,8 @@ from engine.cpu_kernels import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, S
 from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
 
-EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN, LN_F = map(i64,
-                                                                                    range(len(parameters.GRU_TABLE)))
+(EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN,
+ LN_F) = map(i64, range(len(parameters.GRU_TABLE)))
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
@@ -79,7 +79,7 @@ def embed(c, w, S, noisy, tokens, members, n, x):
                 if noisy:
                     own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
                     for i in range(H):
-                        p = table_term(c.mode, own, own_scale, unit[i], scale[i])
+                        p = table_term(own, own_scale, unit[i], scale[i])
                         x[r, i] = clip(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)))
                 else:
                     for i in range(H):

@@ -81,11 +81,14 @@ def _by_mode(name):
 _draws = [rules.draw_rules(rule, TARGET, gaussian) for gaussian in range(2)]
 # draw(gaussian, r, mask)
 hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
-factor, scaled, input_coefficient, input_term, input_fold, table_term = map(_by_mode, (             # each (mode, ...)
-    "factor", "scaled", "input_coefficient", "input_term", "input_fold", "table_term"))
-loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))                     # loss(exact, ...)
-norms, updates, sampling = (build(rule,
-                                  TARGET) for build in (rules.norm_rules, rules.update_rules, rules.sampling_rules))
+# each (mode, ...)
+factor, scaled, input_coefficient, input_term, input_fold = map(_by_mode, (
+    "factor", "scaled", "input_coefficient", "input_term", "input_fold"))
+table_term = rules.factor_rules(rule, TARGET, 2).table_term
+# loss(exact, ...)
+loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
+norms, updates = rules.norm_rules(rule, TARGET), rules.update_rules(rule, TARGET)
+sampling = rules.sampling_rules(rule, TARGET)
 clip, normed, quotient, gate, gated, next_state = (
     norms.clip, norms.normed, norms.quotient, norms.gate, norms.gated, norms.next_state)
 adamw, sgd, muon, whole_step, ztest = updates.adamw, updates.sgd, updates.muon, updates.whole_step, updates.ztest

@@ -272,7 +272,7 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
             for i in range(H):
                 e = i32(w.weights[t[AT_W] + (i >> 2) * (4 * t[N_COLS]) + byte * 4 + (i & 3)])
                 if noisy:
-                    p = table_term(c.mode, own, own_scale, unit[i], scale[i])
+                    p = table_term(own, own_scale, unit[i], scale[i])
                     e = i32(e + i32(i32(p * sign) >> shift))
                 out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
 
@@ -304,7 +304,7 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
         own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
         if noisy:
             for i in range(H):
-                p = table_term(c.mode, own, own_scale, unit[i], scale[i])
+                p = table_term(own, own_scale, unit[i], scale[i])
                 h[r,
                   i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]) + more[at, i]))
         else:

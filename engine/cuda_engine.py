@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
-from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 
@@ -26,7 +25,7 @@ from engine import kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
-from kernels.rules import TARGET, build_noise, device
+from kernels.rules import TARGET, device
 from model import integer_tables
 from model import optimizers
 from model import parameters
@@ -180,8 +179,8 @@ def _windows_kernel(cfg):
 
 
 def _choose_kernel(cfg):
-    V, H, last, hash32 = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1, build_noise(cfg).hash32
-    rule = rules.sampling_rules(device, TARGET._replace(sub=libdevice.fsub_rn, div=libdevice.fdiv_rn))
+    V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
+    hash32, rule = rules.draw_rules(device, TARGET, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):

@@ -108,9 +108,8 @@ def _dot_step(builder, acc, activations, weights):
             wide = _vector(I32, 2 * LANES)
             p = builder.mul(builder.sext(pair, wide), builder.sext(part, wide))
             undef = ir.Constant(wide, ir.Undefined)
-            product = builder.add(*(builder.shuffle_vector(p, undef,
-                                                           ir.Constant(acc_t,
-                                                                       list(range(o, 2 * LANES, 2)))) for o in (0, 1)))
+            even, odd = (ir.Constant(acc_t, list(range(o, 2 * LANES, 2))) for o in (0, 1))
+            product = builder.add(builder.shuffle_vector(p, undef, even), builder.shuffle_vector(p, undef, odd))
         acc = builder.add(acc, product)
     return acc
 

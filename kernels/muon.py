@@ -1,5 +1,5 @@
 """Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see
-model.parameters).
+model.optimizers).
 
 Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in
 shared memory change where operands are read, not the order in which they are added. Tensor cores would not do: they
@@ -131,9 +131,8 @@ def build(cfg):
                     r, c = row + t // 16 + 16 * i, col + t % 16 + 16 * j
                     if r < short and c < columns:
                         to = at_out + r * columns + c
-                        out[to] = acc[i,
-                                      j] if gram else libdevice.fmaf_rn(beta, acc[i, j],
-                                                                        libdevice.fmul_rn(alpha, right[to]))
+                        x = acc[i, j]
+                        out[to] = x if gram else libdevice.fmaf_rn(beta, x, libdevice.fmul_rn(alpha, right[to]))
         return kernel
 
     signature = I2, I2, int32, float32, float32, F1, F1, F1

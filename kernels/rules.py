@@ -30,11 +30,12 @@ def build_noise(cfg, silent=False):
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
-    factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at
-    i) scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
+    factor(overlay, seed, i) -> float32      SPEC 4; seed: of the stream that is scaled (used in mode 2 only)
+    scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
     input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next two want it
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
-    factor (mode 2) input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
+                                             factor (mode 2)
+    input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE

@@ -181,8 +181,8 @@ class State:
 
     def digests(self):
         """SHA-256 (hex) of weights, moments and overlay: what golden data record."""
-        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in (self.weights, self.moments,
-                                                                                   self.overlay))
+        arrays = self.weights, self.moments, self.overlay
+        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
 
 
 def initial_state(cfg):
