@@ -1,6 +1,7 @@
-# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make test,
-# make bench, make clean. Everything is installed into .venv here; ARGS adds to the command, PYTHON names another
-# interpreter:
+# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make prepare,
+# make test, make bench, make install, make clean. Everything is installed into .venv here; ARGS adds to the command,
+# PYTHON names another interpreter:
+#   make prepare TEXT="book1.txt book2.txt" ARGS="--out books"
 #   make run ARGS="--minutes 10 -D N_LAYERS=2"        make test PYTHON=python3.12
 
 SHELL := /bin/sh
@@ -13,12 +14,19 @@ ARGS ?=
 CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hardware.driver(); \
 	print((12 if major < 13 else 13) if gpus else 0)')
 
-.PHONY: run test bench clean
+.PHONY: run install prepare test bench clean
 
 run: $(VENV)/ready
 	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
-	to=ckpt-$$(date +%Y%m%d-%H%M%S); set -x; \
+	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
+	echo "one minute of training; before it the engine is compiled, the first time for about half a minute"; set -x; \
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
+
+install: $(VENV)/ready
+
+prepare: $(VENV)/ready
+	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
+	@$(EGG) prepare $(TEXT) $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
@@ -40,8 +48,8 @@ $(VENV)/ready-test: requirements/test.txt $(VENV)/ready
 	$$(cat $(VENV)/pip) install -q -r requirements/test.txt -r requirements/cuda$$cuda.txt
 	@touch $@
 
-# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip in
-# a package of its own; where that is missing, the pip of the system does as well.
+# The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip
+# in a package of its own; where that is missing, the pip of the system does as well.
 $(VENV)/pip:
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
 	  "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break; \

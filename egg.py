@@ -4,10 +4,16 @@
 Modules that take long to load are imported by the commands that need them.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # until `main` can catch it, Ctrl-C ends us without a traceback
+
 import argparse
+import difflib
 import importlib
-import inspect
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,8 +24,8 @@ from engine import hardware
 
 EXAMPLES = """\
 train on this machine:
-  python egg.py train --preset laptop --minutes 1     learn from the shipped text; no GPU needed
-  python egg.py train --save-dir ckpt                 train until Ctrl-C; the same command continues the run
+  python egg.py train --minutes 1 --save-dir ckpt     learn from the shipped text; no GPU needed
+  python egg.py train --save-dir ckpt                 go on until Ctrl-C, whenever you like
   python egg.py train --save-dir ckpt --http 8080     with a live page on http://localhost:8080/
   python egg.py train --preset nano-egg               the recurrent model of nano-egg
 use a run:
@@ -27,10 +33,10 @@ use a run:
   python egg.py eval --load-dir ckpt                  measure it on held-out text
   python egg.py plot ckpt                             draw its curves
 your own text, your own configuration:
-  python egg.py prepare my.txt                        replace the shipped text
+  python egg.py prepare my.txt --out mine             and then the command that it prints
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
 a cluster:
-  openssl rand -hex 32 > secret                       the secret, a file for every machine
+  (umask 077; openssl rand -hex 32 > secret)          the secret, a file for every machine
   python egg.py coordinator --save-dir ckpt --secret-file secret       on one machine; needs no GPU and no data
   python egg.py worker 10.0.0.1 --secret-file secret  on the others; ./run-workers.sh 10.0.0.1 uses every GPU
   python egg.py status 10.0.0.1 --secret-file secret  what it is doing
@@ -90,7 +96,8 @@ COMMON = dict([
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
     option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT", parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+           "the secret if there is one", "[HOST:]PORT",
+           parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",
@@ -100,19 +107,23 @@ COMMON = dict([
     option("--tls-key", "key of the own certificate", "FILE"),
     option("--tls-ca", "certificate of the other side or of its signer; with it a coordinator refuses workers without "
            "a certificate", "FILE"),
+    flag("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
     option("--gpu", "the GPU to use (default: the first)", "N", number(int, 0, 1023, "the number of a GPU, 0 or more")),
 ])
+ROOT = os.path.dirname(os.path.abspath(__file__))
+LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
-COMMANDS = []                  # (function, options, constants of the saved run)
+NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
+COMMANDS = []                  # (function, options, source of the saved constants)
 
 
-def command(*options, saved=lambda args: {}):
+def command(*options, saved=lambda args: ({}, None)):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
-    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is
-    about."""
+    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is about,
+    and the directory of that run if they must stay as they are."""
     def register(function):
         COMMANDS.append((function, options, saved))
         return function
@@ -121,35 +132,62 @@ def command(*options, saved=lambda args: {}):
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
-@command("--steps", "--minutes", *RUN, "--threads",
-         flag("--insecure", "show the page of --http to anybody who can reach it"))
+def of_directory(args):
+    """The constants of the run that --save-dir or --load-dir continues; none where a run begins."""
+    if args.save_dir or args.load_dir:
+        from cluster import history
+        for directory in filter(None, (args.save_dir, args.load_dir)):
+            if history.holds_run(directory):
+                return history.configuration(directory), directory
+    return {}, None
+
+
+def for_this_machine(cfg, args):
+    """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
+    given = egg_config.given(args.preset, args.defines)
+    facts, files = egg_config.FACTS, egg_config.DATA_FILES
+    chosen = [name for name in given if facts[name].agree != egg_config.LOCAL or name in files]
+    own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
+    if own or hardware.devices(cfg) != ["cpu"]:
+        return cfg
+    print("no GPU here: taking the preset laptop (or choose with --preset and -D)")
+    return egg_config.load("laptop", args.defines)
+
+
+@command("--steps", "--minutes", *RUN, "--threads", "--verbose",
+         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
-    example: python egg.py train --preset laptop --minutes 1 --save-dir ckpt"""
+    examples:
+      python egg.py train --minutes 1 --save-dir ckpt
+      python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
     from cluster import auth
     from tools import train
+    cfg = for_this_machine(cfg, args)
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, http=http,
-                       log_json=args.log_json, tensorboard=args.tensorboard)
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads,
+                       console(sys.stdout, args.verbose), http, args.log_json, args.tensorboard)
+    invite_to_continue(args.argv, done.coordinator.directory)
     if done.final is not None and done.coordinator.directory:
-        directory = shlex.quote(done.coordinator.directory)
-        print(f"try it: {command_line()} generate --load-dir {directory} --prompt 'The king said'")
+        directory = done.coordinator.directory
+        print("plot it: " + command_line("plot", directory))
+        print("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
 @command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
-         "--port", "--steps", "--minutes", *RUN, *TLS,
+         "--port", "--steps", "--minutes", *RUN, *TLS, "--verbose",
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
          option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
-                "NAME", parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
+                "NAME", parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer", "coordinator of another island; can be repeated, and all islands may be given the same list",
-                "HOST:PORT", parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
+                "HOST:PORT", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
          flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
          option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
-                "(default: 16M)", "BYTES", parsed_by("islands.gossip", "parse_bandwidth",
+                "(default: 16M)", "BYTES", parsed_by("islands.peers", "parse_bandwidth",
                                                      "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
-         flag("--no-accept", "give states to peers, but never take one"))
+         flag("--no-accept", "give states to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
 
@@ -168,9 +206,10 @@ def coordinator(cfg, args):
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
-    egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps, args.minutes,
-                            access=access, http=page(args, access), log_json=args.log_json,
-                            tensorboard=args.tensorboard, island=island)
+    done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
+                                   args.minutes, console(sys.stdout, args.verbose), access, page(args, access),
+                                   args.log_json, args.tensorboard, island)
+    invite_to_continue(args.argv, done.directory)
 
 
 @command(option("host", "name or address of the coordinator", "HOST"),
@@ -211,7 +250,8 @@ def of_run(args):
     """The constants of the saved run that a command is about."""
     from cluster import history
     args.load_dir = args.load_dir or history.newest()
-    return history.configuration(args.load_dir)
+    saved = history.configuration(args.load_dir)
+    return saved, args.load_dir if saved else None
 
 
 @command(*SAVED_RUN,
@@ -233,6 +273,8 @@ def generate(cfg, args):
       echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0"""
     from tools import use
     text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
+    if not text:
+        raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
 
@@ -264,7 +306,7 @@ def export(cfg, args):
 def of_file(args):
     """The constants in a file of `egg.py export`."""
     from tools import use
-    return use.read_config(args.file)
+    return use.read_config(args.file), None
 
 
 @command(option("file", "a file of `egg.py export`; its configuration is used, -D changes it", "FILE"),
@@ -276,9 +318,7 @@ def import_(cfg, args):
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
     print(use.import_(cfg, args.file, args.save_dir))
-    changed = egg_config.changed(cfg).items()
-    constants = " ".join(shlex.quote(f"-D{name}={egg_config.text(value)}") for name, value in changed)
-    print(f"next: {command_line()} train --save-dir {shlex.quote(args.save_dir)} {constants}".rstrip())
+    print("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
 @command(*SAVED_RUN, option("--json", "append them to FILE, as one line of JSON", "FILE"), saved=of_run)
@@ -320,22 +360,22 @@ def arch(cfg, args):
          option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
                 "plain bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
          option("--val", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)", "FILE"),
-         option("--out", "directory for the three files (default: this one)", "DIR", default="."))
+         option("--out", "directory for the three files (default: this one)", "DIR", default="."),
+         flag("--force", "replace such files without asking"))
 def prepare(cfg, args):
     """turn texts into input.bin, val.bin and decoding.bin
 
     examples:
-      python egg.py prepare book1.txt book2.txt.zst
+      python egg.py prepare book1.txt book2.txt.zst --out books
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
-      python egg.py prepare train.txt --val held-out.txt --vocab-size 4096"""
+      python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
+    prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     size = prepare.prepare(args.texts, wanted, args.val, args.out)
-    vocab = "" if size == egg_config.VOCAB_SIZE else \
-        f" -D VOCAB_SIZE={max(size, 257) if wanted > 256 else 256} -D DETOKENIZE=0"
-    directory = "" if os.path.samefile(args.out, ".") else f"cd {shlex.quote(args.out)} && "
-    print(f"next: {directory}python {shlex.quote(os.path.relpath(__file__, args.out))} train{vocab}")
+    gpu = hardware.devices(cfg) != ["cpu"]
+    print("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
 @command("--threads", "--gpu")
@@ -369,22 +409,68 @@ def load(cfg, args):
     """The use.Saved of the arguments."""
     from tools import use
     device = hardware.one_device(cfg, args.gpu)
-    return use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
+    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
+    print(f"egg: {args.load_dir}, step {saved.step}", file=sys.stderr, flush=True)
+    return saved
 
 
-def console(stream):
-    import egg_net
-    return egg_net.Console(stream)
+def console(stream, verbose=False):
+    from cluster.console import Console
+    return Console(stream, verbose=verbose)
 
 
-def command_line():
-    """How this program is called from here, with the Python that runs it."""
-    python = os.path.relpath(sys.executable)
-    if sys.executable == shutil.which("python"):
-        python = "python"
+def command_line(*arguments):
+    """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
+    name, python = os.path.basename(sys.executable), os.path.relpath(sys.executable)
+    if sys.executable == shutil.which(name):
+        python = name
     elif python.startswith(".."):
         python = sys.executable
-    return f"{shlex.quote(python)} {shlex.quote(os.path.relpath(__file__))}"
+    return shlex.join([python, os.path.relpath(__file__), *map(str, arguments)])
+
+
+def as_called(text):
+    """`text` with commands as they work in this directory, with the Python that runs it."""
+    lists = os.path.relpath(os.path.join(ROOT, "requirements"))
+    text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
+    text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
+    return text.replace("pip install ", pip() + " install ")
+
+
+def pip():
+    """The command that installs into the Python that runs this; where `make` has set it up, its own."""
+    try:
+        with open(os.path.join(sys.prefix, "pip")) as file:
+            return file.read().strip().replace(".venv/", shlex.quote(os.path.relpath(sys.prefix)) + "/")
+    except OSError:
+        return shlex.quote(sys.executable) + " -m pip"
+
+
+def installation():
+    """What to do without a library that every command needs."""
+    venv = os.path.join(ROOT, ".venv")
+    if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
+        python = os.path.relpath(os.path.join(venv, "bin", "python"))
+        return f"it is installed for another: {shlex.join([python, os.path.relpath(__file__), *sys.argv[1:]])}"
+    return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
+
+
+def invite_to_continue(argv, directory):
+    """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
+    limits and without the constants that the run has kept."""
+    if directory is None:
+        return
+    args = vars(parser(typed=False).parse_args(argv))
+    kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
+    command, defines = args["function"].__name__, args["defines"]
+    args = {name: value for name, value in args.items() if value and name not in NOT_CONTINUED}
+    args |= {"save_dir": directory, "D": [define for define in defines if define.partition("=")[0].strip() not in kept]}
+    words = []
+    for name, value in args.items():
+        option = "-D" if name == "D" else "--" + name.replace("_", "-")
+        for one in value if isinstance(value, list) else [value]:
+            words += [option] if one is True else [option, one]
+    print("continue it: " + command_line(command, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -392,17 +478,26 @@ def command_line():
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """A wrong use is one line, not the whole usage."""
-        self.exit(2, f"egg: {message} (see python {self.prog} --help)\n")
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
+            names = [function.__name__.rstrip("_") for function, _, _ in COMMANDS]
+            near = difflib.get_close_matches(wrong[1], names, 1)
+            message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
+                                                    f": there is {', '.join(names)}")
+        self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
+
+    def format_help(self):
+        return as_called(super().format_help())
 
 
-def parser():
-    """The whole command line, from COMMANDS."""
+def parser(typed=True):
+    """The whole command line, from COMMANDS; typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for function, options, saved in COMMANDS:
-        summary, _, examples = inspect.getdoc(function).partition("\n\n")
+        # without inspect.getdoc: that module takes long to load
+        summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(function.__name__.rstrip("_"), help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         sub.set_defaults(function=function, saved=saved)
@@ -414,27 +509,49 @@ def parser():
                 group = sub.add_argument_group(*item.split(": ", 1))
             else:
                 name, values = (item, COMMON[item]) if isinstance(item, str) else item
-                group.add_argument(name, **values)
+                group.add_argument(name, **{k: v for k, v in values.items() if typed or k != "type"})
     return main
 
 
 def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
+    interrupted = []
+
+    def interrupt(number, _):
+        interrupted.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        return execute(argv)
+    except Exception:
+        if interrupted:              # libraries that are being imported turn it into errors of their own
+            return 130
+        raise
+
+
+def execute(argv):
+    """The same, without what an interrupted import raises."""
     try:
         args = parser().parse_args(argv)
-        args.function(egg_config.load(args.preset, args.defines, saved=args.saved(args)), args)
+        args.argv = sys.argv[1:] if argv is None else argv
+        saved, args.run = args.saved(args)
+        args.function(egg_config.load(args.preset, args.defines, saved=saved, run=args.run), args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in LIBRARIES:
+            raise
+        return fail(f"{sys.executable} has no {error.name}: {installation()}", 1)
     except BrokenPipeError:
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except egg_config.ConfigError as error:
-        return fail(error, 2)
     except EggError as error:
-        return fail(error, 1)
+        return fail(error, error.status)
     except MemoryError:
         return fail("not enough memory: take a smaller configuration, or a shorter text", 1)
     except OSError as error:
@@ -442,7 +559,7 @@ def main(argv=None):
 
 
 def fail(message, status):
-    print("egg: " + " ".join(str(message).split()), file=sys.stderr)
+    print("egg: " + as_called(" ".join(str(message).split())), file=sys.stderr)
     return status
 
 

@@ -123,7 +123,7 @@ DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU if there is one
 DEBUG = 0                     # 1: every tenth step the worker of chunk 0 prints statistics of activations and weights
 DEBUG_FILE = ""               # file to which it appends them, a line of JSON a step
 SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
-TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (only H100 and H200), "mma", or "auto": the better one
+TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 and H200), "mma" (any card), "auto"
 
 PRESETS = {
     # A byte model that learns within a minute on two cores. The shifts suit sums over 64 hidden units instead of 256:
@@ -162,6 +162,8 @@ PRESETS["best-bytes"] = {
                     (8000, 0.04), (11000, 0.025), (13500, 0.0125)), "SNAPSHOT_EVERY": 1000}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k != "PRESETS"}
+
+SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
 # --- what holds for each constant ------------------------------------------------------------------------------------
 
@@ -230,11 +232,21 @@ FACTS = _facts(
 )
 
 
+DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
+
+
 class EggError(Exception):
-    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program."""
+    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program.
+    status: the exit status of a command that ends with it."""
+    status = 1
 
 
-class ConfigError(EggError):
+class UsageError(EggError):
+    """A wrong use: the same command can never work."""
+    status = 2
+
+
+class ConfigError(UsageError):
     """One line: which constant, what was wrong, what is allowed."""
 
 
@@ -252,6 +264,11 @@ class Config(types.SimpleNamespace):
         """The constants that a saved run depends on."""
         return {k: v for k, v in self.constants().items() if FACTS[k].saved}
 
+    def settings(self):
+        """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
+        return {k: v for k, v in self.constants().items()
+                if k in DATA_FILES or k == "SNAPSHOT_EVERY" or not FACTS[k].saved and FACTS[k].agree != LOCAL}
+
     def fingerprint(self):
         """SHA-256 (hex) over the shared constants."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
@@ -263,26 +280,52 @@ class Config(types.SimpleNamespace):
         return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
 
 
-def load(preset=None, defines=(), environ=os.environ, saved=()):
-    """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
-    saved: the constants of a saved run, as JSON gives them back, which replace those of this file.
-
-    Raises ConfigError with one line that names the constant and the rule."""
-    values = {**_DEFAULTS, **{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in dict(saved).items()}}
-    preset = preset or environ.get("EGG_PRESET")
+def given(preset=None, defines=(), environ=os.environ):
+    """{name: (source, value)}: the constants that are set for one run, preset < EGG_* in `environ` < `defines`
+    ("NAME=VALUE" strings); source: as the user wrote it. Raises ConfigError."""
+    found = {}
+    source, preset = ("--preset " + preset, preset) if preset else ("EGG_PRESET", environ.get("EGG_PRESET"))
     if preset:
         if preset not in PRESETS:
             raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
-        values.update(PRESETS[preset])
+        found.update((name, (source, value)) for name, value in PRESETS[preset].items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
-            values.update(_parse(key[4:], text, key))
+            found[key[4:]] = key, _parse(key[4:], text, key)
     for define in defines:
-        name, equals, text = define.partition("=")
+        name, equals, text = (part.strip() for part in define.partition("="))
         if not equals:
             raise ConfigError(f"-D {define}: write -D NAME=VALUE")
-        values.update(_parse(name.strip(), text.strip(), f"-D {name.strip()}"))
-    return make(**values)
+        found[name] = f"-D {name}", _parse(name, text, f"-D {name}")
+    return found
+
+
+def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
+    """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
+    saved: the constants of a saved run, as JSON gives them back, which replace those of this file; run: the directory
+    of that run, if it cannot go on with others.
+
+    Raises ConfigError with one line that names the constant and the rule."""
+    values = {**_DEFAULTS, **{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in dict(saved).items()}}
+    found = given(preset, defines, environ)
+    if run:
+        _need_equal(values, found, run)
+    return make(**{**values, **{name: value for name, (_, value) in found.items()}})
+
+
+def _need_equal(values, found, run):
+    """Raises ConfigError where `given` constants differ from those (`values`) on which a run depends."""
+    differ = {}
+    for name, (source, value) in found.items():
+        if name == "POPULATION_SIZE":
+            value = value or 8 * values["CHUNK_SIZE"]
+        if FACTS[name].saved and value != values[name]:
+            differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name])}")
+    if differ:
+        what = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+                         for source, texts in differ.items())
+        raise ConfigError(f"{run} holds a run of another configuration: {what}; leave that out, or name another "
+                          "directory")
 
 
 def make(**values):
@@ -383,6 +426,7 @@ def _no_such(name):
 
 
 def _parse(name, text, source):
+    """The value of a constant in an override."""
     if name not in _DEFAULTS:
         raise ConfigError(f"{source}: {_no_such(name)}")
     kind = type(_DEFAULTS[name])
@@ -396,4 +440,4 @@ def _parse(name, text, source):
             value = kind(text)
     except ValueError:
         raise ConfigError(f"{source}: {text!r} is not {_kind(name)}") from None
-    return {name: value}
+    return value

@@ -1,5 +1,6 @@
-"""The transformer's forward pass on CUDA: noise, and every kernel of evaluation, validation and single-token generation (SPEC 2 to 7);
-`kernels.gru` has that of the recurrent model, with the same interface.
+"""The transformer's forward pass on CUDA (SPEC 2 to 7): what the engine calls, validation and single-token generation.
+`kernels.transformer` has the evaluation of members, with noise, `kernels.gru` the recurrent model with the same
+interface.
 
 What the CUDA engine uses:
 
@@ -7,333 +8,100 @@ What the CUDA engine uses:
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb (kernels.ptx.allow_shared) before
-                        its first launch; "load": pack, "step": evaluate, "validate", "generate": token
+        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb
+                        (kernels.ptx.allow_shared) before its first launch; "load": pack, "step": evaluate, "validate",
+                        "generate": token
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
-                        after every change of the weights. weights: int8, the flat canonical array of model.parameters.State
+                        after every change of the weights. weights: int8, the flat canonical array of
+                        model.parameters.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
-                        losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd member.
-                        overlay: int8, flat as in State; windows: int32, model.parameters.windows of these pairs;
-                        job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python ints
+                        losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
+                        member.
+                        overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
+                        job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python
+                        ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
-                        nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32 [count, T + 1]
+                        nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
+                        [count, T + 1]
         .cache_bytes(positions), .token_scratch_bytes
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
-                        logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without noise; the keys
-                        and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are added. rope: device copy of
-                        model.parameters.rope_table(cfg, positions), int32, flat
+                        logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
+                        noise; the keys and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are
+                        added. rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
 
-Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous device arrays.
+Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
+device arrays.
 """
 
 import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int32, int64, types, uint32, uint64
+from numba import cuda, float64, int8, int32, int64, uint32, uint64
 
-from model import parameters
-from model import transforms
 from kernels import ptx
-
-device = cuda.jit(device=True, inline=True)
-CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
-
-
-# --- noise (SPEC 2, 4) ---------------------------------------------------------------------------------------------------------
-
-def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise costs.
-
-    hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
-    noise(seed, i) -> int32                  fits int8
-    factor(overlay, seed, i) -> float32      SPEC 4; `seed` of the stream that is scaled (mode 2 only looks at it and at i)
-    scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
-    whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
-    """
-    MASK, GAUSSIAN, MODE = cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN, cfg.ADAPTIVE_NOISE_MODE
-
-    @device
-    def hash32(seed, i):
-        x = uint32(uint32(seed) + uint32(uint32(i) * uint32(0x9E3779B9)))
-        x = uint32(x ^ uint32(x >> uint32(16)))
-        x = uint32(x * uint32(0x85EBCA6B))
-        x = uint32(x ^ uint32(x >> uint32(13)))
-        x = uint32(x * uint32(0xC2B2AE35))
-        return uint32(x ^ uint32(x >> uint32(16)))
-
-    @device
-    def draw(r, sign_bit):
-        size = int32(uint32(r >> uint32(sign_bit + 1)) & uint32(MASK))
-        return size if uint32(r >> uint32(sign_bit)) & uint32(1) else int32(-size)
-
-    @device
-    def noise(seed, i):
-        if silent:
-            return int32(0)
-        r = hash32(seed, i)
-        if GAUSSIAN:
-            return int32(int32(draw(r, 0) + draw(r, 5)) + draw(r, 10))
-        return draw(r, 0)
-
-    @device
-    def factor(overlay, seed, i):
-        if MODE == 0:
-            return float32(1)
-        if MODE == 1:
-            return float32(float32(min(max(int32(overlay), int32(0)), int32(64))) * float32(1 / 64))
-        u = float32(float32(float32(hash32(uint32(uint32(seed) + uint32(100000)), i)) + float32(1)) / float32(4294967296))
-        scale = float32(float32(int32(int32(overlay) + int32(127))) / float32(255))
-        return float32(scale / float32(math.sqrt(u)))
-
-    @device
-    def scaled(p, overlay, seed, i):
-        if MODE == 0:
-            return int32(p)
-        if MODE == 1:
-            size = int32(int32(abs(int32(p)) * min(max(int32(overlay), int32(0)), int32(64))) >> int32(6))
-            return size if p >= 0 else int32(-size)
-        return ptx.trunc_f32(float32(float32(int32(p)) * factor(overlay, seed, i)))
-
-    @device
-    def input_coefficient(overlay, seed, i):
-        """Noise of input i as `input_term` wants it: int32, in 64ths in mode 1."""
-        n = noise(seed, i)
-        if MODE == 1:
-            return int32(n * min(max(int32(overlay), int32(0)), int32(64)))
-        return n
-
-    @device
-    def input_term(x, c, f):
-        """trunc(x * noise * factor), a term of sb; c: input_coefficient; f: the factor (mode 2)."""
-        p = int32(x * c)
-        if MODE == 0:
-            return p
-        if MODE == 1:
-            return ptx.trunc_64th(p)
-        return ptx.trunc_f32(float32(float32(p) * f))
-
-    @device
-    def input_fold(pb, x, c, f):
-        """The next running integer of a down projection."""
-        p = int32(x * c)
-        if MODE == 0:
-            return int32(pb + p)
-        if MODE == 1:
-            return ptx.trunc_64th(int32(p + int32(pb << int32(6))))
-        return ptx.trunc_f32(cuda.fma(float32(p), f, float32(pb)))
-
-    @device
-    def whole(overlay):
-        return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
-
-    return SimpleNamespace(hash32=hash32, noise=noise, factor=factor, scaled=scaled, input_coefficient=input_coefficient,
-                           input_term=input_term, input_fold=input_fold, whole=whole, silent=silent)
+from kernels import transformer
+from kernels.parts import (A8, A32, AF64, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
+                           pack4, quad_max, quad_sum, quantise)
+from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Packing, block_sum, chunk, logits_kernel,
+                              matrix_vector, tile_functions)
+from kernels.rules import build_noise, device
+from model import integer_tables
+from model import parameters
 
 
-# --- small device functions ------------------------------------------------------------------------------------------------------
-
-@device
-def clip(x):
-    return int32(min(max(int32(x), int32(-127)), int32(127)))
-
-
-@device
-def byte(word, k):
-    """Byte k of an int32, sign-extended."""
-    return ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
-
-
-@device
-def pack4(a, b, c, d):
-    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0040), ptx.byte_permute(c, d, 0x0040), 0x5410)
-
-
-@device
-def pack_quad(x):
-    """The low bytes of x of four neighbouring lanes as one word, known to all four."""
-    x = int32(int32(x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
-    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
-
-
-@device
-def quad_sum(x):
-    """int32 sum over the four lanes that share a row."""
-    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
-
-
-@device
-def quad_max(x):
-    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
-    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
-
-
-@device
-def quantise(v, scale):
-    """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is nothing to clip."""
-    f = float32(float32(v) * scale)
-    return ptx.trunc_f32(ptx.add_rz(f, ptx.half_like(f)))
-
-
-@device
-def amax_scale(top):
-    return float32(float32(127) / float32(float32(top) + float32(1e-9)))
-
-
-# --- the general path: one kernel a phase, activations in device memory ------------------------------------------------------------
+# --- validation: one kernel a phase, activations in device memory ----------------------------------------------------
 #
-# Row = (pair, member, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row an output column) are
-# core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes. Without noise a pair is two windows.
+# Row = (pair of windows, window, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row
+# an output column) are core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes.
 # A call's run-time constants (where its parameters lie, their seed offsets) are a row of the plan.
 
-PLAN = 32                   # int32 entries of a row of the plan
-TILE = 128                  # rows and columns a block of `product` and `head` makes
+def _rows_kernel(cfg, nz, source):
+    """h = the embedding look-up, or amax(h + product); then n = ln(h).
 
-
-def vector_function(cfg, nz, noisy):
-    """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights, seeds, overlay."""
-    SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    noise, scaled = nz.noise, nz.scaled
-
-    @device
-    def vector(weights, overlay, plan, at, seed, i):
-        w = int32(weights[plan[at] + i])
-        if not noisy:
-            return w, w
-        first = uint32(seed + uint32(plan[at + 1]))
-        p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i], first, i)
-        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
-    return vector
-
-
-def ntt_functions(cfg, nz, noisy, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
-
-    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for coefficient c
-    """
-    if not cfg.NTT_MODE:
-        return None, None
-    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
-    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]        # three alike, evenly spaced
-    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
-    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
-    noise, factor = nz.noise, nz.factor
-
-    @device
-    def coefficient(tokens, first, position):
-        t = position % T
-        first, last = first + position - t, t if causal else T - 1
-        c = int64(0)
-        if P == 0:
-            for i in range(last + 1):
-                x = int64(tokens[first + i])
-                c += -x if cuda.popc(int32(i & t)) & 1 else x
-        else:
-            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
-            while power:
-                if power & 1:
-                    z = z * square % P
-                square = square * square % P
-                power >>= 1
-            for i in range(last, -1, -1):                    # Horner's rule
-                c = (c * z + tokens[first + i]) % P
-        return int32(c)
-
-    @device
-    def look_up(weights, overlay, seed, c, i):
-        even, odd = int32(0), int32(0)
-        for k in range(3):
-            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
-            e = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
-            d = int32(0)
-            if noisy:
-                stream = uint32(seed + uint32(SEED + k * SEEDS))
-                other = uint32(stream + uint32(H))
-                p = float32(int32(noise(stream, value) * noise(other, i)))
-                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
-                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
-            odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
-        return even, odd
-
-    return coefficient, look_up
-
-
-def _rows_kernel(cfg, nz, noisy, source, streams):
-    """h = the embedding look-up, or amax(h + product); then n = ln(h) and the sums sb of n with `streams` input noises.
-
-    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs, row blocks], 256 threads; four lanes share a row.
-    plan: 0 ln, 4 ln bias, 8 bias (vector_function), 12.. seed and overlay of each stream; embedding: 20 packed, 21 overlay A,
-    22 overlay B."""
-    H, T, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE
+    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs of windows, row blocks], 256 threads; four lanes
+    share a row.
+    plan: 0 ln, 4 ln bias, 8 bias (of each the first word: its weights); embedding: 20 packed."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
     EMBED, BIAS = source == "embedding", source != "attention"
-    SHIFT, NOISE_SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN, cfg.NOISE_SHIFT
-    ROWS = min(2 * T, 128)
-    AT_BIAS, AT_C = 4 * H, 8 * H                            # shared words: ln and ln bias, even and odd; bias or embedding; streams
-    AT_F = AT_C + streams * H
-    STREAMS = streams if noisy else 0
-    vector = vector_function(cfg, nz, noisy)
-    noise, factor, input_coefficient, input_term = nz.noise, nz.factor, nz.input_coefficient, nz.input_term
+    SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN
+    ROWS, WORDS = min(2 * T, 128), 3 * H
     NTT = EMBED and cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, nz, noisy, cfg.NTT_CAUSAL)
+    coefficient, look_up = ntt_functions(cfg, nz, False, cfg.NTT_CAUSAL)
 
     if EMBED:
         @device
-        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor, weights, overlay, seed, coef):
-            """The four elements of a word before the clip."""
+        def values(sm, word, y, at, col, weights, coef):
+            """The four elements of a word."""
             out = cuda.local.array(4, int32)
             for k in range(4):
                 v = byte(word, k)
                 if NTT:
-                    even, odd = look_up(weights, overlay, seed, coef, col + k)
-                    v = int32(v + (odd if member else even))
-                if noisy:
-                    p = float32(float32(int32(nk * sm[6 * H + col + k])) * row_factor)
-                    d = ptx.trunc_f32(float32(p * smf[7 * H + col + k]))
-                    v = int32(v + int32(int32(d * sign) >> int32(NOISE_SHIFT)))
-                out[k] = clip(int32(v + sm[AT_BIAS + member * H + col + k]))
+                    v = int32(v + look_up(weights, weights, uint32(0), coef, col + k)[0])
+                out[k] = clip(int32(v + sm[2 * H + col + k]))
             return out[0], out[1], out[2], out[3]
     else:
         @device
-        def values(sm, smf, word, y, at, col, member, sign, nk, row_factor, weights, overlay, seed, coef):
+        def values(sm, word, y, at, col, weights, coef):
+            """The four elements of a word before amax."""
             out = cuda.local.array(4, int32)
             for k in range(4):
                 v = int32(byte(word, k) + int32(y[at + k] >> int32(SHIFT)))
-                if BIAS:
-                    v = int32(v + sm[AT_BIAS + member * H + col + k])
-                out[k] = v
+                out[k] = int32(v + sm[2 * H + col + k]) if BIAS else v
             return out[0], out[1], out[2], out[3]
 
     @cuda.jit(launch_bounds=256)
-    def rows(call, plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb, y, losses):
-        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
+    def rows(call, plan, weights, packed, windows, count, h, n, y):
+        sm = cuda.shared.array(WORDS, int32)                 # ln, its bias, bias
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         first = cuda.blockIdx.y * ROWS
         p = call * PLAN
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-        if noisy and EMBED and first == 0 and t < 2:
-            losses[2 * unit + t] = 0
         for i in range(t, H, 256):
-            sm[i], sm[H + i] = vector(weights, overlay, plan, p, seed, i)
-            sm[2 * H + i], sm[3 * H + i] = vector(weights, overlay, plan, p + 4, seed, i)
+            sm[i], sm[H + i] = weights[plan[p] + i], weights[plan[p + 4] + i]
             if BIAS:
-                sm[AT_BIAS + i], sm[AT_BIAS + H + i] = vector(weights, overlay, plan, p + 8, seed, i)
-            if EMBED and noisy:
-                stream = uint32(seed + uint32(H))
-                sm[6 * H + i] = noise(stream, i)
-                smf[7 * H + i] = factor(overlay[plan[p + 22] + i], stream, i)
-            for k in range(STREAMS):
-                stream = uint32(seed + uint32(plan[p + 12 + 2 * k]))
-                entry = overlay[plan[p + 13 + 2 * k] + i]
-                sm[AT_C + k * H + i] = input_coefficient(entry, stream, i)
-                if MODE == 2:
-                    smf[AT_F + k * H + i] = factor(entry, stream, i)
+                sm[2 * H + i] = weights[plan[p + 8] + i]
         cuda.syncthreads()
         lane = t & 31
         q = lane & 3
@@ -341,191 +109,60 @@ def _rows_kernel(cfg, nz, noisy, source, streams):
             here = first + group * 8
             if here < 2 * T:
                 member = 1 if here >= T else 0
-                sign = int32(1 - 2 * member)
                 row = unit * (2 * T) + here + (lane >> 2)
                 at_h = (row >> 3) * (2 * H) + lane           # word of the row's piece 0; pieces are 32 words apart
-                at_e, nk, row_factor, coef = int64(0), int32(0), float32(0), int32(0)
+                at_e, coef = int64(0), int32(0)
                 if EMBED:
-                    window = unit if noisy else min(2 * unit + member, count - 1)
+                    window = min(2 * unit + member, count - 1)
                     token = windows[window * (T + 1) + here + (lane >> 2) - member * T]
                     at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-                    if noisy:
-                        nk = noise(seed, token)
-                        row_factor = factor(overlay[plan[p + 21] + token], seed, token)
                     if NTT:
                         coef = coefficient(windows, window * (T + 1), here + (lane >> 2) - member * T)
                 total = int32(0)
                 if EMBED:
                     for piece in range(H // 16):
-                        a, b, c, d = values(sm, smf, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, member, sign, nk, row_factor,
-                                            weights, overlay, seed, coef)
+                        a, b, c, d = values(sm, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, weights, coef)
                         h[at_h + piece * 32] = pack4(a, b, c, d)
                         total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
                 else:
                     top = int32(0)
                     for piece in range(H // 16):
                         col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor,
-                                            weights, overlay, seed, coef)
+                        a, b, c, d = values(sm, h[at_h + piece * 32], y, row * H + col, col, weights, coef)
                         top = int32(max(top, max(max(abs(a), abs(b)), max(abs(c), abs(d)))))
                     scale = amax_scale(quad_max(top))
                     for piece in range(H // 16):
                         col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, smf, h[at_h + piece * 32], y, row * H + col, col, member, sign, nk, row_factor,
-                                            weights, overlay, seed, coef)
+                        a, b, c, d = values(sm, h[at_h + piece * 32], y, row * H + col, col, weights, coef)
                         a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
                         h[at_h + piece * 32] = pack4(a, b, c, d)
                         total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
                 mean = int32(max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1)))
-                sums = cuda.local.array(3, int32)
-                for k in range(STREAMS):
-                    sums[k] = 0
                 x = cuda.local.array(4, int32)
                 for piece in range(H // 16):
                     word = h[at_h + piece * 32]
                     for k in range(4):
                         i = piece * 16 + q * 4 + k
-                        product = int32(byte(word, k) * sm[member * H + i])
+                        product = int32(byte(word, k) * sm[i])
                         quotient = int32(uint32(abs(product)) // uint32(mean))
-                        x[k] = clip(int32((quotient if product >= 0 else int32(-quotient)) + sm[(2 + member) * H + i]))
-                        for s in range(STREAMS):
-                            f = smf[AT_F + s * H + i] if MODE == 2 else float32(0)
-                            sums[s] = int32(sums[s] + input_term(x[k], sm[AT_C + s * H + i], f))
+                        x[k] = clip(int32((quotient if product >= 0 else int32(-quotient)) + sm[H + i]))
                     n[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
-                for s in range(STREAMS):
-                    total = quad_sum(sums[s])
-                    if q == 0:
-                        sb[s * stride + row] = total
 
-    shared = 4 * (AT_C + streams * H * (2 if MODE == 2 else 1))
-    return rows, shared
+    return rows
 
 
-def _sums_kernel(cfg, nz, down):
-    """sb of `x` (core matrices of H bytes a row; 4 H with `down`, four inputs sharing a running integer). Launch as _rows_kernel.
-    plan: 12 seed, 13 overlay."""
-    H, T, MODE = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE
-    SUBS = 4 if down else 1
-    K = SUBS * H
-    ROWS = min(2 * T, 128)
-    factor, input_coefficient, input_fold = nz.factor, nz.input_coefficient, nz.input_fold
+def _product_kernel(cfg, K, N, up):
+    """y = x W, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes
+    a row.
+
+    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2
+    overlay A, 3.. the bias (vector_function)."""
+    SHIFT, KC = cfg.SHIFT_MLP_UP, chunk(K)
+    fetch, _, walk = tile_functions(K, KC)
 
     @cuda.jit(launch_bounds=256)
-    def sums(call, plan, overlay, job, offset, x, sb):
-        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        first = cuda.blockIdx.y * ROWS
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 12]))
-        for i in range(t, K, 256):
-            entry = overlay[plan[call * PLAN + 13] + i]
-            sm[i] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                smf[K + i] = factor(entry, stream, i)
-        cuda.syncthreads()
-        lane = t & 31
-        for group in range(t >> 5, ROWS // 8, 8):
-            here = first + group * 8
-            if here < 2 * T:
-                row = unit * (2 * T) + here + (lane >> 2)
-                total = int32(0)
-                pb = cuda.local.array(4, int32)
-                for piece in range(H // 16):
-                    for k in range(4):
-                        pb[k] = 0
-                    for sub in range(SUBS):
-                        word = x[(row >> 3) * (2 * K) + (sub * (H // 16) + piece) * 32 + lane]
-                        for k in range(4):
-                            i = sub * H + piece * 16 + (lane & 3) * 4 + k
-                            f = smf[K + i] if MODE == 2 else float32(0)
-                            pb[k] = input_fold(pb[k], byte(word, k), sm[i], f)
-                    total = int32(total + int32(int32(pb[0] + pb[1]) + int32(pb[2] + pb[3])))
-                total = quad_sum(total)
-                if (lane & 3) == 0:
-                    sb[row] = total
-
-    return sums, 4 * K * (2 if MODE == 2 else 1)
-
-
-def _units_in_tile(cfg):
-    """Pairs that TILE consecutive rows, starting at a multiple of TILE, can touch."""
-    rows = 2 * cfg.SEQ_LEN
-    return max(1, TILE // rows) if TILE % rows == 0 or rows % TILE == 0 else (TILE - 2 + rows) // rows + 1
-
-
-def _tile_functions(K, KC):
-    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row) into shared memory,
-    that add its product to acc, and that do both for one chunk after the other: eight warps, each 32 rows (warp // 2) by 64 columns;
-    acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
-    PIECES = TILE * KC // 16
-
-    @device
-    def fetch(at, a, at_a, b, at_b, k0, t):
-        for i in range(t, PIECES, 256):
-            block, rest = i // (KC // 2), i % (KC // 2)
-            source = int64(block * (2 * K) + k0 * 2 + rest * 4)
-            ptx.copy_async16(int32(at + i * 16), a, at_a + source)
-            ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
-
-    @device
-    def multiply(acc, at, warp, lane):
-        matrix = int32(lane >> 3)
-        row = int32(int32(lane & 7) * 16)
-        a_at = int32(at + row + ((warp >> 1) * 4 + (matrix & 1)) * (KC * 8) + (matrix >> 1) * 128)
-        b_at = int32(at + TILE * KC + row + ((warp & 1) * 8 + (matrix >> 1)) * (KC * 8) + (matrix & 1) * 128)
-        for s in range(KC // 32):
-            a = ptx.load_matrix4(int32(a_at + s * 256))
-            a2 = ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
-            for j in range(4):
-                b = ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
-                for half in range(2):
-                    m = (2 * j + half) * 4
-                    b0, b1 = (b[0], b[1]) if half == 0 else (b[2], b[3])
-                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
-                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
-                    m += 32
-                    r = ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
-                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
-
-    @device
-    def walk(acc, at, a, at_a, b, at_b, warp, lane, t):
-        """acc = the product over all of K; its first chunk is on its way to `at`."""
-        for i in range(64):
-            acc[i] = 0
-        for k in range(K // KC):
-            if k + 1 < K // KC:
-                fetch(int32(at + ((k + 1) & 1) * (2 * TILE * KC)), a, at_a, b, at_b, (k + 1) * KC, t)
-            ptx.copy_commit()
-            ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (k & 1) * (2 * TILE * KC)), warp, lane)
-            cuda.syncthreads()
-
-    return fetch, multiply, walk
-
-
-def _chunk(K):
-    return 128 if K % 128 == 0 else 64 if K % 64 == 0 else 32
-
-
-def _product_kernel(cfg, nz, noisy, K, N, up):
-    """y = x W with noise, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes a
-    row.
-
-    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2 overlay A, 3.. the
-    bias (vector_function). sb int32 [z][stride]."""
-    T, SHIFT, NOISE_SHIFT = cfg.SEQ_LEN, cfg.SHIFT_MLP_UP, cfg.NOISE_SHIFT
-    UNITS, KC = _units_in_tile(cfg), _chunk(K)
-    STAGE = 2 * TILE * KC
-    vector = vector_function(cfg, nz, noisy)
-    noise, scaled = nz.noise, nz.scaled
-    fetch, _, walk = _tile_functions(K, KC)
-    NOISE_SIZE, BIAS_SIZE = UNITS * TILE, UNITS * 2 * TILE if up else 1
-
-    @cuda.jit(launch_bounds=256)
-    def product(call, plan, weights, packed, overlay, job, offset, stride, gelu, x, sb, y, u):
+    def product(call, plan, weights, packed, stride, gelu, x, y, u):
         sm = cuda.shared.array(0, int32)
-        column = cuda.shared.array(NOISE_SIZE, int32)
-        bias = cuda.shared.array(BIAS_SIZE, int32)
         table = cuda.shared.array(256, int32)
         t, z = cuda.threadIdx.x, cuda.blockIdx.z
         lane, warp = t & 31, t >> 5
@@ -535,54 +172,29 @@ def _product_kernel(cfg, nz, noisy, K, N, up):
         at_a, at_b = int64(row0) * (K // 4), plan[p] + int64(col0) * (K // 4)
         fetch(at, x, at_a, packed, at_b, 0, t)
         ptx.copy_commit()
-        unit0 = row0 // (2 * T)
-        base = uint32(uint32(job[0] + job[1]) + uint32(offset + unit0))
-        for i in range(t, UNITS * TILE, 256):
-            c = col0 + (i & (TILE - 1))
-            if c < N:
-                seed = uint32(base + uint32(i // TILE))
-                if noisy:
-                    stream = uint32(seed + uint32(plan[p + 1]))
-                    column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-                if up:
-                    where = (i // TILE) * (2 * TILE) + (i & (TILE - 1))
-                    bias[where], bias[where + TILE] = vector(weights, overlay, plan, p + 3, seed, c)
         if up:
             table[t] = gelu[t]
         acc = cuda.local.array(64, int32)
         walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
-        g, q = lane >> 2, lane & 3
-        for i in range(2):
-            for half in range(2):
-                row = row0 + (warp >> 1) * 32 + i * 16 + half * 8 + g
-                unit = row // (2 * T)
-                member = 1 if row - unit * (2 * T) >= T else 0
-                s = int32(0)
-                if noisy:
-                    s = int32(sb[z * stride + row] * int32(1 - 2 * member))
-                for j in range(8):
-                    for k in range(2):
-                        m, c = (i * 8 + j) * 4 + half * 2 + k, (warp & 1) * 64 + j * 8 + q * 2 + k
-                        if noisy:
-                            acc[m] = int32(acc[m] + int32(int32(s * column[(unit - unit0) * TILE + c]) >> int32(NOISE_SHIFT)))
-                        if up:
-                            acc[m] = clip(int32(int32(acc[m] >> int32(SHIFT)) + bias[(2 * (unit - unit0) + member) * TILE + c]))
         for i in range(4):
-            row = row0 + (warp >> 1) * 32 + i * 8 + g
+            row = row0 + (warp >> 1) * 32 + i * 8 + (lane >> 2)
             for j in range(8):
                 for k in range(2):
-                    v, c = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k], col0 + (warp & 1) * 64 + j * 8 + q * 2 + k
+                    v = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k]
+                    c = col0 + (warp & 1) * 64 + j * 8 + (lane & 3) * 2 + k
                     if up:
+                        v = clip(int32(int32(v >> int32(SHIFT)) + weights[plan[p + 3] + c]))
                         u[uint64((row >> 3) * (8 * N) + (c >> 4) * 128 + (row & 7) * 16 + (c & 15))] = table[v & 255]
                     elif c < N:
                         y[uint64((z * stride + row) * N + c)] = v
 
-    return product, 2 * STAGE
+    return product, 4 * TILE * KC
 
 
 def _rotate_kernel(cfg):
-    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v transposed, core
-    matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold them. Launch [rows / 64, 3]."""
+    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v
+    transposed, core matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold
+    them. Launch [rows / 64, 3]."""
     H, T, D, BIT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
     TP = (T + 31) // 32 * 32
 
@@ -611,7 +223,8 @@ def _rotate_kernel(cfg):
                     top = int32(max(top, max(abs(a), abs(b))))
             scale = amax_scale(quad_max(top))
             slot = position & 31
-            slot = (position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1) | (slot & 1)
+            slot = ((position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1)
+                    | (slot & 1))
             for piece in range(H // 16):
                 col = piece * 16 + (lane & 3) * 4
                 a, b = turn(y, at_y + col, rope, position * D + col % D, which < 2)
@@ -629,10 +242,12 @@ def _rotate_kernel(cfg):
 
 
 def _attention_kernel(cfg):
-    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a warp a task.
+    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a
+    warp a task.
 
-    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A fragment over 32
-    positions (in the permuted order v is stored in), so the weights go into their byte-limb products without leaving registers."""
+    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A
+    fragment over 32 positions (in the permuted order v is stored in), so the weights go into their byte-limb products
+    without leaving registers."""
     H, T, D, HEADS, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN
     TP, BLOCKS, LIMBS = (T + 31) // 32 * 32, (T + 15) // 16, (cfg.SOFTMAX_SCALE_BIT + 8) // 8
     PART = min(D, 64)                                       # channels accumulated together
@@ -646,7 +261,8 @@ def _attention_kernel(cfg):
             c = (int32(0), int32(0), int32(0), int32(0))
             for i in range(D // 32):
                 where = at + j * (2 * H) + i * 64
-                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where], k[where + 32],
+                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where],
+                               k[where + 32],
                                    c[0], c[1], c[2], c[3])
             s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
 
@@ -667,7 +283,8 @@ def _attention_kernel(cfg):
         query = cuda.local.array(QUERY, int32)
         for i in range(D // 32):
             at = (row0 >> 3) * (2 * H) + (piece + 2 * i) * 32 + lane
-            query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3] = q[at], q[at + 2 * H], q[at + 32], q[at + 2 * H + 32]
+            query[4 * i], query[4 * i + 1] = q[at], q[at + 2 * H]
+            query[4 * i + 2], query[4 * i + 3] = q[at + 32], q[at + 2 * H + 32]
         at_k = ((member * T) >> 3) * (2 * H) + piece * 32 + lane
         s = cuda.local.array(16, int32)
         top0, top1 = int32(LOWEST), int32(LOWEST)
@@ -703,7 +320,8 @@ def _attention_kernel(cfg):
                         total1 = int32(total1 + w)
                 for n in range(LIMBS):
                     pick = n * 0x11 + 0x40
-                    for i in range(4):                       # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
+                    # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
+                    for i in range(4):
                         m = (i >> 1) * 8 + (i & 1) * 2
                         limb[i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
                                                        ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
@@ -720,7 +338,8 @@ def _attention_kernel(cfg):
                     row = row0 + half * 8 + (lane >> 2)
                     for e in range(2):
                         m = d * 4 + half * 2 + e
-                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])    # exact
+                        # exact
+                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])
                         if position + half * 8 < T:
                             a[(row >> 3) * (8 * H) + ((col + e) >> 4) * 128 + (row & 7) * 16 + ((col + e) & 15)] = clip(
                                 int32(num / (den1 if half else den0)))
@@ -728,92 +347,50 @@ def _attention_kernel(cfg):
     return attention
 
 
-def loss_function(cfg):
-    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's."""
-    EXACT, BIT = cfg.LOSS == "exact", cfg.SOFTMAX_SCALE_BIT
-    UNIT = parameters.log_unit(cfg)
+def _head_kernel(cfg):
+    """The output head of validation: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima
+    and for the sums.
+    nats float64 [rows] is set to the cross-entropy of each position.
 
-    @device
-    def loss(total, top, target):
-        e = int64(63 - cuda.clz(total))
-        distance = int64(top) - int64(target)
-        if not EXACT:
-            return (((e - BIT) * 16) >> 1) + distance
-        m = uint32(uint64(total) << uint64(31 - e) if e <= 31 else uint64(total) >> uint64(e - 31))
-        fraction = int32(0)
-        for _ in range(16):                                  # m * m >> 31, and once more where that has 33 bits
-            square = uint64(uint64(m) * uint64(m))
-            m = uint32(square >> uint64(32))
-            bit = int32(m >> uint32(31))
-            if bit == 0:
-                m = uint32(uint32(m << uint32(1)) | uint32(uint32(square) >> uint32(31)))
-            fraction = int32(int32(2 * fraction) + bit)
-        return (((((e - BIT) << 16) + fraction) * UNIT) >> 32) + distance * 256
-
-    return loss
-
-
-def _head_kernel(cfg, nz, noisy):
-    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the sums. With noise
-    the loss of each position is added to losses int64 [pairs, 2]; without, losses float64 [rows] is set to its cross-entropy in nats.
-
-    Launch [row tiles], 256 threads. plan: 0 packed words, 1 seed A, 2 overlay A. `exps`: EXP (noise), or float64 exponentials."""
-    H, T, V, SHIFT, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT
-    UNITS, KC, LOWEST, SCALE = _units_in_tile(cfg), _chunk(H), -2 ** 31, float(cfg.SOFTMAX_EXP_SCALE)
+    Launch [row tiles], 256 threads. plan: 0 packed words. exps: float64 exponentials of logit differences."""
+    H, T, V, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
+    KC, LOWEST, SCALE = chunk(H), -2 ** 31, float(cfg.SOFTMAX_EXP_SCALE)
     STAGE, CHUNKS, TILES = 2 * TILE * KC, H // KC, (V + TILE - 1) // TILE
-    STEPS, RAGGED, EXPS = 2 * TILES * CHUNKS, V % TILE != 0, 256 if noisy else CLEAN_EXPS
-    NOISE_SIZE = UNITS * TILE
-    SUM = int64 if noisy else float64
-    noise, scaled = nz.noise, nz.scaled
-    fetch, multiply, _ = _tile_functions(H, KC)
-    position_loss = loss_function(cfg)
+    STEPS, RAGGED = 2 * TILES * CHUNKS, V % TILE != 0
+    fetch, multiply, _ = tile_functions(H, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
+    # on every card.
 
     @device
-    def disturb(acc, r, s, column, at, limit):
-        """Adds the noise of columns at.. to row r; columns from `limit` on become the lowest value."""
+    def largest(acc, r, top, limit):
+        """top, and the columns before `limit` of row r; those beyond become the lowest value."""
         for j in range(8):
             for e in range(2):
                 i = (r >> 1) * 32 + (r & 1) * 2 + j * 4 + e
-                v = acc[i]
-                if noisy:
-                    v = int32(v + int32(int32(s * column[at + j * 8 + e]) >> int32(NOISE_SHIFT)))
                 if RAGGED and j * 8 + e >= limit:
-                    v = int32(LOWEST)
-                acc[i] = v
-
-    @device
-    def largest(acc, r, top):
-        m = (r >> 1) * 32 + (r & 1) * 2
-        for j in range(m, m + 32, 4):
-            top = int32(max(max(top, acc[j]), acc[j + 1]))
+                    acc[i] = int32(LOWEST)
+                top = int32(max(top, acc[i]))
         return top
 
     @device
-    def weigh(acc, r, top, total, hit, where, limit, exp, exps):
+    def weigh(acc, r, top, total, hit, where, limit, exps):
         """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; column `where` is the target."""
-        some = SUM(0)
+        some = float64(0)
         for j in range(8):
             for e in range(2):
                 v = int32(acc[(r >> 1) * 32 + (r & 1) * 2 + j * 4 + e] >> int32(SHIFT))
                 if not RAGGED or j * 8 + e < limit:
-                    d = uint32(min(uint32(int32(top[r] - v)), uint32(EXPS - 1)))
-                    if noisy:
-                        some += exp[d]
-                    else:
-                        some += exps[d]
+                    some += exps[uint32(min(uint32(int32(top[r] - v)), uint32(CLEAN_EXPS - 1)))]
                 if where == j * 8 + e:
                     hit[r] = v
         total[r] += some
 
     @cuda.jit(launch_bounds=256)
-    def head(call, plan, packed, overlay, windows, count, job, offset, rows, exps, x, sb, losses):
+    def head(call, plan, packed, windows, count, rows, exps, x, nats):
         sm = cuda.shared.array(0, int32)
-        column = cuda.shared.array(NOISE_SIZE, int32)
         best, hits = cuda.shared.array((2, 128), int32), cuda.shared.array((2, 128), int32)
-        part = cuda.shared.array((2, 128), SUM)
-        exp = cuda.shared.array(256, int32)
+        part = cuda.shared.array((2, 128), float64)
         t = cuda.threadIdx.x
         lane, warp = t & 31, t >> 5
         g, q = lane >> 2, lane & 3
@@ -823,25 +400,15 @@ def _head_kernel(cfg, nz, noisy):
         at_a = int64(row0) * (H // 4)
         fetch(at, x, at_a, packed, int64(plan[p]), 0, t)
         ptx.copy_commit()
-        if noisy:
-            exp[t] = exps[t]
-        unit0 = row0 // (2 * T)
-        base = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit0)) + uint32(plan[p + 1]))
         acc = cuda.local.array(64, int32)
-        top, s, shift_unit, target, hit = (cuda.local.array(4, int32), cuda.local.array(4, int32), cuda.local.array(4, int32),
-                                           cuda.local.array(4, int32), cuda.local.array(4, int32))
-        total = cuda.local.array(4, SUM)
-        for r in range(4):                                  # this thread's rows: r = 2 i + half
+        top, target, hit = cuda.local.array(4, int32), cuda.local.array(4, int32), cuda.local.array(4, int32)
+        total = cuda.local.array(4, float64)
+        for r in range(4):                                  # this thread's rows
             row = row0 + (warp >> 1) * 32 + r * 8 + g
-            unit = row // (2 * T)
-            member = 1 if row - unit * (2 * T) >= T else 0
-            window = unit if noisy else 2 * unit + member
-            top[r], total[r], hit[r], target[r], s[r] = LOWEST, 0, 0, -1, 0
-            shift_unit[r] = (unit - unit0) * TILE
+            window = row // T
+            top[r], total[r], hit[r], target[r] = LOWEST, 0, 0, -1
             if row < rows and window < count:
-                target[r] = windows[window * (T + 1) + row - unit * (2 * T) - member * T + 1]
-            if noisy:
-                s[r] = int32(sb[row] * int32(1 - 2 * member))
+                target[r] = windows[window * (T + 1) + row - window * T + 1]
         for i in range(64):
             acc[i] = 0
         for step in range(STEPS):
@@ -851,31 +418,20 @@ def _head_kernel(cfg, nz, noisy):
                 fetch(int32(at + ((step + 1) & 1) * STAGE), x, at_a, packed, plan[p] + int64(ahead) * (TILE * H // 4),
                       ((step + 1) % CHUNKS) * KC, t)
             ptx.copy_commit()
-            col0 = tile * TILE
-            if noisy and chunk == 0:
-                for i in range(t, UNITS * TILE, 256):
-                    c = col0 + (i & (TILE - 1))
-                    if c < V:
-                        stream = uint32(base + uint32(i // TILE))
-                        column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
             ptx.copy_wait_but_one()
             cuda.syncthreads()
             multiply(acc, int32(at + (step & 1) * STAGE), warp, lane)
             if chunk == CHUNKS - 1:
-                first = (warp & 1) * 64 + q * 2
-                limit = V - col0 - first
-                disturb(acc, 0, s[0], column, shift_unit[0] + first, limit)
-                disturb(acc, 1, s[1], column, shift_unit[1] + first, limit)
-                disturb(acc, 2, s[2], column, shift_unit[2] + first, limit)
-                disturb(acc, 3, s[3], column, shift_unit[3] + first, limit)
+                col0 = tile * TILE + (warp & 1) * 64 + q * 2
+                limit = V - col0
                 if step < STEPS // 2:
-                    top[0], top[1] = largest(acc, 0, top[0]), largest(acc, 1, top[1])
-                    top[2], top[3] = largest(acc, 2, top[2]), largest(acc, 3, top[3])
+                    top[0], top[1] = largest(acc, 0, top[0], limit), largest(acc, 1, top[1], limit)
+                    top[2], top[3] = largest(acc, 2, top[2], limit), largest(acc, 3, top[3], limit)
                 else:
-                    weigh(acc, 0, top, total, hit, target[0] - col0 - first, limit, exp, exps)
-                    weigh(acc, 1, top, total, hit, target[1] - col0 - first, limit, exp, exps)
-                    weigh(acc, 2, top, total, hit, target[2] - col0 - first, limit, exp, exps)
-                    weigh(acc, 3, top, total, hit, target[3] - col0 - first, limit, exp, exps)
+                    weigh(acc, 0, top, total, hit, target[0] - col0, limit, exps)
+                    weigh(acc, 1, top, total, hit, target[1] - col0, limit, exps)
+                    weigh(acc, 2, top, total, hit, target[2] - col0, limit, exps)
+                    weigh(acc, 3, top, total, hit, target[3] - col0, limit, exps)
                 if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
                     for r in range(4):
                         m = quad_max(top[r])
@@ -900,64 +456,22 @@ def _head_kernel(cfg, nz, noisy):
                 best[warp & 1, m] = top[r]
         cuda.syncthreads()
         row = row0 + t
-        if t < TILE and row < rows:
-            whole, h = part[0, t] + part[1, t], int32(hits[0, t] + hits[1, t])
-            unit = row // (2 * T)
-            member = 1 if row - unit * (2 * T) >= T else 0
-            if noisy:
-                cuda.atomic.add(losses, 2 * unit + member, position_loss(whole, best[0, t], h))
-            elif 2 * unit + member < count:
-                losses[row] = math.log(whole) + float(int32(best[0, t] - h)) / SCALE
+        if t < TILE and row < rows and row // T < count:
+            h = int32(hits[0, t] + hits[1, t])
+            nats[row] = math.log(part[0, t] + part[1, t]) + float(int32(best[0, t] - h)) / SCALE
 
     return head, 2 * STAGE
 
 
-def _pack_kernel():
-    """Words of a canonical matrix [K / 4, N, 4] to core matrices of one row a column, columns padded with zeros."""
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, k, n, padded):
-        i = cuda.grid(1)                                    # word index of the packed matrix
-        if i < padded * (k // 4):
-            block, rest = i // (2 * k), i % (2 * k)
-            col, row = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
-            packed[target + i] = weights[source + row * n + col] if col < n else 0
-    return pack
-
-
-# --- one token at a time, without noise ----------------------------------------------------------------------------------------------
-
-def matrix_vector(K):
-    @device
-    def multiply(x, at_x, packed, at, columns, y, at_y, t):
-        """y[at_y + c] = x . column c of a packed matrix, x from word at_x on: a warp makes eight columns."""
-        lane = t & 31
-        for block in range(t >> 5, columns // 8, 32):
-            s = int32(0)
-            base = at + block * (2 * K) + lane
-            for piece in range(K // 16):
-                s = ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
-            s = quad_sum(s)
-            if (lane & 3) == 0:
-                y[at_y + block * 8 + (lane >> 2)] = s
-    return multiply
-
-
-@device
-def block_sum(x, part, t):
-    """Sum over a block of 1024 threads; part: 32 words of shared memory."""
-    x = ptx.warp_sum(x)
-    cuda.syncthreads()
-    if (t & 31) == 0:
-        part[t >> 5] = x
-    cuda.syncthreads()
-    return ptx.warp_sum(part[t & 31])
-
+# --- one token at a time, without noise -------------------------------------------------------------------------------
 
 def _token_kernel(cfg):
-    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is a channel.
+    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is
+    a channel.
 
-    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o, ln_2, up, down,
-    then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32 [heads][positions]."""
+    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o,
+    ln_2, up, down, then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32
+    [heads][positions]."""
     H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
     WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
@@ -990,8 +504,10 @@ def _token_kernel(cfg):
         return quantise(v, amax_scale(block_max(int32(abs(v)), part, t)))
 
     @cuda.jit(launch_bounds=1024)
-    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores, out):
-        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)     # H, then 4 H bytes: the vectors multiplied next
+    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores,
+              out):
+        # H, then 4 H bytes: the vectors multiplied next
+        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         y = cuda.shared.array(H4, int32)
         part = cuda.shared.array(32, int32)
         top, total = cuda.shared.array(HEADS, int32), cuda.shared.array(HEADS, int64)
@@ -1019,7 +535,8 @@ def _token_kernel(cfg):
                     from_h(words, 0, packed, plan[p + 8 * which], H, y, which * H, t)
                 cuda.syncthreads()
                 if t < H and (t & 1) == 0:
-                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1]), int64(1) << int64(SCALE_BIT - 1)
+                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D
+                                                                               + 1]), int64(1) << int64(SCALE_BIT - 1)
                     for which in range(2):
                         a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
                         y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
@@ -1038,13 +555,15 @@ def _token_kernel(cfg):
                     head, past = task // (here + 1), task % (here + 1)
                     s = int32(0)
                     for i in range(D // 4):
-                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i], s)
+                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i],
+                                     s)
                     scores[head * positions + past] = s
                     cuda.atomic.max(top, head, s)
                 cuda.syncthreads()
                 for task in range(t, HEADS * (here + 1), 1024):
                     head, past = task // (here + 1), task % (here + 1)
-                    d = int32(int32(top[head] >> int32(SHIFT_ATTN)) - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
+                    d = int32(int32(top[head] >> int32(SHIFT_ATTN))
+                              - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
                     w = exps[min(d, int32(255))]
                     scores[head * positions + past] = w
                     cuda.atomic.add(total, head, int64(w))
@@ -1067,7 +586,8 @@ def _token_kernel(cfg):
             from_h(words, 0, packed, plan[p], 4 * H, y, 0, t)
             cuda.syncthreads()
             for i in range(t, 4 * H, 1024):
-                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i]))) & 255]
+                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i])))
+                                     & 255]
             cuda.syncthreads()
             from_4h(words, WORDS, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
             cuda.syncthreads()
@@ -1083,66 +603,14 @@ def _token_kernel(cfg):
     return token
 
 
-def _logits_kernel(cfg):
-    """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
-    H, V, SHIFT = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
+# --- the forward pass -------------------------------------------------------------------------------------------------
 
-    @cuda.jit(launch_bounds=256)
-    def logits(at_packed, packed, n, z):
-        t = cuda.threadIdx.x
-        lane = t & 31
-        block = cuda.blockIdx.x * 8 + (t >> 5)
-        col = block * 8 + (lane >> 2)
-        if block * 8 < V:
-            s = int32(0)
-            for piece in range(H // 16):
-                s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
-            s = quad_sum(s)
-            if (lane & 3) == 0 and col < V:
-                z[col] = int32(s >> int32(SHIFT))
-
-    return logits
-
-
-# --- the forward pass ----------------------------------------------------------------------------------------------------------------
-
-A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
-ROWS_TYPES = (int64, A32, A8, A32, A8, A32, int64, AU32, int64, int64, A32, A32, A32, A32)       # and the losses
-PRODUCT_TYPES = (int64, A32, A8, A32, A8, AU32, int64, int64, A8, A32, A32, A32, A8)
-SUMS_TYPES = (int64, A32, A8, AU32, int64, A32, A32)
+ROWS_TYPES = (int64, A32, A8, A32, A32, int64, A32, A32, A32)
+PRODUCT_TYPES = (int64, A32, A8, A32, int64, A8, A32, A32, A8)
 ROTATE_TYPES = (int64, int64, A32, A32, A32, A32, A8)
 ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
-HEAD_TYPES = (int64, A32, A32, A8, A32, int64, AU32, int64, int64)                                # and exps, x, sb, losses
+HEAD_TYPES = (int64, A32, A32, A32, int64, int64, AF64, A32, AF64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
-LOGITS_TYPES = (int64, A32, A32, A32)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
-
-
-def blocks(n, size):
-    return (n + size - 1) // size
-
-
-def aligned(n):
-    return blocks(n, 256) * 256
-
-
-class _Packing:
-    """Where each matrix lies in the packed array (bytes), and the kernel that puts it there."""
-
-    def __init__(self, cfg):
-        self.at, self.copies, end = {}, [], 0
-        for t in parameters.tensors(cfg):
-            if t.product or t.name == "embedding":           # whose columns are looked up there too
-                self.at[t.name, t.layer] = end
-                padded = blocks(t.cols, TILE) * TILE
-                self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))
-                end += t.rows * padded
-        self.bytes = end
-        self.kernel = _pack_kernel()
-
-    def launch(self, stream, weights, packed):
-        for copy in self.copies:
-            self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
 
 class _Plan:
@@ -1191,10 +659,12 @@ class _Plan:
 
     def _matrix(self, name, layer, bias=None):
         t = self._tensors[name, layer]
-        return [self._packing.at[name, layer] // 4, t.seed_a, t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
+        return [self._packing.at[name, layer] // 4, t.seed_a,
+                t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
 
     def _normed(self, ln, layer, bias, streams, bias_layer=0):
-        entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
+        entries = self._vector(ln, layer) + self._vector(ln + "_bias",
+                                                         layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
         return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
 
     def _embedding(self):
@@ -1202,16 +672,17 @@ class _Plan:
         return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
-        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up)), sums=self._add(12 * [0] + self._input(down, layer)),
+        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up) + self._input(down, layer)),
+                               sums=self._add(12 * [0] + self._input(down, layer)),
                                down=self._add(self._matrix(down, layer, bias_down) + self._input(down, layer)))
 
 
-class _General:
-    """The forward pass as one kernel a phase: every shape, every card of cc 8.0 and newer."""
+class _Clean:
+    """The forward pass without noise, one kernel a phase; a pair is two windows."""
 
-    def __init__(self, cfg, noisy, silent=False):
-        self.cfg, self.noisy = cfg, noisy
-        nz, H = build_noise(cfg, silent), cfg.HIDDEN_DIM
+    def __init__(self, cfg):
+        self.cfg = cfg
+        nz, H = build_noise(cfg), cfg.HIDDEN_DIM
         self.kernels = []
 
         def add(made, signature):
@@ -1219,29 +690,20 @@ class _General:
             self.kernels.append((kernel, signature, shared))
             return kernel, shared
 
-        losses = A64 if noisy else AF64
-        self.embed = add(_rows_kernel(cfg, nz, noisy, "embedding", 1), ROWS_TYPES + (losses,))
-        self.to_qkv = add(_rows_kernel(cfg, nz, noisy, "mlp", 3), ROWS_TYPES + (losses,))
-        self.to_mlp = add(_rows_kernel(cfg, nz, noisy, "attention", 1), ROWS_TYPES + (losses,))
-        self.to_head = add(_rows_kernel(cfg, nz, noisy, "mlp", 1), ROWS_TYPES + (losses,))
-        if noisy:
-            self.sums_o = add(_sums_kernel(cfg, nz, False), SUMS_TYPES)
-            self.sums_down = add(_sums_kernel(cfg, nz, True), SUMS_TYPES)
-        self.square = add(_product_kernel(cfg, nz, noisy, H, H, False), PRODUCT_TYPES)
-        self.up = add(_product_kernel(cfg, nz, noisy, H, 4 * H, True), PRODUCT_TYPES)
-        self.down = add(_product_kernel(cfg, nz, noisy, 4 * H, H, False), PRODUCT_TYPES)
+        self.rows = {source: add(_rows_kernel(cfg, nz, source), ROWS_TYPES)
+                     for source in ("embedding", "attention", "mlp")}
+        self.square = add(_product_kernel(cfg, H, H, False), PRODUCT_TYPES)
+        self.up = add(_product_kernel(cfg, H, 4 * H, True), PRODUCT_TYPES)
+        self.down = add(_product_kernel(cfg, 4 * H, H, False), PRODUCT_TYPES)
         self.rotate = add(_rotate_kernel(cfg), ROTATE_TYPES)
         self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
-        self.head = add(_head_kernel(cfg, nz, noisy), HEAD_TYPES + ((A32 if noisy else AF64), A32, A32, losses))
-
-    def launch_pack(self, stream, weights, packed):
-        """Nothing beyond what _Packing does."""
+        self.head = add(_head_kernel(cfg), HEAD_TYPES)
 
     def layout(self, units):
         """Byte ranges of the scratch arrays of `units` pairs, and their total."""
         H, T = self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
         rows = blocks(units * 2 * T, TILE) * TILE
-        sizes = dict(h=rows * H, n=rows * H, sb=12 * rows, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
+        sizes = dict(h=rows * H, n=rows * H, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
                      v=2 * units * H * blocks(T, 32) * 32)
         out, end = {}, 0
         for name, size in sizes.items():
@@ -1249,52 +711,47 @@ class _General:
             end = aligned(end + size)
         return out, rows, end
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, units, scratch, losses):
-        """Enqueues the whole pass; `count` windows, `units` pairs (of members, or of windows without noise)."""
-        cfg, H, T = self.cfg, self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
+    def launch(self, stream, plan, tables, weights, packed, windows, count, scratch, nats):
+        """Enqueues the whole pass over `count` windows."""
+        cfg, H, T, units = self.cfg, self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN, blocks(count, 2)
         layout, stride, _ = self.layout(units)
         part = {name: scratch[a:b] for name, (a, b) in layout.items()}
         words = {name: x.view(np.int32) for name, x in part.items()}
-        h, n, sb, y = words["h"], words["n"], words["sb"], words["y"]
+        h, n, y = words["h"], words["n"], words["y"]
         y_down, u = y[:stride * H], part["y"][4 * stride * H:8 * stride * H]
         packed, rows = packed.view(np.int32), units * 2 * T
 
-        def normalise(kernel, call):
-            kernel, shared = kernel
-            kernel[(units, blocks(2 * T, 128)), 256, stream, shared](
-                call, tables.plan, weights, packed, overlay, windows, count, job, offset, stride, h, n, sb, y, losses)
+        def normalise(source, call):
+            kernel, shared = self.rows[source]
+            kernel[(units, blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, weights, packed, windows, count,
+                                                                     h, n, y)
 
         def product(kernel, call, x, columns, matrices=1, y=y, u=part["v"]):
             kernel, shared = kernel
             kernel[(stride // TILE, blocks(columns, TILE), matrices), 256, stream, shared](
-                call, tables.plan, weights, packed, overlay, job, offset, stride, tables.gelu, x, sb, y, u)
-
-        def sums(which, call, x):
-            if self.noisy:
-                kernel, shared = getattr(self, which)
-                kernel[(units, blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, overlay, job, offset, x, sb)
+                call, tables.plan, weights, packed, stride, tables.gelu, x, y, u)
 
         def mlp(calls):
             product(self.up, calls.up, n, 4 * H, u=u)
-            sums("sums_down", calls.sums, u.view(np.int32))
             product(self.down, calls.down, u.view(np.int32), H, y=y_down)
 
-        normalise(self.embed, plan.embed)
+        normalise("embedding", plan.embed)
         mlp(plan.emb_mlp)
         for layer in plan.layers:
-            normalise(self.to_qkv, layer.ln_1)
+            normalise("mlp", layer.ln_1)
             product(self.square, layer.qkv, n, H, 3)
-            self.rotate[0][(blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"], part["v"])
+            self.rotate[0][(blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"],
+                                                               part["v"])
             tasks = 2 * units * cfg.N_HEADS * blocks(T, 16)
-            self.attention[0][blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"], part["n"])
-            sums("sums_o", layer.sums_o, n)
+            self.attention[0][blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"],
+                                                             part["n"])
             product(self.square, layer.o, n, H)
-            normalise(self.to_mlp, layer.ln_2)
+            normalise("attention", layer.ln_2)
             mlp(layer.mlp)
-        normalise(self.to_head, plan.ln_f)
+        normalise("mlp", plan.ln_f)
         kernel, shared = self.head
-        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, overlay, windows, count, job, offset, rows,
-                                                   tables.exps if self.noisy else tables.clean_exps, n, sb, losses)
+        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, windows, count, rows,
+                                                    tables.clean_exps, n, nats)
 
 
 class Forward:
@@ -1302,29 +759,29 @@ class Forward:
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
         self.cfg = cfg
-        self._packing = _Packing(cfg)
+        self._packing = Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        from kernels import hopper                                    # it builds on this module
-        fast = (tuple(cc) == (9, 0) and (cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (hopper.SEQ_LEN, hopper.HIDDEN_DIM)
-                and shared_limit >= hopper.SHARED)
-        self._noisy = hopper.Hopper(cfg, self._packing, silent) if fast else _General(cfg, True, silent)
-        self._clean = _General(cfg, False)
-        self._token, self._logits = _token_kernel(cfg), _logits_kernel(cfg)
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
-        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if fast and k[0] is self._noisy.pack[0]]
+        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
+            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
+        self._noisy = transformer.Noisy(cfg, self._packing, card, silent)
+        self._clean = _Clean(cfg)
+        self._token, self._logits = _token_kernel(cfg), logits_kernel(cfg)
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes, cfg.HIDDEN_DIM
+        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if k[0] is self._noisy.pack[0]]
         self.kernels = {"load": pack, "step": self._noisy.kernels, "validate": self._clean.kernels,
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
         cfg = self.cfg
-        exps = parameters.exp_table(cfg)
+        exps = integer_tables.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
             exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
-            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(parameters.gelu_table()),
-            rope=cuda.to_device(parameters.rope_table(cfg, cfg.SEQ_LEN).ravel()), no_job=cuda.to_device(np.zeros(2, np.uint32)))
+            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(integer_tables.gelu_table()),
+            rope=cuda.to_device(integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel()))
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]
@@ -1337,12 +794,12 @@ class Forward:
         self._noisy.launch_pack(stream, weights, packed)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset, pairs, scratch,
+        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset,
+                           pairs, scratch,
                            losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count, self._tables.no_job, 0,
-                           blocks(count, 2), scratch, nats)
+        self._clean.launch(stream, self._plan, self._tables, weights, packed, windows, count, scratch, nats)
 
     def cache_bytes(self, positions):
         cfg = self.cfg

@@ -11,6 +11,9 @@ A frame is "JOBS", version u8, opcode u8, bytes of payload u32 (cluster.wire); i
 delay, because every exchange is a small question and a small answer. Each side is one process with one loop and no
 threads (cluster.hub at the coordinator, cluster.link at the worker). What an island or the live page adds to a
 coordinator is plugged in (cluster.hooks).
+
+To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step,
+Coordinator._answer, Worker._apply.
 """
 
 import contextlib
@@ -37,7 +40,7 @@ from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
                           NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
                           SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
-from model import data_files, parameters
+from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Worker:
             self._measure(count, time.perf_counter() - started)
             done += count
             link.check()
-        packed = parameters.pack_ternary(parameters.chunk_fitness(losses, self.cfg))
+        packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
         head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
         link.send(link.frame(RESULT, head, packed))
         self.changed, self.rebuilt = 0, False
@@ -125,8 +128,8 @@ class Worker:
             return
         try:
             if link.version == V2:
-                packed = history.unzip(packed, parameters.packed_size(self.cfg.N_PAIRS))
-            fitness = parameters.unpack_ternary(packed, self.cfg.N_PAIRS)
+                packed = history.unzip(packed, fitness_digits.packed_size(self.cfg.N_PAIRS))
+            fitness = fitness_digits.unpack_ternary(packed, self.cfg.N_PAIRS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -267,7 +270,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 continue
             if not retry:
                 raise NetError(closed_on_greeting(host, port)) from None
-            line = "worker: the coordinator closed on our greeting, trying again"
+            advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
+            line = f"worker: the coordinator closed on our greeting{advice}, trying again"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -379,6 +383,7 @@ class Coordinator:
     def close(self):
         """Can be called more than once."""
         self.closing = True
+        self.console.clear()
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()
@@ -409,7 +414,7 @@ class Coordinator:
         self.dispatcher.workers.add(session.role)
 
     def worker_left(self, worker):
-        self.collector.drop(worker)
+        self.collector.drop([worker])
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
@@ -483,7 +488,7 @@ class Coordinator:
 
     def _complete_step(self):
         step, work = self.run.step, self.dispatcher.work
-        self.run.append(parameters.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
+        self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
         event = self.progress.complete_step(step, work.sum_loss)
         self._begin_step()
         self.island.step_completed(self.progress.loss)
@@ -546,7 +551,7 @@ class Coordinator:
         return False
 
     def _distrust(self, author):
-        self.collector.drop(*self.dispatcher.distrust(author))
+        self.collector.drop(self.dispatcher.distrust(author))
 
     def ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
@@ -616,10 +621,10 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""
             host, port = coordinator.address
-            console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
-            if coordinator.page:
-                console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
+                console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
+                if coordinator.page:
+                    console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
             coordinator.drain(0 if stopped else 5)
@@ -628,8 +633,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
 
 
 def farewell(run):
-    """Where the run is kept and how to go on."""
+    """What has become of the run."""
     if run.directory is None:
         return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return (f"stopped after {run.step} steps; the run lies in {run.directory}: continue it with --load-dir "
-            f"{run.directory}")
+    return f"stopped after {run.step} steps; the run lies in {run.directory}"

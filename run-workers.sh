@@ -44,8 +44,9 @@ if [ "$tasks" -gt 1 ] && [ "$(wc -w <<<"$devices")" -gt 1 ]; then
     fi
 fi
 
-# Keeps one worker running: restarts it with a growing pause, but not after a wrong use (status 2).
+# Keeps one worker running: restarts it with a growing pause, but not after a wrong use or a refusal (status 2).
 keep() {
+    trap '' INT     # Ctrl-C reaches the whole process group: `stop` must find every keeper alive to end its worker
     local name=$1 pause=1 child started status
     shift
     trap 'trap "" TERM; [ -n "${child-}" ] && kill -TERM "$child" 2>/dev/null && wait "$child"; exit 0' TERM

@@ -1,6 +1,8 @@
-"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain reading of the SPEC.
+"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain
+reading of the SPEC.
 
-`tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every configuration tried.
+`tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every
+configuration tried.
 """
 
 import hashlib
@@ -13,15 +15,20 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
+from engine import cpu_rules
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
+from model import sampling
 from engine import simd
-from tools.debug import Reading
+from tools.debug import Reading, drawn, hashes
 from kit import HERE, golden, loss_of, population_fitness, random_config, recorded_generation
 
 STEPS = 6
 
 
-# --- configuration ---------------------------------------------------------------------------------------------------------
+# --- configuration ---------------------------------------------------------------------------------------------------
 
 def test_overrides_in_order():
     assert egg_config.load(environ={}).HIDDEN_DIM == egg_config.HIDDEN_DIM
@@ -35,10 +42,14 @@ def test_overrides_in_order():
 
 
 @pytest.mark.parametrize("define, says", [
-    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"), ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64 or 128"),
-    ("SEQ_LEN=13", "multiple of 8"), ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"), ("VOCAB_SIZE=100", "from 256"),
-    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"), ("LOSS=cubic", "deggs, exact"), ("N_LAYERS", "NAME=VALUE"),
-    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"), ("DETOKENIZE=1", "VOCAB_SIZE 256"),
+    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
+    ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64 or 128"),
+    ("SEQ_LEN=13", "multiple of 8"), ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"),
+    ("VOCAB_SIZE=100", "from 256"),
+    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"), ("LOSS=cubic", "deggs, exact"),
+    ("N_LAYERS", "NAME=VALUE"),
+    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"),
+    ("DETOKENIZE=1", "VOCAB_SIZE 256"),
     ("USE_MUON=2", "from 0 to 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
 def test_bad_constants_are_named_in_one_line(define, says):
     with pytest.raises(egg_config.ConfigError) as error:
@@ -59,10 +70,11 @@ def test_environment_is_checked_too():
 
 def test_fingerprint_covers_what_must_agree():
     base = egg_config.make()
-    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint() == egg_config.make(PORT=1, DEVICE="cpu").fingerprint()
+    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint()
+    assert egg_config.make(PORT=1, DEVICE="cpu").fingerprint() == base.fingerprint()
 
 
-# --- model -----------------------------------------------------------------------------------------------------------------
+# --- model -----------------------------------------------------------------------------------------------------------
 
 def test_tensors_cover_the_flat_arrays_once():
     for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
@@ -85,6 +97,26 @@ def test_draws_are_xorshift32():
     assert np.array_equal(parameters._xorshift(42, 5000), plain)
 
 
+@pytest.mark.parametrize("gaussian", [0, 1])
+def test_noise_of_all_at_once_is_the_rule(gaussian):
+    """The NumPy form of the draw, the rule on the host, and the plain reading of the SPEC."""
+    draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
+    host = rules.Arithmetic(int, lambda x: x & 0xFFFFFFFF, float)
+    draw = rules.draw_rules(lambda rule: rule, host, gaussian).draw
+    for mask in (0, 1, 15, 42):
+        noise = rules.uniform_noise(draws, mask, gaussian)
+        assert noise.tolist() == [draw(int(r), mask) for r in draws] == drawn(draws, mask, gaussian).tolist()
+    assert hashes(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+
+
+def test_windows_begin_where_the_rule_says():
+    cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
+    for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
+        starts = rules.window_starts(cfg, tokens.size, step, first, 4)
+        assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
+        assert np.array_equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
+
+
 def test_canonical_order_is_four_rows_side_by_side():
     m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
     flat = parameters.to_canonical(m)
@@ -96,12 +128,13 @@ def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = parameters.pack_ternary(f)
-        assert len(data) == -(-n // 5) and np.array_equal(parameters.unpack_ternary(data, n), f)
-    assert parameters.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
-    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"), (bytes([81]), 4, "after the last")):
+        data = fitness_digits.pack_ternary(f)
+        assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
+    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
+                              (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
-            parameters.unpack_ternary(data, count)
+            fitness_digits.unpack_ternary(data, count)
 
 
 @pytest.mark.parametrize("name", "ABD")
@@ -118,8 +151,9 @@ def test_exact_fitness_filters_in_logit_units():
     d = (losses[1::2] - losses[::2]).mean()
     moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
     expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
-    assert np.array_equal(parameters.chunk_fitness(losses * 256, fine), expected)
-    assert (parameters.chunk_fitness(losses, coarse) != expected).sum() < 8          # the same but for the truncated mean
+    assert np.array_equal(fitness_digits.chunk_fitness(losses * 256, fine), expected)
+    # the same but for the truncated mean
+    assert (fitness_digits.chunk_fitness(losses, coarse) != expected).sum() < 8
 
 
 def test_initial_model_of_the_default_configuration():
@@ -128,14 +162,15 @@ def test_initial_model_of_the_default_configuration():
     assert parameters.products_per_token(cfg) == 5767168
 
 
-# --- CPU engine ------------------------------------------------------------------------------------------------------------
+# --- CPU engine ------------------------------------------------------------------------------------------------------
 
 def hold_against_recording(name):
     cfg, tokens, z = golden(name)
     engine = cpu_engine.CpuEngine(cfg, tokens)
     assert hashlib.sha256(engine.state().weights).digest() == hashlib.sha256(z["model_0"]).digest()
     for k in range(STEPS):
-        losses = np.concatenate([engine.evaluate(i, cfg.CHUNK_SIZE) for i in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)])
+        firsts = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = np.concatenate([engine.evaluate(first, cfg.CHUNK_SIZE) for first in firsts])
         assert np.array_equal(losses, z["loss"][k]), k
         fitness = population_fitness(cfg, losses)
         assert np.array_equal(fitness, z["fitness"][k])
@@ -148,15 +183,18 @@ def hold_against_recording(name):
     assert np.array_equal(engine.state().weights, z["model_6"])
 
 
-# tests/test_simd.py holds the operations of every kind against NumPy; a whole run is repeated with those of any processor
+# tests/test_simd.py holds the operations of every kind against NumPy; a whole run is repeated with those of any
+# processor
 OTHERS = [kind for kind in simd.available()[1:] if kind == "portable"]       # this process uses the first
 
 
 @pytest.fixture(scope="module")
 def others():
-    """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a core for half a minute."""
+    """Processes {kind: Popen} that repeat a recorded run with the other instructions; compiling takes each of them a
+    core for half a minute."""
     code = "import test_egg; from engine import simd; simd.use({!r}); test_egg.hold_against_recording('A')"
-    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
+    started = {kind: subprocess.Popen([sys.executable, "-c", code.format(kind)], cwd=HERE,
+                                      env={**os.environ, "PYTHONPATH": "tests"},
                                       stderr=subprocess.PIPE, text=True) for kind in OTHERS}
     yield started
     for process in started.values():
@@ -190,7 +228,8 @@ def test_recorded_default_configuration(default_engine):
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
     engine.update(z["fitness_0"])
-    assert engine.state().digests() == tuple(str(z[part][0]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+    assert engine.state().digests() == tuple(str(z[part][0]) for part in
+                                             ("model_sha256", "adam_sha256", "scales_sha256"))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -204,7 +243,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     state.step = 3
     engine.load(state)
-    windows = parameters.windows(cfg, tokens, 3, 0, 2)
+    windows = rules.windows(cfg, tokens, 3, 0, 2)
     reading = Reading(cfg, state)
     expected = [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
     got = engine.evaluate(0, 4)
@@ -217,12 +256,21 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_exact_loss_in_fixed_point():
     """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
     cfg = egg_config.make(LOSS="exact")
-    c = cpu_engine.CpuEngine(cfg)._constants
-    rng = np.random.default_rng(5)
+    unit, rng = integer_tables.log_unit(cfg), np.random.default_rng(5)
     for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
         exact = 256 * 6 * np.log(q / 2 ** 18)
-        assert -1.01 <= cpu_engine.position_loss(c, q, 0, 0) - exact <= 0.01, q
-    assert cpu_engine.position_loss(c, 1 << 36, 1 << 23, -(1 << 23)) > 1 << 32
+        assert -1.01 <= cpu_rules.loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
+    assert cpu_rules.loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
+
+
+def test_divisions_by_a_reciprocal_are_exact():
+    """What the CPU engine multiplies by in place of the divisions of SPEC 5 and of the recurrent model."""
+    rng = np.random.default_rng(9)
+    for p, d in zip(rng.integers(-127 * 381, 127 * 381 + 1, 3000).tolist(), rng.integers(1, 128, 3000).tolist()):
+        p = p // d * d + int(rng.integers(-1, 2)) if p % 2 else p                     # half of them beside a multiple
+        assert cpu_rules.divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
+        q = cpu_rules.quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
+        assert q == np.clip(p // d, -127, 127), (p, d)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -234,13 +282,15 @@ def test_validation_and_logits_are_those_of_the_plain_reading(seed):
     expected = 0.0
     for window in windows:
         z = Reading(cfg, state).logits(window[:-1]) / cfg.SOFTMAX_EXP_SCALE
-        expected += (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(cfg.SEQ_LEN), window[1:]]).sum()
+        z -= z.max(1, keepdims=True)
+        expected += (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), window[1:]]).sum()
     nats, count = engine.validate(windows)
     assert count == 3 * cfg.SEQ_LEN and nats == pytest.approx(expected, rel=1e-9)
 
 
 def test_generation_does_not_depend_on_the_cache():
-    """Greedy tokens one by one, from cached keys and values, are those of whole passes over the sequence, also beyond SEQ_LEN."""
+    """Greedy tokens one by one, from cached keys and values, are those of whole passes over the sequence, also beyond
+    SEQ_LEN."""
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2)
     engine, prompt = cpu_engine.CpuEngine(cfg), [5, 17, 250]
     got = list(engine.generate(prompt, 30, seed=1, temp=0, penalty=0))
@@ -253,16 +303,18 @@ def test_generation_does_not_depend_on_the_cache():
 
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step, default_engine):
-    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for
+    every occurrence."""
     engine = default_engine if step else cpu_engine.CpuEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, c, s = engine.cfg, engine._constants, parameters.sampling(engine.cfg)
+    cfg, c, s = engine.cfg, engine._constants, sampling.settings(engine.cfg)
     for t in range(prompt - 1, len(recorded) - 1):
         logits = last_logits(engine, recorded[:t + 1])
         np.subtract.at(logits, recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty
-        token = cpu_engine.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp, s.floor,
-                                     parameters.sampling_random(engine.seed, t))
+        token = cpu_engine.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp,
+                                        s.floor,
+                                     sampling.random(engine.seed, t))
         assert token == recorded[t + 1], t
 
 
@@ -278,7 +330,7 @@ def test_sampling():
     c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
 
     def choose(z, seen=unseen, random=0, **settings):
-        s = parameters.sampling(cfg, **settings)
+        s = sampling.settings(cfg, **settings)
         return cpu_engine.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
@@ -286,7 +338,8 @@ def test_sampling():
     seen = unseen.copy()
     seen[7] = 1
     assert choose(z, temp=0) == 7
-    assert choose(z, seen, temp=0, penalty=0.5) == 99 and choose(z, seen, temp=0, penalty=0.3) == 7      # 3 and 1.8 logit units
+    # 3 and 1.8 logit units
+    assert choose(z, seen, temp=0, penalty=0.5) == 99 and choose(z, seen, temp=0, penalty=0.3) == 7
     rng = np.random.default_rng(6)
     draws = [choose(z, random=r, temp=1.0, min_p=0.0, penalty=0) for r in rng.integers(0, 2 ** 32, 6000)]
     weights = np.exp(-np.array([0, 2, 6]) / 6)
@@ -297,7 +350,8 @@ def test_sampling():
 
 
 def test_sgd_accumulates_votes():
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8,
+                          POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
     engine = cpu_engine.CpuEngine(cfg)
     before, fitness = engine.state(), np.array([1, -1, 0, 1], np.int8)
@@ -306,7 +360,8 @@ def test_sgd_accumulates_votes():
     for t in parameters.tensors(cfg):
         total = 0
         for q, sign in enumerate(fitness):
-            a, b = reading.noise(42 + q + t.seed_a, np.arange(t.cols)), reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
+            a = reading.noise(42 + q + t.seed_a, np.arange(t.cols))
+            b = reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
             total = total + int(sign) * (np.outer(b, a) if t.matrix else a * b)
         votes[t.weights:t.weights + t.size] = parameters.to_canonical(total) if t.matrix else total
         rate[t.weights:t.weights + t.size] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)

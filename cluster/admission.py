@@ -151,15 +151,16 @@ class Admission:
         elif card.role == "island":
             self.coordinator.island.admit_peer(card, author)
         session.limits = wire.only(self.limits, wire.FROM_WORKER[V2])
-        session.reply(*host.welcome(self.coordinator.welcome()))
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
             self.coordinator.worker_joined(session, author, card.device)
-        elif card.role == "island":
-            self.coordinator.island.peer_joined(session, card, author)
-        else:
+        elif card.role == "status":
             session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
+        session.reply(*host.welcome(self.coordinator.welcome()))
+        if card.role == "status":
             session.reply(wire.STATUS, json.dumps(self.coordinator.status()).encode())
+        elif card.role == "island" and session.open:
+            self.coordinator.island.peer_joined(session, card, author)
 
     def _check_worker(self, card, author):
         if why := self.bans.message(author):

@@ -10,16 +10,18 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import shlex
 import ssl
+import sys
 from typing import NamedTuple
 
-from egg_config import EggError
+from egg_config import UsageError
 
 LEAST_SECRET = 16          # bytes
 HANDSHAKE_SECONDS = 10.0   # a peer may take so long from connecting to being let in
 
 
-class AuthError(EggError):
+class AuthError(UsageError):
     """About a secret, a certificate or an address that is not safe to listen on."""
 
 
@@ -37,6 +39,9 @@ def read_secret(path=None, environ=os.environ):
         try:
             with open(path, "rb") as file:
                 secret = file.read(1 << 16).strip()
+                if os.fstat(file.fileno()).st_mode & 0o077:
+                    print(f"egg: others on this machine may read or change {path}: chmod 600 {shlex.quote(str(path))}",
+                          file=sys.stderr, flush=True)
         except OSError as error:
             raise AuthError(f"--secret-file {path}: {error.strerror}: name a file that can be read") from None
     elif "EGG_SECRET" in environ:

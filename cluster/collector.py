@@ -53,9 +53,9 @@ class Collector:
             self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
         return upload
 
-    def drop(self, *workers):
+    def drop(self, workers=None):
         """Gives the present upload up; with `workers` only if it comes from one of them."""
-        if self.upload and (not workers or self.worker in workers):
+        if self.upload and (workers is None or self.worker in workers):
             self.upload.drop()
             self._end()
 

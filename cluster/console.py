@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -11,15 +12,22 @@ import time
 
 
 class Console:
-    """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR."""
+    """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR.
+
+    The steps of a run: on a terminal a status line that is rewritten in place, and a lasting line at each validation,
+    snapshot and sample, or every LINE_EVERY seconds. Elsewhere, and with `verbose`, the line of d-eggs for each."""
 
     COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
                "white": "37", "grey": "90"}
     PROGRESS_EVERY = 0.1       # seconds
+    LINE_EVERY = 10.0
 
-    def __init__(self, stream=None, quiet=False):
+    def __init__(self, stream=None, quiet=False, verbose=False):
         self.stream, self.quiet = stream or sys.stdout, quiet
         self.terminal = self.stream.isatty()
+        self.live = self.terminal and not verbose
+        self._status, self._line_at = [], 0.0                # parts of the status line; when the next one lasts
+        self._references, self._last_validation, self._bits, self._unit = "", "", 1.0, ""
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._progress, self._next = False, 0.0              # a progress line stands there; when it may change
         self._last_loss = math.inf
@@ -27,13 +35,44 @@ class Console:
 
     def tell(self, event, line):
         """Makes the console a sink of events (cluster.event_log)."""
-        if event["event"] == "validation":
+        if self.live and event["event"] in self.LIVE:
+            self.LIVE[event["event"]](self, event)
+        elif event["event"] == "validation":
             self._validation = event
         elif event["event"] == "step":
             self.line(self._step_line(event))
         elif line is not None:
             before, newline, text = line.rpartition("\n")    # a sample is one line
             self.line(before + newline + self.sample(text) if event["event"] == "sample" else line)
+
+    def _live_start(self, event):
+        config = event["config"]
+        self._bits = 16 / (config["SOFTMAX_EXP_SCALE"] * math.log(2))        # of a unit of loss
+        self._unit = "bits/byte" if config["VOCAB_SIZE"] == 256 else "bits/token"
+
+    def _live_references(self, event):
+        self._references = "(" + ", ".join(f"{name} {value:.2f}" for name, value in event["values"].items()) + ")"
+
+    def _live_validation(self, event):
+        self._last_validation = f"val {event['value']:.2f} {event['unit']}"
+        self.line(_fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}", self._references))
+
+    def _live_snapshot(self, event):
+        self.line(f"snapshot of step {event['step']} kept")
+
+    def _live_step(self, event):
+        minutes, seconds = divmod(int(event["elapsed"]), 60)
+        self._status = [f"{minutes}:{seconds:02} step {event['step']}", self._last_validation,
+                        f"loss {event['loss'] * self._bits:.2f} {self._unit}", f"{count_text(event['tokens'])} tokens",
+                        f"{event['tokens_per_second'] / 1e3:,.0f} k/s", self._references]
+        now = time.monotonic()
+        if now >= self._line_at:
+            self._line_at = now + self.LINE_EVERY
+            self.line(_fit(*self._status))
+        self.progress()
+
+    LIVE = dict(start=_live_start, references=_live_references, validation=_live_validation, snapshot=_live_snapshot,
+                step=_live_step)
 
     def _step_line(self, event):
         better, self._last_loss = event["loss"] <= self._last_loss, event["loss"]
@@ -56,14 +95,19 @@ class Console:
         if not self.quiet:
             self._write(("\r\x1b[K" if self._progress else "") + text + "\n")
             self._progress = False
+            if self._status:
+                self._next = 0.0
+                self.progress()
 
-    def progress(self, text):
+    def progress(self, text=""):
+        """Rewrites the line below the others: the status of the run, if there is one, and `text`."""
         if self.terminal and not self.quiet and time.monotonic() >= self._next:
-            self._write("\r\x1b[K" + text)
+            self._write("\r\x1b[K" + _fit(*self._status, text))
             self._progress, self._next = True, time.monotonic() + self.PROGRESS_EVERY
 
     def clear(self):
-        """Removes the progress line."""
+        """Removes the progress line and forgets the status."""
+        self._status = []
         if self._progress:
             self._write("\r\x1b[K")
             self._progress = False
@@ -88,6 +132,17 @@ class Console:
         encoding = self.stream.encoding or "utf-8"
         self.stream.write(text.encode(encoding, "replace").decode(encoding))
         self.stream.flush()
+
+
+def _fit(*parts):
+    """The parts that fit a line of the terminal, as one text."""
+    width, text = shutil.get_terminal_size().columns - 1, ""
+    for part in filter(None, parts):
+        if not text:
+            text = part[:width]
+        elif len(text) + 2 + len(part) <= width:
+            text += "  " + part
+    return text
 
 
 def printable(text):

@@ -98,7 +98,7 @@ class Dispatcher:
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
         self.workers, self.work, self.changed = set(), None, False
-        self.waiting, self._due = deque(), 0         # those that wait; how many are to be looked at since `changed`
+        self.waiting, self._due = deque(), 0         # those that wait; how many to answer since `changed`
         self.usual = None                            # seconds that a chunk takes most workers
         self.alone, self._patience = False, patience
         # when there was last more than one author; a run that goes on may have had some that will come back

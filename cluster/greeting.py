@@ -39,8 +39,8 @@ def read_card(text):
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise FrameError("JOIN does not say who it is") from None
-    return Card(role, id_, name or "nameless", device or "device not told", config, data)
+        raise FrameError("JOIN cannot be read") from None
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data)
 
 
 def read_error(payload):
@@ -76,6 +76,9 @@ class Caller:
             if wanted and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
                                     "EGG_SECRET")
+            if self._secret and not wanted:
+                raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
+                                    "--secret-file and EGG_SECRET out")
             return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
         if opcode == WELCOME and self._challenge is not None and self.welcome is None:
             proof, *fields = WELCOMED.unpack(payload)

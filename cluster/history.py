@@ -18,6 +18,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import tempfile
@@ -28,12 +29,14 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError
-from model import parameters
+from model import fitness_digits
+from model import rules
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
@@ -66,7 +69,7 @@ class Start(NamedTuple):
 
 def beginning(cfg):
     """The Start of a run that begins with the random initial model."""
-    return Start(0, parameters.first_seed(cfg))
+    return Start(0, rules.first_seed(cfg))
 
 
 class Run:
@@ -164,7 +167,7 @@ class Run:
 
     def _advance(self, at):
         self._offsets.append(at)
-        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _remember(self, step, body):
@@ -197,20 +200,21 @@ class Run:
         longest = HEAD + 4 + most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._body_length(head)
+            length = self._body_length(head, self.step, self.seed)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
-            if not length or len(body) != length + 4 or _crc(body[:length]) != body[length:]:
+            crc = int.from_bytes(body[length:], "little")
+            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
                 self._cut_torn_record(size, longest, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _body_length(self, head):
-        """Length of the body of the current step's record, 0 if `head` is not the head of that record."""
-        if len(head) < HEAD or _crc(head[:RECORD.size]) != head[RECORD.size:]:
+    def _body_length(self, head, step, seed):
+        """Length of the body of this step's record, 0 if `head` is not the head of that record."""
+        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
-        length, step, _, _, seed = RECORD.unpack(head[:RECORD.size])
-        return length if (step, seed) == (self.step, self.seed) else 0
+        length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
+        return length if (its_step, its_seed) == (step, seed) else 0
 
     def _cut_torn_record(self, size, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
@@ -221,7 +225,7 @@ class Run:
         if later or size - at > longest:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
-                               f"`truncate -s {at}`")
+                               f"`truncate -s {at} {shlex.quote(self._name)}`")
         if writable:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
@@ -275,8 +279,8 @@ def begin_run(cfg, directory, start):
 
 
 def configuration(directory):
-    """{name: value}: the constants with which the run in a save directory was begun; {} for C++ checkpoints, which do
-    not hold them. Raises HistoryError."""
+    """{name: value}: the constants of the run in a save directory; {} for C++ checkpoints, which do not hold them.
+    Raises HistoryError."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     name = os.path.join(directory, FILE)
@@ -285,9 +289,41 @@ def configuration(directory):
             return {}
         raise _no_run(directory)
     try:
-        return _header_of(name)["config"]
+        return {**_header_of(name)["config"], **_settings(directory)}
     except OSError as error:
         raise HistoryError(f"{name}: {error.strerror}") from None
+
+
+def holds_run(directory):
+    """Whether a save directory holds a run of this program."""
+    return os.path.isfile(os.path.join(directory, FILE))
+
+
+def _settings(directory):
+    """{name: value} in SETTINGS, as seen from here; without data files that are not there, {} for an older run."""
+    try:
+        with open(os.path.join(directory, SETTINGS), encoding="utf-8") as file:
+            found = {name: value for name, value in json.load(file).items() if name in egg_config.FACTS}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    for name in egg_config.DATA_FILES:
+        path = os.path.join(directory, str(found.pop(name, "")))
+        if os.path.isfile(path):
+            found[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    return found
+
+
+def _keep_settings(cfg, directory):
+    """Writes SETTINGS. A run can do without, so a disk that refuses it is no error."""
+    settings = cfg.settings()
+    for name in egg_config.DATA_FILES:
+        if not os.path.isabs(settings[name]):
+            settings[name] = os.path.relpath(settings[name], directory)
+    path = os.path.join(directory, SETTINGS)
+    with contextlib.suppress(OSError):
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            file.write(json.dumps(settings, indent=1) + "\n")
+        os.replace(path + ".part", path)
 
 
 def epochs(directory):
@@ -299,18 +335,28 @@ def epochs(directory):
 
 
 def newest(pattern="ckpt*"):
-    """The directory that matches and whose run was written last. Raises HistoryError if there is none."""
-    found = [name for name in glob.glob(pattern) if os.path.isfile(os.path.join(name, FILE))]
+    """The directory that matches and whose run was written last; a run without a step only where there is no other.
+    Raises HistoryError if there is none."""
+    found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
                            "or give its directory with --load-dir")
-    return max(found, key=lambda name: os.path.getmtime(os.path.join(name, FILE)))
+    return max(found, key=lambda name: (_is_trained(name), os.path.getmtime(os.path.join(name, FILE))))
+
+
+def _is_trained(directory):
+    """Whether a run has a step, or began with a trained model. One that cannot be read counts: its error will tell."""
+    try:
+        header, records = _header_and_records(os.path.join(directory, FILE))
+        return records > 0 or "start" in header
+    except (OSError, HistoryError):
+        return True
 
 
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
-        engine.update(parameters.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+        engine.update(fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
 
 
 def read_cpp_checkpoints(cfg, directory):
@@ -323,10 +369,10 @@ def read_cpp_checkpoints(cfg, directory):
     if missing or min(found) < 1:
         raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it "
                            "the model cannot be rebuilt")
-    out, seed, size = [], parameters.first_seed(cfg), parameters.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
-        seed = parameters.next_seed(seed, step - 1, cfg.NOISE_REUSE)
+        seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         with open(path, "rb") as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
         if len(data) < CPP_CHECKPOINT.size:
@@ -345,7 +391,7 @@ def read_cpp_checkpoints(cfg, directory):
         if its_seed != seed:
             raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
         try:
-            parameters.unpack_ternary(packed, cfg.N_PAIRS)
+            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
         except ValueError as error:
             raise HistoryError(f"{path}: {error}") from None
         out.append(packed)
@@ -366,7 +412,9 @@ def _open(cfg, directory, start=None):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         exists = os.path.exists(path)
         file = open(path, "r+b", buffering=0) if exists else _create(cfg, directory, path, start or beginning(cfg))
-        return Run(cfg, file, directory, True, lock)
+        run = Run(cfg, file, directory, True, lock)
+        _keep_settings(cfg, directory)
+        return run
     except (OSError, HistoryError) as error:
         if lock is not None:
             os.close(lock)
@@ -434,7 +482,7 @@ def _crc(data):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = parameters.packed_size(cfg.N_PAIRS)
+    size = fitness_digits.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 
@@ -479,9 +527,15 @@ def _header(cfg, start):
 
 def _header_of(path):
     """The header of a history file, a dict. Raises HistoryError, OSError."""
+    return _header_and_records(path)[0]
+
+
+def _header_and_records(path):
+    """(header, bytes of the records behind it)."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        return _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)[0]
+        header, length = _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)
+        return header, size - length
 
 
 def _read_header(pread, size, name):

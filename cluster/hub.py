@@ -162,6 +162,8 @@ class Connection:
 
     def _connected(self, _):
         """The connection that was begun here stands, or cannot be made."""
+        if not self.open:
+            return
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.close()
             return

@@ -6,8 +6,9 @@ import time
 
 from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
-from cluster.wire import (CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, JOB_RESPONSE, RESPONSE, V1, V2, WELCOME,
+from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, RESPONSE, V1, V2, WELCOME,
                           next_frame)
+from egg_config import UsageError
 
 CONNECT_TIMEOUT = 10.0     # seconds
 SEND_TIMEOUT = 60.0        # seconds
@@ -17,6 +18,10 @@ WHICH_HOST = "give the name or address of the coordinator's machine"
 
 class OldCoordinator(Exception):
     """The coordinator closed on our HELLO: it may speak version 1 alone."""
+
+
+class RefusedForGood(NetError, UsageError):
+    """The coordinator will not let this caller in, however often it tries."""
 
 
 def check_address(host, port):
@@ -37,6 +42,7 @@ class Link:
         self.name, self.version = f"{host}:{port}", version
         self.limits, self.inbox = {version: wire.limits(cfg)[version]}, bytearray()
         self.sent_at, self.snapshot = time.monotonic(), 0
+        self.caller = "request" if card and card["role"] == "status" else card["role"] if card else "worker"
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
@@ -68,9 +74,10 @@ class Link:
             self.send(self.frame(*caller.handle(CHALLENGE, challenge)))
             caller.handle(WELCOME, self.next(WELCOME, CONNECT_TIMEOUT))
         except greeting.GreetingError as error:
-            raise NetError(f"{self.name}: {error}") from None
+            raise RefusedForGood(f"{self.name}: {error}") from None
         if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
-            raise NetError(f"{self.name}: it let us in with another configuration: is it of the same version of egg?")
+            raise RefusedForGood(f"{self.name}: it let us in with another configuration: is it of the same version of "
+                                 "egg?")
         self.snapshot = caller.welcome.snapshot
 
     def frame(self, opcode, *parts):
@@ -96,7 +103,10 @@ class Link:
                         return got[1:]
                     if got[1] == ERROR and self.version == V2:
                         code, why = greeting.read_error(got[2])
-                        raise TimeoutError(why) if code == FULL else NetError(f"{self.name} refuses this worker: {why}")
+                        if code == FULL:
+                            raise TimeoutError(why)
+                        kind = NetError if code == BAD_FRAME else RefusedForGood
+                        raise kind(f"{self.name} refuses this {self.caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
             if until is not None and time.monotonic() >= until:
@@ -104,11 +114,8 @@ class Link:
             wait = HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001))
             self.check(wait)
 
-    def response(self, timeout=None):
-        """(seed, step, first member, fitness as it came) of the next JOB_RESPONSE."""
-        return self.unpack_response(self.next(JOB_RESPONSE, timeout))
-
     def unpack_response(self, payload):
+        """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
         seed, step, position, size = RESPONSE.unpack_from(payload)
         if size != len(payload) - RESPONSE.size:
             raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "

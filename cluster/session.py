@@ -1,6 +1,6 @@
 """A connection that speaks frames (cluster.wire). What the frames mean is up to its role.
 
-A session begins with the role of a greeting (cluster.admission.Arrival, islands.gossip.Call). It gets another one when
+A session begins with the role of a greeting (cluster.admission.Arrival, islands.peers.Call). It gets another one when
 the peer is let in: worker (cluster.dispatch.RemoteWorker), reader of the status, or island.
 """
 

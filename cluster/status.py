@@ -32,7 +32,7 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 
 def closed_on_greeting(host, port):
-    return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here, of protocol 2?"
+    return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here (--tls-ca), protocol 2?"
 
 
 def describe_status(status):

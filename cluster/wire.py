@@ -9,7 +9,7 @@ import struct
 from typing import NamedTuple
 
 from cluster import history
-from model import parameters, state_digest
+from model import fitness_digits, state_digest
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
@@ -79,8 +79,8 @@ def limits(cfg):
         return (sum(s.size for s in structs),) * 2
 
     v1 = {JOB_REQUEST: exactly(REQUEST),
-          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + parameters.packed_size(cfg.CHUNK_SIZE // 2)),
-          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + parameters.packed_size(cfg.N_PAIRS)),
+          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + fitness_digits.packed_size(cfg.CHUNK_SIZE // 2)),
+          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + fitness_digits.packed_size(cfg.N_PAIRS)),
           LOG_MESSAGE: (0, TEXT_LIMIT),
           VALIDATION: exactly(VALIDATED)}
     v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED),
@@ -158,7 +158,7 @@ def read_result(cfg, n_weights, payload):
         raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} "
                          f"below {cfg.POPULATION_SIZE}")
     try:
-        fitness = parameters.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
+        fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > n_weights:

@@ -1,6 +1,8 @@
-"""The recurrent model on the CPU: nano-egg's minGRU, integers and clips alone. It stands on `engine.cpu_engine`, which has products, noise, votes.
+"""The recurrent model on the CPU: nano-egg's minGRU, integers and clips alone. Products, noise and votes are those of
+`engine.cpu_kernels`.
 
-A layer, for input x and its state h, all int8; every product is divided by 16 * isqrt(inputs), rounding down, and clipped to +-127:
+A layer, for input x and its state h, all int8; every product is divided by 16 * isqrt(inputs), rounding down, and
+clipped to +-127:
 
     n = ln_1(x)                             ln: x * w divided by the mean of |x| (at least 1), rounding down, clipped
     f = clip(W_f n + U_f h + b_f)           p = ((f + 127) * h) >> 8
@@ -10,19 +12,22 @@ A layer, for input x and its state h, all int8; every product is divided by 16 *
 
 The embedding begins, ln_f and the head (a matrix of its own) end it; logits are int8. The state is zero before token 0.
 
-A layer reads the whole window before the next one begins, so that all products but those with the state run over members times
-positions; those with the state run over the members of a block, position by position. Members are sequences here: 2 i and 2 i + 1
-are the even and the odd one of pair i; without noise every sequence is its own.
+A layer reads the whole window before the next one begins, so that all products but those with the state run over
+members times positions; those with the state run over the members of a block, position by position. Members are
+sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without noise every sequence is its own.
 """
 
 import numpy as np
 
 from model import parameters
-from engine.cpu_engine import (GROUP, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, clip, draw, f32, factor, fill_noise, hash_, i32, input_side, njit,
-                     output_side, perturbed, position_loss, product, project, to_int, u32)
+from engine.cpu_kernels import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
+                                i64,
+                                input_side, largest, njit, noise, output_side, perturbed, product, project)
+from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
 
-EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN, LN_F = range(len(parameters.GRU_TABLE))
+(EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN,
+ LN_F) = map(i64, range(len(parameters.GRU_TABLE)))
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
@@ -33,16 +38,6 @@ def vector(c, w, param, layer, S, noisy, out):
     for m in range(2):
         for i in range(out.shape[1]):
             out[m, i] = clip(out[m, i])
-
-
-@njit
-def quotient(y, d, reciprocal):
-    """clip(y / d rounded down); reciprocal: float32(1 / d).
-
-    Cut to +-127 d and moved to positive numbers the operand is a whole number below 2^23, half a unit off which the product's error
-    cannot reach the next one."""
-    inside = max(i32(-127 * d), min(i32(127 * d), y))
-    return i32(i32(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
 
 
 @njit
@@ -69,23 +64,22 @@ def norm(x, r, weight, m, n, o):
 def embed(c, w, S, noisy, tokens, members, n, x):
     """x int8 [sequences * n, H]: row s * n + t is token t of sequence s; tokens int32 [sequences / members, >= n]."""
     H, shift = c.H, i32(c.matrix_shift)
-    t = w.table[EMBEDDING, 0]
-    noise, scale = np.empty(H, i32), np.empty(H, f32)
+    t = w.table[EMBEDDING, NO_LAYER]
+    unit, scale = np.empty(H, i32), np.empty(H, f32)
     for q in range(tokens.shape[0]):
         seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
         if noisy:
-            fill_noise(c, seed_b, H, noise)
+            fill_noise(c, seed_b, H, unit)
             for i in range(H):
-                scale[i] = factor(c, w.overlay[t[OVER_B] + i], seed_b, i)
+                scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for m in range(members):
             sign = i32(1 - 2 * m)
             for position in range(n):
                 k, r = tokens[q, position], (q * members + m) * n + position
                 if noisy:
-                    own = draw(hash_(seed_a, k), c.mask, c.gaussian)
-                    own_scale = factor(c, w.overlay[t[OVER_A] + k], seed_a, k)
+                    own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
                     for i in range(H):
-                        p = to_int(f32(f32(f32(i32(own * noise[i])) * own_scale) * scale[i]))
+                        p = table_term(own, own_scale, unit[i], scale[i])
                         x[r, i] = clip(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)))
                 else:
                     for i in range(H):
@@ -94,13 +88,14 @@ def embed(c, w, S, noisy, tokens, members, n, x):
 
 @njit
 def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
-    """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS, H] goes on.
-    gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
+    """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
+    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
     H, sequences = c.H, tokens.shape[0] * members
     padded, shift, d = h.shape[0], i32(c.matrix_shift), i32(c.divisor)
     reciprocal = f32(f32(1) / f32(d))
     pairs = tokens.shape[0] if noisy else 1
-    a_f, a_h, b_f, b_h = np.empty((pairs, H), i32), np.empty((pairs, H), i32), np.empty((pairs, H), i32), np.empty((pairs, H), i32)
+    a_f, a_h = np.empty((pairs, H), i32), np.empty((pairs, H), i32)
+    b_f, b_h = np.empty((pairs, H), i32), np.empty((pairs, H), i32)
     s_f, s_h = np.empty((pairs, H), f32), np.empty((pairs, H), f32)
     bias_f, bias_h = np.empty((pairs, 2, H), i32), np.empty((pairs, 2, H), i32)
     for q in range(pairs):
@@ -112,7 +107,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
             input_side(c, w, U_F, layer, seed, b_f[q], s_f[q])
             output_side(c, w, U_H, layer, seed, a_h[q])
             input_side(c, w, U_H, layer, seed, b_h[q], s_h[q])
-    state, past, open_, y = np.full((padded, H), 128, np.uint8), np.full((padded, H), 128, np.uint8), np.empty((padded, H), i32), np.empty((padded, H), i32)
+    state, past = np.full((padded, H), 128, np.uint8), np.full((padded, H), 128, np.uint8)
+    open_, y = np.empty((padded, H), i32), np.empty((padded, H), i32)
     for t in range(n):
         for s in range(sequences):
             if tokens[s // members, t] == 0:
@@ -126,9 +122,9 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 sb = project(c, state, s, b_f[q], s_f[q])
                 add_noise(y, s, i32(-sb) if m else sb, a_f[q], shift)
             for i in range(H):
-                f = i32(clip(i32(i32(gates[r, i]) + i32(quotient(y[s, i], d, reciprocal) + bias_f[q, m, i]))) + i32(127))
+                f = gate(i32(gates[r, i]), i32(quotient(y[s, i], d, reciprocal) + bias_f[q, m, i]))
                 open_[s, i] = f
-                past[s, i] = np.uint8(i32(i32(i32(f * i32(h[s, i])) >> i32(8)) + i32(128)))
+                past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
         product(c, w, U_H, layer, past, sequences, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
@@ -137,15 +133,15 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 add_noise(y, s, i32(-sb) if m else sb, a_h[q], shift)
             for i in range(H):
                 new = clip(i32(i32(candidates[r, i]) + i32(quotient(y[s, i], d, reciprocal) + bias_h[q, m, i])))
-                old = i32(h[s, i])
-                old = i32(old + i32(i32(open_[s, i] * i32(new - old)) >> i32(8)))
-                h[s, i] = old
-                x[r, i] = clip(i32(i32(x[r, i]) + old))
+                after = next_state(open_[s, i], i32(h[s, i]), new)
+                h[s, i] = after
+                x[r, i] = clip(i32(i32(x[r, i]) + after))
 
 
 @njit
 def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidates):
-    """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are without noise)."""
+    """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
+    without noise)."""
     H, shift = c.H, i32(c.matrix_shift)
     weight = np.empty((2, H), i32)
     vector(c, w, LN_1, layer, S, noisy, weight)
@@ -208,8 +204,8 @@ def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
 
 @njit
 def read(c, w, S, noisy, tokens, n, state, x):
-    """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last layer's output;
-    state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
+    """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last
+    layer's output; state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
     members = 2 if noisy else 1
     sequences, H = members * tokens.shape[0], c.H
     embed(c, w, S, noisy, tokens, members, n, x)
@@ -225,18 +221,19 @@ def read(c, w, S, noisy, tokens, n, state, x):
 
 @njit
 def logits(c, w, S, noisy, rows, per_member, first, x, z):
-    """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x begins there."""
+    """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x
+    begins there."""
     H, shift, d = c.H, i32(c.matrix_shift), i32(c.divisor)
     reciprocal = f32(f32(1) / f32(d))
     weight, n = np.empty((2, H), i32), np.empty((GROUP, H), np.uint8)
-    vector(c, w, LN_F, 0, S, noisy, weight)
+    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
     a, b, scale = np.empty(c.V, i32), np.empty(H, i32), np.empty(H, f32)
     if noisy:
-        output_side(c, w, HEAD, 0, S, a)
-        input_side(c, w, HEAD, 0, S, b, scale)
+        output_side(c, w, HEAD, NO_LAYER, S, a)
+        input_side(c, w, HEAD, NO_LAYER, S, b, scale)
     for r in range(rows):
         norm(x, r, weight, ((first + r) // per_member) & noisy, n, r)
-    product(c, w, HEAD, 0, n, rows, z)
+    product(c, w, HEAD, NO_LAYER, n, rows, z)
     for r in range(rows):
         if noisy:
             s = project(c, n, r, b, scale)
@@ -252,9 +249,9 @@ def states(c, sequences):
 
 @njit
 def evaluate(c, w, exp, windows, before, S, first_pair, per_group, losses):
-    """Adds the losses of the pairs whose seeds are S, S + 1, ... to int64 [pairs, 2]. windows int32 [pairs, before + T + 1]; `before` tokens
-    make the state with which the window begins, by the unperturbed model, once for the pairs of a group of per_group (pair i of the
-    step is in group i // per_group)."""
+    """Adds the losses of the pairs whose seeds are S, S + 1, ... to int64 [pairs, 2]. windows int32 [pairs, before + T
+    + 1]; `before` tokens make the state with which the window begins, by the unperturbed model, once for the pairs of a
+    group of per_group (pair i of the step is in group i // per_group)."""
     pairs, T, V = windows.shape[0], windows.shape[1] - 1 - before, c.V
     state = states(c, 2 * pairs)
     if before:
@@ -264,42 +261,38 @@ def evaluate(c, w, exp, windows, before, S, first_pair, per_group, losses):
         for i in range(pairs):
             some[(first_pair + i) // per_group - first] = windows[i, :before]
         theirs = states(c, groups)
-        read(c, w, u32(0), 0, some, before, theirs, np.empty((groups * before, c.H), np.int8))
+        read(c, w, u32(0), CLEAN, some, before, theirs, np.empty((groups * before, c.H), np.int8))
         for s in range(2 * pairs):
             state[:, s] = theirs[:, (first_pair + s // 2) // per_group - first]
     tokens = windows[:, before:]
     x = np.empty((2 * pairs * T, c.H), np.int8)
-    read(c, w, S, 1, tokens, T, state, x)
+    read(c, w, S, NOISY, tokens, T, state, x)
     columns = (V + PANEL - 1) // PANEL * PANEL
     z = np.empty((GROUP, columns), i32)
     for q in range(pairs):
         for at in range(0, 2 * T, GROUP):
             count = min(GROUP, 2 * T - at)
-            logits(c, w, u32(S + q), 1, count, T, at, x[q * 2 * T + at:q * 2 * T + at + count], z)
+            logits(c, w, u32(S + q), NOISY, count, T, at, x[q * 2 * T + at:q * 2 * T + at + count], z)
             for r in range(count):
-                top = z[r, 0]
-                for v in range(V):
-                    top = max(top, z[r, v])
-                target = z[r, tokens[q, (at + r) % T + 1]]
-                losses[q, (at + r) // T] += position_loss(c, exp_sum(exp, c.short_exp, top, z, r * columns, V), top, target)
+                top, target = largest(z, r, V), z[r, tokens[q, (at + r) % T + 1]]
+                total = exp_sum(exp, c.short_exp, top, z, r * columns, V)
+                losses[q, (at + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
 
 
 @njit
 def validate(c, w, windows, exp64, unit, nats):
-    """Adds the cross-entropy of softmax(logits * unit), without noise and from a state of zero, to nats float64 [n]; windows int32
-    [n, tokens + 1]; exp64[d] = exp(-d * unit)."""
+    """Adds the cross-entropy of softmax(logits * unit), without noise and from a state of zero, to nats float64 [n];
+    windows int32 [n, tokens + 1]; exp64[d] = exp(-d * unit)."""
     n, T, V = windows.shape[0], windows.shape[1] - 1, c.V
     x = np.empty((n * T, c.H), np.int8)
-    read(c, w, u32(0), 0, windows, T, states(c, n), x)
+    read(c, w, u32(0), CLEAN, windows, T, states(c, n), x)
     z = np.empty((GROUP, (V + PANEL - 1) // PANEL * PANEL), i32)
     for at in range(0, n * T, GROUP):
         count = min(GROUP, n * T - at)
-        logits(c, w, u32(0), 0, count, 1, 0, x[at:at + count], z)
+        logits(c, w, u32(0), CLEAN, count, i64(1), i64(0), x[at:at + count], z)
         for r in range(count):
             i, position = (at + r) // T, (at + r) % T
-            top, q = z[r, 0], 0.0
-            for v in range(V):
-                top = max(top, z[r, v])
+            top, q = largest(z, r, V), 0.0
             for v in range(V):
                 q += exp64[top - z[r, v]]
             nats[i] += np.log(q) + (top - z[r, windows[i, position + 1]]) * unit
@@ -307,15 +300,16 @@ def validate(c, w, windows, exp64, unit, nats):
 
 @njit
 def next_logits(c, w, tokens, state, z):
-    """z int32 [GROUP, V padded]: row 0 gets the logits after tokens int32 [1, n], read on from `state`, which goes on."""
+    """z int32 [GROUP, V padded]: row 0 gets the logits after tokens int32 [1, n], read on from `state`, which goes
+    on."""
     n = tokens.shape[1]
     x = np.empty((n, c.H), np.int8)
-    read(c, w, u32(0), 0, tokens, n, state, x)
-    logits(c, w, u32(0), 0, 1, 1, 0, x[n - 1:], z)
+    read(c, w, u32(0), CLEAN, tokens, n, state, x)
+    logits(c, w, u32(0), CLEAN, i64(1), i64(1), i64(0), x[n - 1:], z)
 
 
 class Gru:
-    """The forward pass as `engine.cpu_engine.Transformer` has it."""
+    """The forward pass as `engine.cpu_transformer.Transformer` has it."""
 
     def __init__(self, cfg, constants, exp):
         self.cfg, self._constants, self._exp = cfg, constants, exp
@@ -323,7 +317,8 @@ class Gru:
 
     def evaluate(self, w, windows, seed, first_pair, losses):
         for at in range(0, len(windows), TOGETHER):
-            evaluate(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS, np.uint32(seed + first_pair + at & 0xFFFFFFFF),
+            evaluate(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS,
+                     np.uint32(seed + first_pair + at & 0xFFFFFFFF),
                      first_pair + at, self.cfg.GROUP_SIZE // 2, losses[at:at + TOGETHER])
 
     def validate(self, w, windows, exp64, unit, nats):

@@ -2,7 +2,8 @@
 `engine.cpu_engine`.
 
 Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory,
-compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device. """
+compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
+"""
 
 import fcntl
 import pathlib
@@ -15,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
-from numba.cuda import libdevice
 from numba.cuda.core import config as numba_config
 from numba.cuda.cudadrv.error import CudaSupportError
 
@@ -25,7 +25,12 @@ from engine import kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx
 from kernels import update
+from kernels.rules import TARGET, device
+from model import integer_tables
+from model import optimizers
 from model import parameters
+from model import rules
+from model import sampling
 from model import state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -82,9 +87,12 @@ def compile_all(every, capability, what, job):
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
         name = kernel_cache.key({}, [path.name for _, path in missing])
-        with open(where / f"lock-{name}", "w") as lock:      # processes that start together compile once
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _share_out([(i, path) for i, path in missing if not path.exists()], job)
+        try:
+            with open(where / f"lock-{name}", "w") as lock:  # processes that start together compile once
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _share_out([(i, path) for i, path in missing if not path.exists()], job)
+        except OSError as error:
+            kernel_cache.cannot_keep(where, error.strerror)
     for i, (kernel, path) in enumerate(zip(every, paths)):
         if not path.exists():
             _progress(i, len(every), started)
@@ -125,10 +133,11 @@ def compile_share():
     """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
     reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
     left."""
-    (cfg, device, token_type, silent, verb), share = pickle.load(sys.stdin.buffer)
+    (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
-    every = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2][verb]
+    of_verb = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    every = [kernel for verb in verbs for kernel in of_verb[verb]]
     for i, path in share:
         name, dispatcher, signature, _ = every[i]
         if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
@@ -144,31 +153,35 @@ I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    T, V, H, before = cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.STATE_TOKENS
-    last, same, groups, per_group = cfg.SOFTMAX_LUT_SIZE - 1, cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    width = before + T + 1
-    hash32 = egg_kernels.build_noise(cfg).hash32
-    mixed, halves = egg_kernels.device(state_digest.mixed), egg_kernels.device(state_digest.halves)
+    return {
+        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
+        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
+        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
+    }
 
-    @egg_kernels.device
-    def score(z, seen, penalty, v):
-        s = libdevice.int2float_rn(z[v])
-        return libdevice.fsub_rn(s, penalty) if seen[v] else s
 
-    @egg_kernels.device
-    def share(z, exps, seen, penalty, temp, floor, top, v):
-        d = int64(ptx.trunc_f32(libdevice.fdiv_rn(libdevice.fsub_rn(score(z, seen, penalty, v), top), temp)))
-        return int64(exps[min(int64(last), -d)]) if d >= floor else int64(0)
+def _windows_kernel(cfg):
+    T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+    same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    window_start = device(rules.window_start)
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
-        (model.parameters.windows)."""
+        (model.rules.windows)."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
             stride = int64(0) if same else tokens.size // groups
-            start = (place[0] + (place[1] + row) // per_group * stride) % (tokens.size - T)
+            start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
             windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+
+    return cut_windows
+
+
+def _choose_kernel(cfg):
+    V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
+    hash32, rule = rules.draw_rules(device, TARGET, 0).hash32, rules.sampling_rules(device, TARGET)
+    score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
@@ -183,10 +196,10 @@ def build(cfg, token_type):
             best[0] = V
         cuda.syncthreads()
         if position + 1 >= draw[0]:
-            temp, penalty = settings[0], settings[1]
+            temp, penalty, least = settings[0], settings[1], floor[0]
             top = float32(-np.inf)
             for v in range(t, V, CHOOSERS):
-                top = max(top, score(z, seen, penalty, v))
+                top = max(top, score(z[v], seen[v], penalty))
             top_of[t] = top
             half = CHOOSERS // 2
             while half > 0:
@@ -197,13 +210,13 @@ def build(cfg, token_type):
             cuda.syncthreads()
             top = top_of[0]
             for v in range(t, V, CHOOSERS):
-                if score(z, seen, penalty, v) == top:
+                if score(z[v], seen[v], penalty) == top:
                     cuda.atomic.min(best, 0, v)
                     break
             total = int64(0)
             if t < H and temp > 0:
                 for v in range(t, V, H):
-                    total += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                    total += share(exps, last, score(z[v], seen[v], penalty), top, temp, least)
             sums[t] = total
             step = 1
             while step < CHOOSERS:                           # running sums over the residues
@@ -219,7 +232,7 @@ def build(cfg, token_type):
                 running = sums[t] - total
                 if running <= threshold and threshold < sums[t]:
                     for v in range(t, V, H):
-                        running += share(z, exps, seen, penalty, temp, floor[0], top, v)
+                        running += share(exps, last, score(z[v], seen[v], penalty), top, temp, least)
                         if running > threshold:
                             tokens[position + 1] = v
                             break
@@ -228,6 +241,12 @@ def build(cfg, token_type):
         cuda.syncthreads()
         if t == 0:
             at[0] = position + 1
+
+    return choose
+
+
+def _digest_kernel():
+    mixed, halves = device(state_digest.mixed), device(state_digest.halves)
 
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
@@ -259,11 +278,7 @@ def build(cfg, token_type):
         if t < 2:
             cuda.atomic.add(out, t, sums[t, 0])
 
-    return {
-        "digest": (digest, (W1, W1, S1, W1)),
-        "cut_windows": (cut_windows, (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (choose, (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    return digest
 
 
 class Replay:
@@ -319,17 +334,22 @@ class CudaEngine:
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
         self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
-        for verb in ("load", "step") if tokens is not None else ("load",):
-            self._ready(verb)
+        self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
 
-    def _ready(self, verb):
-        """Compiles or loads the kernels of a verb of `kernels` before they are first launched."""
-        if verb in self._waiting:
-            every, capability = self._waiting.pop(verb), self._gpu.compute_capability
-            self.compile_seconds += compile_all(every, capability, f"{self.name}: {verb}", (*self._job, verb))
+    def _ready(self, *verbs):
+        """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
+        if verbs := [verb for verb in verbs if verb in self._waiting]:
+            every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
+            what, job = f"{self.name}: {', '.join(verbs)}", (*self._job, verbs)
+            self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
+
+    def warm_up(self, verbs):
+        """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
+        for verb in verbs:
+            self._ready({"evaluate": "step", "update": "step"}.get(verb, verb))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
@@ -346,7 +366,7 @@ class CudaEngine:
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        self._exps = cuda.to_device(parameters.exp_table(cfg))
+        self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
         steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
@@ -394,7 +414,7 @@ class CudaEngine:
         windows, losses, run = self._evaluations[count]
         self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
         if self._tokens is None:
-            cut = parameters.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
+            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
         else:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
@@ -432,7 +452,7 @@ class CudaEngine:
         self._update()
         changed = self._votes.changed.copy_to_host(stream=self.stream)
         self.stream.synchronize()
-        self.seed = parameters.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return int(changed[0])
 
@@ -442,9 +462,9 @@ class CudaEngine:
         fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(parameters.token_rates(cfg, self.tokens), self.stream)
+            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
-            rates = [parameters.optimizer(cfg, lr, t).lr for t in parameters.tensors(cfg)]
+            rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
@@ -476,14 +496,14 @@ class CudaEngine:
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
         self._ready("generate")
         cfg, forward, stream = self.cfg, self._forward, self.stream
-        s, prompt = parameters.sampling(cfg, temp, min_p, penalty), parameters.checked_prompt(cfg, prompt)
+        s, prompt = sampling.settings(cfg, temp, min_p, penalty), sampling.checked_prompt(cfg, prompt)
         total = len(prompt) + count
         if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
             raise MemoryError(f"{self.name}: not enough free GPU memory for {total} positions")
         sequence = np.zeros(total, np.int32)
         sequence[:len(prompt)] = prompt
         tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
-        rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+        rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
         cache = cuda.device_array(forward.cache_bytes(total), np.int8)
         scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
         z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
@@ -576,8 +596,8 @@ def bench(cfg, tokens, device):
     silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
     rate("the same without noise", chunk, silent)
     print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = parameters.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
-    rate("validation, general path", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
+    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
     fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
     seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
     operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)

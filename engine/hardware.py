@@ -1,9 +1,11 @@
-"""The devices of this machine and the choice of the engine. Nothing but the standard library until an engine is made.
+"""The devices of this machine and the choice among them, with nothing but the standard library.
 
 A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process of multiprocessing makes its own
-engine. """
+engine.
+"""
 
 import ctypes
+import functools
 import importlib.util
 import os
 import sys
@@ -61,8 +63,13 @@ def devices(cfg):
     if cfg.DEVICE == "cuda":
         raise EngineError(f"DEVICE = cuda: {wrong}; or set DEVICE=cpu")
     if capabilities:
-        print(f"egg: {wrong}; using the CPU", file=sys.stderr, flush=True)
+        _tell_once(f"egg: {wrong}; using the CPU")
     return ["cpu"]
+
+
+@functools.cache
+def _tell_once(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def one_device(cfg, gpu=None):
@@ -71,18 +78,3 @@ def one_device(cfg, gpu=None):
     if gpu is not None and f"cuda:{gpu}" not in usable:
         raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
-
-
-def make(cfg, tokens, device="cpu", threads=None):
-    """The engine for `device`. tokens: 1-D array or None (engine.cpu_engine, engine.cuda_engine have the verbs).
-    threads: CPU cores, default all.
-
-    Raises EngineError where the device cannot do it."""
-    try:
-        if device == "cpu":
-            from engine import cpu_engine
-            return cpu_engine.CpuEngine(cfg, tokens, threads)
-        from engine import cuda_engine
-        return cuda_engine.CudaEngine(cfg, tokens, int(device.partition(":")[2]))
-    except ValueError as error:
-        raise EngineError(str(error)) from None

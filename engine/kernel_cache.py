@@ -36,9 +36,9 @@ COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_mod
 def directory():
     """Where this process keeps compiled kernels (a Path). They are code that will run, so nobody else may write
     there."""
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
-        if is_private(path):
+        if path.is_absolute() and is_private(path):
             return path
     path = tempfile.mkdtemp(prefix="egg-")
     atexit.register(shutil.rmtree, path, True)
@@ -54,25 +54,30 @@ def is_private(path):
         found = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
 
 
 def read(path):
-    """The object in a file of this cache, None if it is missing or damaged."""
+    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved."""
     try:
         return pickle.loads(path.read_bytes())
-    except (OSError, EOFError, pickle.UnpicklingError):
+    except (OSError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
         return None
 
 
 def write(path, data):
-    """Puts bytes into a file at once. A full disk costs time, nothing else."""
+    """Puts bytes into a file at once. If that fails, the kernel will be compiled again; a line says so once."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         part.write_bytes(data)
         part.replace(path)
     except OSError as error:
-        tell(f"egg: a compiled kernel cannot be kept in {path.parent}: {error.strerror}\n")
+        cannot_keep(path.parent, error.strerror)
+
+
+@functools.cache
+def cannot_keep(where, reason):
+    tell(f"egg: compiled kernels cannot be kept in {where}: {reason}\n")
 
 
 def tell(text):
@@ -161,8 +166,8 @@ class CpuCache:
         self._function, self._variant = function, variant
 
     def _path(self, signature, context):
-        arguments = getattr(signature, "args", signature)
-        kinds = [(str(t), getattr(t, "fields", ())) for t in arguments]
+        kinds = [(str(t), getattr(t, "fields", ()), str(getattr(t, "instance_class", None)))
+                 for t in getattr(signature, "args", signature)]
         target = self._variant(), context.codegen().magic_tuple()
         name = f"cpu-{self._function.__name__}-{key(self.known, self._function, kinds, target)}"
         return directory() / name

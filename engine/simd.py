@@ -1,4 +1,5 @@
-"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and two table look-ups.
+"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and two table
+look-ups.
 
 `use` chooses the product, once for a process:
   vnni512   vpdpbusd on 512-bit registers (AVX-512 VNNI)
@@ -25,7 +26,8 @@ KINDS = ("vnni512", "vnni256", "madd", "portable")
 def available():
     """The kinds this processor can run, fastest first."""
     has = llvm.get_host_cpu_features().get
-    return [k for k, ok in (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
+    return [k for k,
+            ok in (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
                             ("madd", has("avx2")), ("portable", True)) if ok]
 
 
@@ -84,7 +86,8 @@ def _load(builder, pointer, vector):
 
 def _splat(builder, scalar, n):
     undef = ir.Constant(_vector(scalar.type, n), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(undef, scalar, I32(0)), undef, ir.Constant(_vector(I32, n), [0] * n))
+    return builder.shuffle_vector(builder.insert_element(undef, scalar, I32(0)), undef,
+                                  ir.Constant(_vector(I32, n), [0] * n))
 
 
 def _dot_step(builder, acc, activations, weights):
@@ -94,22 +97,26 @@ def _dot_step(builder, acc, activations, weights):
         f = _function(builder, acc_t, [acc_t, bytes_t, bytes_t], f"llvm.x86.avx512.vpdpbusd.{32 * LANES}")
         return builder.call(f, [acc, builder.bitcast(_splat(builder, activations, LANES), bytes_t), weights])
     words, mask = _vector(I16, 2 * LANES), I32(0x00FF00FF)
-    for part, four in zip(weights, (builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask))):
+    for part, four in zip(weights,
+                          (builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask))):
         pair = builder.bitcast(_splat(builder, four, LANES), words)
         if KIND == "madd":
-            f = _function(builder, acc_t, [words, words], "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd")
+            f = _function(builder, acc_t, [words, words],
+                          "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd")
             product = builder.call(f, [pair, part])
         else:
             wide = _vector(I32, 2 * LANES)
             p = builder.mul(builder.sext(pair, wide), builder.sext(part, wide))
             undef = ir.Constant(wide, ir.Undefined)
-            product = builder.add(*(builder.shuffle_vector(p, undef, ir.Constant(acc_t, list(range(o, 2 * LANES, 2)))) for o in (0, 1)))
+            even, odd = (ir.Constant(acc_t, list(range(o, 2 * LANES, 2))) for o in (0, 1))
+            product = builder.add(builder.shuffle_vector(p, undef, even), builder.shuffle_vector(p, undef, odd))
         acc = builder.add(acc, product)
     return acc
 
 
 def _weights(builder, pointer):
-    """One register of packed weights as `_dot_step` wants it: the bytes, or the even and the odd bytes widened to 16 bits."""
+    """One register of packed weights as `_dot_step` wants it: the bytes, or the even and the odd bytes widened to 16
+    bits."""
     v = _load(builder, pointer, _vector(I8, 4 * LANES))
     if KIND.startswith("vnni"):
         return v
@@ -122,21 +129,24 @@ def _weights(builder, pointer):
 def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_at, out_stride, k4):
     """out[ROWS, PANEL] = init + x[ROWS, 4 k4] . w, exactly.
 
-    x uint8 (row stride in bytes), w int8: one packed panel [k4, PANEL, 4] from byte w_at on; init and out int32 with row strides in
-    elements (init_stride 0 repeats one row; init may be out itself)."""
+    x uint8 (row stride in bytes), w int8: one packed panel [k4, PANEL, 4] from byte w_at on; init and out int32 with
+    row strides in elements (init_stride 0 repeats one row; init may be out itself)."""
     i = types.int64
     sig = types.void(x, i, i, w, i, init, i, i, out, i, i, i)
 
     def codegen(context, builder, sig, args):
         xa, x_at, x_stride, wa, w_at, ia, init_at, init_stride, oa, out_at, out_stride, k4 = args
-        xp, wp = _pointer(context, builder, sig.args[0], xa, I8, x_at), _pointer(context, builder, sig.args[3], wa, I8, w_at)
-        ip, op = _pointer(context, builder, sig.args[5], ia, I32, init_at), _pointer(context, builder, sig.args[8], oa, I32, out_at)
+        xp = _pointer(context, builder, sig.args[0], xa, I8, x_at)
+        wp = _pointer(context, builder, sig.args[3], wa, I8, w_at)
+        ip = _pointer(context, builder, sig.args[5], ia, I32, init_at)
+        op = _pointer(context, builder, sig.args[8], oa, I32, out_at)
         acc_t = _vector(I32, LANES)
         for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
             cells = []
             for r in range(group, group + TILE_ROWS):
                 row = builder.gep(ip, [builder.add(builder.mul(init_stride, I64(r)), I64(column))])
-                cells.append([cgutils.alloca_once(builder, acc_t) for _ in range(TILE_VECTORS)])             # become registers
+                # become registers
+                cells.append([cgutils.alloca_once(builder, acc_t) for _ in range(TILE_VECTORS)])
                 for j, cell in enumerate(cells[-1]):
                     builder.store(_load(builder, builder.gep(row, [I64(LANES * j)]), acc_t), cell)
             with cgutils.for_range(builder, k4, intp=I64) as loop:
@@ -157,7 +167,8 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
 
 @intrinsic
 def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
-    """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in order, from 0.
+    """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in
+    order, from 0.
 
     x, out: row strides in elements; w: one contiguous panel."""
     i = types.int64
@@ -166,7 +177,8 @@ def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
     def codegen(context, builder, sig, args):
         xa, x_at, x_stride, wa, oa, out_at, out_stride, count = args
         real, vector = ir.FloatType(), _vector(ir.FloatType(), LANES)
-        xp, wp = _pointer(context, builder, sig.args[0], xa, real, x_at), _pointer(context, builder, sig.args[3], wa, real, I64(0))
+        xp = _pointer(context, builder, sig.args[0], xa, real, x_at)
+        wp = _pointer(context, builder, sig.args[3], wa, real, I64(0))
         op = _pointer(context, builder, sig.args[4], oa, real, out_at)
         fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
         for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
@@ -191,15 +203,16 @@ def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
 
 @intrinsic
 def look_up_bytes(ctx, table, index, index_at, out, out_at, count):
-    """out[i] = table[index[i]] for `count` bytes: table uint8 [256], index and out uint8 (buffers readable and writable up to the next
-    multiple of 64)."""
+    """out[i] = table[index[i]] for `count` bytes: table uint8 [256], index and out uint8 (buffers readable and writable
+    up to the next multiple of 64)."""
     i = types.int64
     sig = types.void(table, index, i, out, i, i)
 
     def codegen(context, builder, sig, args):
         ta, xa, x_at, oa, o_at, count = args
         tp = _pointer(context, builder, sig.args[0], ta, I8, I64(0))
-        xp, op = _pointer(context, builder, sig.args[1], xa, I8, x_at), _pointer(context, builder, sig.args[3], oa, I8, o_at)
+        xp = _pointer(context, builder, sig.args[1], xa, I8, x_at)
+        op = _pointer(context, builder, sig.args[3], oa, I8, o_at)
         if VBMI:
             v = _vector(I8, 64)
             quarters = [_load(builder, builder.gep(tp, [I64(64 * q)]), v) for q in range(4)]
@@ -222,8 +235,8 @@ def look_up_bytes(ctx, table, index, index_at, out, out_at, count):
 
 @intrinsic
 def exp_sum(ctx, table, short, top, z, z_at, count):
-    """sum over i of table[min(255, top - z[i])] as int64: table int32 [256]; z int32, every z[i] <= top. `short` (0 or 1) says that
-    the table is zero from entry 96 on, as it is at the usual scale: such a table fits six registers."""
+    """sum over i of table[min(255, top - z[i])] as int64: table int32 [256]; z int32, every z[i] <= top. `short` (0 or
+    1) says that the table is zero from entry 96 on, as it is at the usual scale: such a table fits six registers."""
     i = types.int64
     sig = types.int64(table, i, i, z, i, i)
 
@@ -247,12 +260,16 @@ def exp_sum(ctx, table, short, top, z, z_at, count):
             blocks = builder.mul(short, builder.sdiv(count, I64(16)))
             with cgutils.for_range(builder, blocks, intp=I64) as loop:
                 d = builder.sub(splat_top, _load(builder, builder.gep(zp, [builder.mul(loop.index, I64(16))]), v))
-                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(3)]      # low five bits of d select
+                # low five bits of d select
+                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(3)]
                 e = builder.select(builder.icmp_signed("<", d, bound(32)), values[0],
                                    builder.select(builder.icmp_signed("<", d, bound(64)), values[1],
-                                                  builder.select(builder.icmp_signed("<", d, bound(96)), values[2], bound(0))))
-                wide = builder.bitcast(e, v64)                       # two 32-bit lanes: add both halves as 64-bit numbers
-                both = builder.add(builder.and_(wide, ir.Constant(v64, [0xFFFFFFFF] * 8)), builder.lshr(wide, ir.Constant(v64, [32] * 8)))
+                                                  builder.select(builder.icmp_signed("<", d, bound(96)), values[2],
+                                                                 bound(0))))
+                # two 32-bit lanes: add both halves as 64-bit numbers
+                wide = builder.bitcast(e, v64)
+                both = builder.add(builder.and_(wide, ir.Constant(v64, [0xFFFFFFFF] * 8)),
+                                   builder.lshr(wide, ir.Constant(v64, [32] * 8)))
                 builder.store(builder.add(builder.load(acc), both), acc)
             final = builder.load(acc)
             for lane in range(8):

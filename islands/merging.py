@@ -13,7 +13,8 @@ In fixed point w + acc counts units of 2^-24 weight. As in an update, the weight
 state's weight by whole weights, and the remainder goes into the accumulator: a state that is mixed with itself does not
 change. float32 holds every accumulator up to 1 exactly in these units. Finer accumulators, below a half, are rounded to
 the nearest unit. Accumulators above 1, which learning rates above 1 can cause, may be rounded in the result, and are
-clipped to MOST. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge. """
+clipped to MOST. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge.
+"""
 
 import math
 

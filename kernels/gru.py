@@ -19,11 +19,14 @@ from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
 from kernels import gru_hopper
 from kernels import gru_narrow
+from model import integer_tables
 from model import parameters
 from kernels import ptx
-from egg_kernels import (A8, A32, A64, AF64, AU32, CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, PLAN, TILE, _chunk, _Packing, _tile_functions,
-                         _units_in_tile, aligned, block_sum, blocks, build_noise, byte, clip, device, loss_function, matrix_vector, pack4, quad_sum,
-                         vector_function)
+from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
+                           vector_function)
+from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Packing, block_sum, chunk, matrix_vector,
+                              tile_functions, units_in_tile)
+from kernels.rules import build_noise, device, loss_function
 
 A16 = types.Array(int16, 1, "C")
 SLICE = 40960               # rows that go through products, sums and norms together: 4 H times as many bytes fit the cache at H = 256
@@ -240,11 +243,11 @@ def _product_kernel(cfg, nz, noisy, kind):
     of `out` that there are. beyond, line in bytes. sb int32 [z][stride]."""
     H, T, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT
     K, N = (4 * H, H) if kind == "down" else (H, 4 * H)
-    UNITS, KC, LOWEST = _units_in_tile(cfg), _chunk(K), 0 if cfg.MLP_RELU and kind == "inner" else -127
+    UNITS, KC, LOWEST = units_in_tile(cfg), chunk(K), 0 if cfg.MLP_RELU and kind == "inner" else -127
     STAGE, NOISE_SIZE = 2 * TILE * KC, UNITS * TILE if noisy else 1
     INNER, DOWN = kind == "inner", kind == "down"
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(parameters.divisor(cfg, K))
-    fetch, _, walk = _tile_functions(K, KC)
+    fetch, _, walk = tile_functions(K, KC)
 
     # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
 
@@ -614,7 +617,7 @@ def _token_kernel(cfg):
     return token
 
 
-def _logits_kernel(cfg):
+def logits_kernel(cfg):
     """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     divide = divide_function(parameters.divisor(cfg, H))
@@ -801,7 +804,7 @@ class Forward:
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
         self.cfg = cfg
-        self._packing = _Packing(cfg)
+        self._packing = Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
@@ -812,7 +815,7 @@ class Forward:
         else:
             self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
-        self._token, self._logits, self._gather = _token_kernel(cfg), _logits_kernel(cfg), _gather_kernel()
+        self._token, self._logits, self._gather = _token_kernel(cfg), logits_kernel(cfg), _gather_kernel()
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes or self._packing.bytes, cfg.HIDDEN_DIM
         states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
         self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers, "step": self._noisy.kernels + states,
@@ -821,7 +824,7 @@ class Forward:
 
     def tables(self):
         cfg = self.cfg
-        exps = parameters.exp_table(cfg)
+        exps = integer_tables.exp_table(cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),

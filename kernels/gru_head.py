@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 from numba import cuda, int8, int32, int64, uint32
 
-from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, device, loss_function, quad_max, quad_sum
 from kernels import gru_parts, ptx
 from kernels.gru_parts import OFFSET, begin_with, input_bytes, unrolled
+from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, quad_max, quad_sum
+from kernels.rules import device, loss_function
 
 STAGE, STAGES = 64, 3                       # columns of a stage; stages of the ring
 ENTRIES = 256                               # of the table of exponentials; the last is 0, for columns beyond the vocabulary

@@ -16,8 +16,9 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import gru_head, gru_parts, ptx
-from kernels.hopper import _descriptor
-from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_max, quad_sum, vector_function
+from kernels.parts import wgmma_descriptor as _descriptor
+from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, byte, clip, quad_max, quad_sum, vector_function
+from kernels.rules import build_noise, device, loss_function
 
 H = 256
 LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most

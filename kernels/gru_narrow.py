@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
-from egg_kernels import A8, A32, A64, AU32, PLAN, blocks, build_noise, byte, clip, device, loss_function, quad_sum, vector_function
 from kernels import gru_head, gru_parts, ptx
 from kernels.gru_parts import BITS, OFFSET, SIGNS, begin_with, both, input_bytes, unrolled
+from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, byte, clip, quad_sum, vector_function
+from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from egg_kernels import A32, byte, clip, device, quad_sum, vector_function
 from kernels import ptx
+from kernels.parts import A32, byte, clip, quad_sum, vector_function
+from kernels.rules import device
 from model import parameters
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k

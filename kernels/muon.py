@@ -1,8 +1,10 @@
-"""Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see model.parameters).
+"""Muon's direction on a GPU, with the bits of the CPU engine: momentum, and its orthogonalisation by Newton-Schulz (see
+model.optimizers).
 
-Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in shared memory
-change where operands are read, not the order in which they are added. Tensor cores would not do: they have no exact float32 and no
-order. It is 23 GFLOP a step in the default configuration; all matrices go through each product in one launch.
+Every sum is one chain of float32 fma in the order of the rule, so a thread owns its outputs and walks k alone; tiles in
+shared memory change where operands are read, not the order in which they are added. Tensor cores would not do: they
+have no exact float32 and no order. It is 23 GFLOP a step in the default configuration; all matrices go through each
+product in one launch.
 """
 
 from typing import NamedTuple
@@ -11,6 +13,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, types
 from numba.cuda import libdevice
 
+from model import optimizers
 from model import parameters
 
 TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
@@ -22,9 +25,9 @@ WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)          # columns of Pl
 
 
 class Plan(NamedTuple):
-    """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT, LONG] and its square
-    [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and column of an output tile. directions [tensors]: where the x of
-    a tensor begins, -1 where Muon does not move it."""
+    """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT,
+    LONG] and its square [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and column of an output
+    tile. directions [tensors]: where the x of a tensor begins, -1 where Muon does not move it."""
     matrices: np.ndarray
     squares: np.ndarray
     wides: np.ndarray
@@ -48,20 +51,23 @@ def plan(cfg):
     return Plan(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
 
 
-I2, F1, F2, VOTES = types.Array(int32, 2, "C"), types.Array(float32, 1, "C"), types.Array(float32, 2, "C"), types.Array(int32, 1, "C")
+I2, VOTES = types.Array(int32, 2, "C"), types.Array(int32, 1, "C")
+F1, F2 = types.Array(float32, 1, "C"), types.Array(float32, 2, "C")
 
 
 def build(cfg):
     """The kernels of a configuration, {name: (Python function, signature)}; none without USE_MUON."""
     if not cfg.USE_MUON:
         return {}
-    PARTS, EPS, MOMENTUM = parameters.MUON_PARTS, float32(parameters.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
+    PARTS, EPS, MOMENTUM = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
 
     def muon_start(matrices, votes, moments, x):
-        """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a matrix."""
+        """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
+        matrix."""
         sums = cuda.shared.array(PARTS, float32)
         t, b = cuda.threadIdx.x, cuda.blockIdx.x
-        rows, cols, size, long = matrices[b, ROWS], matrices[b, COLS], matrices[b, ROWS] * matrices[b, COLS], matrices[b, LONG]
+        rows, cols, size = matrices[b, ROWS], matrices[b, COLS], matrices[b, ROWS] * matrices[b, COLS]
+        long = matrices[b, LONG]
         first, at_x = int64(matrices[b, WEIGHTS]), int64(matrices[b, AT_X])
         total = float32(0)
         for i in range(t, size, PARTS):
@@ -86,7 +92,8 @@ def build(cfg):
             x[at_x + i] = libdevice.fdiv_rn(x[at_x + i], norm)
 
     def product(gram):
-        """The kernel of both products, as engine.cpu_engine.muon_panels: left . left^T of x, or fma(beta, square . right, alpha * right)."""
+        """The kernel of both products, as engine.cpu_update.muon_panels: left . left^T of x, or fma(beta, square .
+        right, alpha * right)."""
         def kernel(tiles, matrices, wide, alpha, beta, left, right, out):
             ours = cuda.shared.array(OPERAND, float32)
             theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
@@ -104,12 +111,14 @@ def build(cfg):
             for step in range(0, depth, DEPTH):
                 for n in range(TILE * DEPTH // THREADS):
                     k, i = t % DEPTH, t // DEPTH + n * (THREADS // DEPTH)
-                    ours[k * PITCH + i] = left[at_left + (row + i) * depth + step + k] if row + i < short else float32(0)
+                    x = left[at_left + (row + i) * depth + step + k] if row + i < short else float32(0)
+                    ours[k * PITCH + i] = x
                     if gram:
-                        theirs[k * PITCH + i] = left[at_left + (col + i) * depth + step + k] if col + i < short else float32(0)
+                        x = left[at_left + (col + i) * depth + step + k] if col + i < short else float32(0)
                     else:
                         k, i = t // TILE + n * (THREADS // TILE), t % TILE
-                        theirs[k * PITCH + i] = right[at + (step + k) * width + col + i] if col + i < width else float32(0)
+                        x = right[at + (step + k) * width + col + i] if col + i < width else float32(0)
+                    theirs[k * PITCH + i] = x
                 cuda.syncthreads()
                 for k in range(DEPTH):
                     for i in range(4):
@@ -122,19 +131,22 @@ def build(cfg):
                     r, c = row + t // 16 + 16 * i, col + t % 16 + 16 * j
                     if r < short and c < columns:
                         to = at_out + r * columns + c
-                        out[to] = acc[i, j] if gram else libdevice.fmaf_rn(beta, acc[i, j], libdevice.fmul_rn(alpha, right[to]))
+                        x = acc[i, j]
+                        out[to] = x if gram else libdevice.fmaf_rn(beta, x, libdevice.fmul_rn(alpha, right[to]))
         return kernel
 
     signature = I2, I2, int32, float32, float32, F1, F1, F1
-    return {"muon_start": (muon_start, (I2, VOTES, F2, F1)), "muon_gram": (product(True), signature), "muon_mix": (product(False), signature)}
+    return {"muon_start": (muon_start, (I2, VOTES, F2, F1)), "muon_gram": (product(True), signature),
+            "muon_mix": (product(False), signature)}
 
 
 class Direction:
-    """Device buffers of Muon's directions and the launches that fill `x`, the flat directions; kernels: compiled dispatchers of `build`."""
+    """Device buffers of Muon's directions and the launches that fill `x`, the flat directions; kernels: compiled
+    dispatchers of `build`."""
 
     def __init__(self, cfg, kernels):
         p = plan(cfg)
-        self.kernels, self.coefficients = kernels, parameters.muon_coefficients(cfg)
+        self.kernels, self.coefficients = kernels, optimizers.muon_coefficients(cfg)
         self.tables = [cuda.to_device(table) for table in p[:3]] if p.x_size else []
         self.x, self.other = (cuda.device_array(max(1, p.x_size), np.float32) for _ in range(2))
         self.square, self.poly = (cuda.device_array(max(1, p.a_size), np.float32) for _ in range(2))
@@ -158,8 +170,8 @@ class Direction:
         def product(name, tiles, *args):
             add(name, len(tiles), THREADS, tiles, matrices, *args)
 
-        add("muon_start", len(matrices), parameters.MUON_PARTS, matrices, votes, moments, self.x)
-        for _ in range(parameters.MUON_ROUNDS):
+        add("muon_start", len(matrices), optimizers.MUON_PARTS, matrices, votes, moments, self.x)
+        for _ in range(optimizers.MUON_ROUNDS):
             product("muon_gram", squares, np.int32(0), a, a, self.x, self.x, self.square)
             product("muon_mix", squares, np.int32(0), b, c, self.square, self.square, self.poly)
             product("muon_mix", wides, np.int32(1), a, np.float32(1), self.poly, self.x, self.other)

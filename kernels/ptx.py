@@ -1,8 +1,9 @@
 """Inline PTX for the CUDA kernels: the instructions numba-cuda has no function for, one intrinsic each.
 
-Conventions. A "shared address" is an int32 in the shared window (`shared_address`). One int32 word of an operand holds four
-consecutive k as bytes. In a warp, g = lane // 4 and q = lane % 4. Operands lie in memory as *core matrices*: 8 rows of 16 bytes,
-128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16] (`core_offset` in egg_kernels).
+Conventions. A "shared address" is an int32 in the shared window (`shared_address`). One int32 word of an operand holds
+four consecutive k as bytes. In a warp, g = lane // 4 and q = lane % 4. Operands lie in memory as *core matrices*: 8
+rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16] (`core_offset` in
+egg_kernels).
 """
 
 from types import SimpleNamespace
@@ -56,54 +57,72 @@ def _pointer(context, builder, array_type, array, index):
     return builder.gep(data, [index])
 
 
-# --- scalars, every supported card -------------------------------------------------------------------------------------------
+# --- scalars, every supported card -----------------------------------------------------------------------------------
 
-trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,), "int32 of a float32, toward zero, saturating.")
+trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,),
+                       "int32 of a float32, toward zero, saturating.")
 add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
-whole_64ths = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; and.b32 $0, t, -64; }", types.int32,
+whole_64ths = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; and.b32 $0, t, -64; }",
+                         types.int32,
                          (types.int32,), "64 * (p / 64 toward zero).")
 float_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
 bits_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The float32 of these bits.")
-here = _operation("mov.b32 $0, $1;", types.int32, (types.int32,), "x, but what is made of it stays in the loop: saves registers.",
+here = _operation("mov.b32 $0, $1;", types.int32, (types.int32,),
+                  "x, but what is made of it stays in the loop: saves registers.",
                   side_effect=True)
-fma_down = _operation("fma.rm.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, downward.")
-fma_toward_zero = _operation("fma.rz.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, toward zero.")
+fma_down = _operation("fma.rm.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
+                      "a * b + c, rounded once, downward.")
+fma_toward_zero = _operation("fma.rz.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
+                             "a * b + c, rounded once, toward zero.")
 with_sign = _operation("copysign.f32 $0, $2, $1;", types.float32, (types.float32,) * 2, "a >= 0 with the sign of b.")
-fma_sat = _operation("fma.rn.sat.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3, "a * b + c, rounded once, then cut to [0, 1].")
+fma_sat = _operation("fma.rn.sat.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
+                     "a * b + c, rounded once, then cut to [0, 1].")
 add_down = _operation("add.rm.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded downward.")
-half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,), "0.5 with the sign of x.")
-mad_wide = _operation("mad.wide.s32 $0, $1, $2, $3;", types.int64, (types.int32, types.int32, types.int64), "a * b + c in 64 bits.")
-dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3, "c + the dot product of four int8 pairs of a and b.")
+half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,),
+                       "0.5 with the sign of x.")
+mad_wide = _operation("mad.wide.s32 $0, $1, $2, $3;", types.int64, (types.int32, types.int32, types.int64),
+                      "a * b + c in 64 bits.")
+dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
+                  "c + the dot product of four int8 pairs of a and b.")
 byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
                           "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
-trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }", types.int32,
+trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }",
+                        types.int32,
                         (types.int32,), "p / 64 toward zero.")
-warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Sum over the warp, cc >= 8.0.",
+warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,),
+                      "Sum over the warp, cc >= 8.0.",
                       side_effect=True)
-warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,), "Maximum over the warp, cc >= 8.0.",
+warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,),
+                      "Maximum over the warp, cc >= 8.0.",
                       side_effect=True)
 
 
-as_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The float32 with these bits.")
-as_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
 
 
-# --- two int16 or four bytes in a word, cc 9.0 has an instruction for each ------------------------------------------------------
+# --- two int16 or four bytes in a word, cc 9.0 has an instruction for each -------------------------------------------
 
 add2 = _operation("add.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "Sums of the halves.")
 min2 = _operation("min.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The smaller of the halves.")
 max2 = _operation("max.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The larger of the halves.")
-clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", types.int32,
-                   (types.int32,), "The halves, between -127 and 127.")
-low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,), "The int8 0 and 1 of a word as two int16.")
-high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,), "The int8 2 and 3 of a word as two int16.")
-bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2, "Four int16, two to a word, as int8.")
+clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
+                   "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", types.int32, (types.int32,),
+                   "The halves, between -127 and 127.")
+low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,),
+                  "The int8 0 and 1 of a word as two int16.")
+high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,),
+                   "The int8 2 and 3 of a word as two int16.")
+bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2,
+                    "Four int16, two to a word, as int8.")
 minimum = _operation("min.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The smaller of two float32.")
 maximum = _operation("max.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The larger of two float32.")
-reciprocal = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,), "1 / x, within a unit in the last place.")
-saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2, "Two int32 clipped to int16, the first low.")
-dp2a_low = _operation("dp2a.lo.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 0 and 1 of b, summed.")
-dp2a_high = _operation("dp2a.hi.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The two int16 of a times the int8 2 and 3 of b, summed.")
+reciprocal = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,),
+                        "1 / x, within a unit in the last place.")
+saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2,
+                       "Two int32 clipped to int16, the first low.")
+dp2a_low = _operation("dp2a.lo.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2,
+                      "The two int16 of a times the int8 0 and 1 of b, summed.")
+dp2a_high = _operation("dp2a.hi.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2,
+                       "The two int16 of a times the int8 2 and 3 of b, summed.")
 dp2a_low_u8 = _operation("dp2a.lo.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
 dp2a_high_u8 = _operation("dp2a.hi.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
 distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
@@ -122,7 +141,7 @@ def int16_pairs(cc):
         max2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmax2.s32.s32.s32 $0, $1, $2, z; }", both, words, max2.__doc__))
 
 
-# --- matrix products, cc >= 8.0 -----------------------------------------------------------------------------------------------
+# --- matrix products, cc >= 8.0 --------------------------------------------------------------------------------------
 
 def _mma(kind):
     @intrinsic
@@ -140,8 +159,8 @@ def _mma(kind):
 
 
 # D[16 x 8] = A[16 x 32] B[32 x 8] + C: mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32, cc >= 8.0.
-# a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 + 4q..]; b0 = B[4q.., g], b1 = B[16 + 4q.., g];
-# c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. Returns the four c.
+# a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 + 4q..]; b0 = B[4q.., g], b1 = B[16 +
+# 4q.., g]; c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. Returns the four c.
 mma_s8 = _mma("s8.s8")
 mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
 
@@ -204,12 +223,13 @@ def mma_product(columns, steps, shared, keep=False, tiles=1):
 
 @intrinsic
 def load_matrix4(ctx, address):
-    """ldmatrix.sync.aligned.m8n8.x4.shared.b16, cc >= 7.5: four core matrices; lane i gives the shared address of row i % 8 of
-    matrix i // 8. Returns four int32: word q of row g of each matrix."""
+    """ldmatrix.sync.aligned.m8n8.x4.shared.b16, cc >= 7.5: four core matrices; lane i gives the shared address of row i
+    % 8 of matrix i // 8. Returns four int32: word q of row g of each matrix."""
     sig = types.UniTuple(types.int32, 4)(types.int32)
 
     def codegen(context, builder, sig, args):
-        f = _asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32],
+        f = _asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4),
+                 [I32],
                  "=r,=r,=r,=r,r,~{memory}", side_effect=True)
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
@@ -217,7 +237,7 @@ def load_matrix4(ctx, address):
 
 
 load_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,),
-                         "An int32 at a shared address. For tables only: nothing orders it but the address it depends on.")
+                         "An int32 at a shared address. For tables only: nothing orders it but its address.")
 
 
 read_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,), "The same, in order with stores.", side_effect=True)
@@ -229,7 +249,8 @@ def load_shared4(ctx, address):
     sig = types.UniTuple(types.int32, 4)(types.int32)
 
     def codegen(context, builder, sig, args):
-        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32], "=r,=r,=r,=r,r,~{memory}",
+        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32],
+                 "=r,=r,=r,=r,r,~{memory}",
                  side_effect=True)
         r = builder.call(f, args)
         return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
@@ -315,9 +336,50 @@ def prefetch(ctx, array, index):
 store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
 store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
                            "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
+def mma_tile(columns, steps, stride):
+    """Intrinsic f(acc, a, b): acc += 16 rows x `columns` over 32 * `steps` of K, a warp, from core matrices in shared
+    memory.
+
+    acc: a local int32 array of columns / 2, with w = 0 as in wgmma_s8. a, b: this lane's address as in load_matrix4, of
+    the first two groups of 8 rows (a: matrices are rows 0, rows 8, then both 16 bytes of K further; b: columns 0, the
+    same 16 bytes further, then columns 8).
+    stride: bytes from one group of 8 columns to the next."""
+    count = columns // 2
+
+    @intrinsic
+    def emit(ctx, acc, a, b):
+        sig = types.void(acc, types.int32, types.int32)
+
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
+            text = ["{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3;"]
+            for k in range(steps):
+                text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{a0, a1, a2, a3}}, [${2 * count} + {256 * k}];")
+                for j in range(columns // 16):
+                    at = 256 * k + j * 2 * stride
+                    text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0, b1, b2, b3}}, "
+                                f"[${2 * count + 1} + {at}];")
+                    for i in range(2):
+                        c = "{" + ", ".join(f"${8 * j + 4 * i + n}" for n in range(4)) + "}"
+                        text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {c}, {{a0, a1, a2, a3}}, "
+                                    f"{{b{2 * i}, b{2 * i + 1}}}, {c};")
+            constraints = ["=r"] * count + [str(i) for i in range(count)] + ["r", "r", "~{memory}"]
+            f = _asm(" ".join(text + ["}"]), ir.LiteralStructType([I32] * count), [I32] * (count + 2),
+                     ",".join(constraints), side_effect=True)
+            r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
+            for i, c in enumerate(cells):
+                builder.store(builder.extract_value(r, i), c)
+            return context.get_dummy_value()
+        return sig, codegen
+    return emit
 
 
-# --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------------------
+store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.",
+                          side_effect=True)
+
+
+# --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------
 
 @intrinsic
 def shared_address(ctx, array, index):
@@ -335,7 +397,8 @@ def shared_address(ctx, array, index):
 
 @intrinsic
 def copy_async16(ctx, address, source, index):
-    """cp.async.cg.shared.global, 16 bytes from source[index...] (global memory, aligned) to a shared address, cc >= 8.0."""
+    """cp.async.cg.shared.global, 16 bytes from source[index...] (global memory, aligned) to a shared address, cc >=
+    8.0."""
     sig = types.void(types.int32, source, types.int64)
 
     def codegen(context, builder, sig, args):
@@ -347,8 +410,24 @@ def copy_async16(ctx, address, source, index):
 
 
 copy_commit = _statement("cp.async.commit_group;")
-copy_wait_all = _statement("cp.async.wait_group 0;")          # every committed group of this thread has landed
 copy_wait_but_one = _statement("cp.async.wait_group 1;")      # all but the newest
+
+
+# --- barriers in shared memory, cc >= 8.0 -----------------------------------------------------------------------------
+
+barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
+                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
+barrier_arrive = _operation("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", types.void,
+                            (types.int32,), "One arrival.",
+                            side_effect=True)
+barrier_test = _operation("{ .reg .pred p; W: mbarrier.test_wait.parity.shared::cta.b64 p, [$0], $1; "
+                          "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
+                          "Wait until the phase of this parity is complete.", side_effect=True)
+copy_arrive = _operation("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", types.void, (types.int32,),
+                         "One arrival when the copies that this thread has started have landed.", side_effect=True)
+named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2,
+                           "Barrier `id` (1 to 15) of `count` threads.",
+                           side_effect=True)
 
 
 def shared_limit(device):
@@ -359,57 +438,60 @@ def shared_limit(device):
 
 
 def allow_shared(kernel, signature, nbytes):
-    """Compile `kernel` for `signature` and let it use `nbytes` of dynamic shared memory (more than 48 KiB needs this)."""
+    """Compile `kernel` for `signature` and let it use `nbytes` of dynamic shared memory (more than 48 KiB needs
+    this)."""
     from numba import cuda
     from numba.cuda.cudadrv.driver import binding, driver
     kernel.compile(signature)
     function = kernel.overloads[signature]._codelibrary.get_cufunc()
-    driver.cuKernelSetAttribute(binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes, function.handle,
+    driver.cuKernelSetAttribute(binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes,
+                                function.handle,
                                 cuda.get_current_device().id)
 
 
-# --- cc 9.0 only: bulk copies, barriers in shared memory, warpgroup products ---------------------------------------------------------
+# --- cc 9.0 only: bulk copies, warpgroup products --------------------------------------------------------------------
 
-proxy_fence = _statement("fence.proxy.async.shared::cta;")    # between ordinary stores and wgmma (or a bulk copy) reading them
+# between ordinary stores and wgmma (or a bulk copy) reading them
+proxy_fence = _statement("fence.proxy.async.shared::cta;")
 barrier_fence = _statement("fence.mbarrier_init.release.cluster;")
-barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
-                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
-barrier_arrive = _operation("mbarrier.arrive.shared::cta.b64 _, [$0];", types.void, (types.int32,), "One arrival.", side_effect=True)
 barrier_expect = _operation("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.void, (types.int32,) * 2,
                             "One arrival that also awaits this many bytes of bulk copies.", side_effect=True)
-barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra W; D: }", types.void,
-                          (types.int32,) * 2, "Wait until the phase of this parity is complete.", side_effect=True)
-named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2, "Barrier `id` (1 to 15) of `count` threads.",
-                           side_effect=True)
+barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+                          "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
+                          "Wait until the phase of this parity is complete.", side_effect=True)
 
 
 @intrinsic
 def copy_bulk(ctx, address, source, index, nbytes, barrier):
-    """cp.async.bulk.shared::cluster.global: nbytes (a multiple of 16) from source[index...] to a shared address; completes on the
-    barrier at shared address `barrier`. One thread issues it. cc >= 9.0."""
+    """cp.async.bulk.shared::cluster.global: nbytes (a multiple of 16) from source[index...] to a shared address;
+    completes on the barrier at shared address `barrier`. One thread issues it. cc >= 9.0."""
     sig = types.void(types.int32, source, types.int64, types.int32, types.int32)
 
     def codegen(context, builder, sig, args):
         p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
-        f = _asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", VOID, [I32, I64, I32, I32],
+        f = _asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", VOID,
+                 [I32, I64, I32, I32],
                  "r,l,r,r,~{memory}", side_effect=True)
         builder.call(f, [args[0], p, args[3], args[4]])
         return context.get_dummy_value()
     return sig, codegen
 
 
-wgmma_fence = _statement("wgmma.fence.sync.aligned;")         # before the first product that reads accumulators just touched
+# before the first product that reads accumulators just touched
+wgmma_fence = _statement("wgmma.fence.sync.aligned;")
 
 
 def wgmma_descriptor_strides(k_bytes):
-    """Upper part of a wgmma descriptor of core matrices whose rows have k_bytes; add (shared address & 0x3FFFF) >> 4."""
+    """Upper part of a wgmma descriptor of core matrices whose rows have k_bytes; add (shared address & 0x3FFFF) >>
+    4."""
     return (128 >> 4) << 16 | (8 * k_bytes >> 4) << 32
 
 
 def wgmma_s8(columns):
-    """Intrinsic f(acc, a_desc, b_desc, keep): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one warpgroup, both
-    operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep (int32) is 0. With w = warp of
-    the group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2], acc[4j + 3] = the same in row 16w + g + 8."""
+    """Intrinsic f(acc, a_desc, b_desc, keep): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one
+    warpgroup, both operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep
+    (int32) is 0. With w = warp of the group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2],
+    acc[4j + 3] = the same in row 16w + g + 8."""
     count = columns // 2
 
     @intrinsic
@@ -419,10 +501,12 @@ def wgmma_s8(columns):
         def codegen(context, builder, sig, args):
             data = context.make_array(sig.args[0])(context, builder, args[0]).data
             cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            text = ("{ .reg .pred p; setp.ne.s32 p, $%d, 0; wgmma.mma_async.sync.aligned.m64n%dk32.s32.s8.s8 {%s}, $%d, $%d, p; }"
+            text = ("{ .reg .pred p; setp.ne.s32 p, $%d, 0; "
+                    "wgmma.mma_async.sync.aligned.m64n%dk32.s32.s8.s8 {%s}, $%d, $%d, p; }"
                     % (2 * count + 2, columns, ",".join(f"${i}" for i in range(count)), 2 * count, 2 * count + 1))
             constraints = ["=r"] * count + [str(i) for i in range(count)] + ["l", "l", "r"]
-            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32], ",".join(constraints),
+            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32],
+                     ",".join(constraints),
                      side_effect=True)
             r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
             for i, c in enumerate(cells):
@@ -455,11 +539,11 @@ def wgmma_done(columns):
 
 
 def wgmma_product(columns, steps, registers, keep):
-    """Intrinsic f(acc, a, b_desc): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with `keep` it is added to acc.
-    One warpgroup, B K-major in shared memory, acc as in wgmma_s8.
+    """Intrinsic f(acc, a, b_desc): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with
+    `keep` it is added to acc. One warpgroup, B K-major in shared memory, acc as in wgmma_s8.
 
-    a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in
-    row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
+    a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4
+    q...; 4 i + 1 = the same in row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
     count = columns // 2
 
     @intrinsic
@@ -487,7 +571,8 @@ def wgmma_product(columns, steps, registers, keep):
                 if i + 1 < steps:
                     text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
             text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else []) + (["r"] * (4 * steps) if registers else ["l"])
+            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else [])
+            constraints += ["r"] * (4 * steps) if registers else ["l"]
             f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands],
                      ",".join(constraints + ["l", "~{memory}"]), side_effect=True)
             r = builder.call(f, operands)

@@ -1,9 +1,11 @@
-"""The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold, noise-scale overlay.
+"""The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold,
+noise-scale overlay.
 
 A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
-noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves the larger side
-of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned to the plain
-side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices of n bound the memory.
+noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves
+the larger side of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the
+fitness and aligned to the plain side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in
+both operands; slices of n bound the memory.
 """
 
 from typing import NamedTuple
@@ -12,10 +14,13 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
 from numba.cuda import libdevice
 
+from model import optimizers
 from model import parameters
+from model import rules
 from kernels import muon
-from egg_kernels import build_noise
-from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8, proxy_fence,
+from kernels.rules import TARGET, build_noise
+from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
+                         proxy_fence,
                      shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
@@ -23,7 +28,8 @@ DEPTH = 64                  # values of n in a stage of its shared memory
 STAGES = 3
 STAGE = 2 * TILE * DEPTH    # bytes
 SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
-SPLIT = 4096                # values of n a block adds up; the operands of a split lie together and nearly fit the L2 cache
+# values of n a block adds up; the operands of a split lie together and nearly fit the L2 cache
+SPLIT = 4096
 PIECE = 1024                # values of n a block of operands makes of eight rows
 VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
 EIGHTS = 4                  # times eight elements of a vector share a warp
@@ -41,12 +47,12 @@ WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(
 class Plan(NamedTuple):
     """What the kernels walk over; int32 arrays.
 
-    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range of n used.
-    tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix' VOTES start, its COLS,
-    whether the signed side is its rows, and which of them is the first.
+    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range
+    of n used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix'
+    VOTES start, its COLS, whether the signed side is its rows, and which of them is the first.
     vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions); blocks [blocks, 2]: a tensor, the first
-    of its elements to move."""
+    tensors [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions); blocks
+    [blocks, 2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -96,7 +102,8 @@ def mixed(x):
 
 @device
 def low_bytes(a, b, c, d):
-    return uint32(byte_permute(byte_permute(int32(a), int32(b), 0x0040), byte_permute(int32(c), int32(d), 0x0040), 0x5410))
+    return uint32(byte_permute(byte_permute(int32(a), int32(b), 0x0040), byte_permute(int32(c), int32(d), 0x0040),
+                               0x5410))
 
 
 @device
@@ -124,19 +131,34 @@ A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, in
 A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
 
 
-def build(cfg, wgmma):
-    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: products by cc 9.0's own instruction."""
-    pairs, adapt = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0
-    masks, gaussian, with_muon = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), bool(cfg.USE_MUON)
-    rare = cfg.RARE_TOKENS > 0
-    sgd, ztest, signs = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest", not cfg.USE_CLT
+@device
+def place(rows, row, n):
+    """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4)
+    on."""
+    matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
+    return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
+
+
+@device
+def fetch(to, operand, at):
+    """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight
+    rows."""
+    t = cuda.threadIdx.x
+    for i in range(4):
+        copy_async16(int32(to + (t + i * THREADS) * 16), operand,
+                     at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+
+
+@device
+def vote_index(p, s, signed_is_row, cols):
+    r, c = (s, p) if signed_is_row else (p, s)
+    return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+
+def operands_kernel(cfg):
+    """The kernel that hashes noise into the operands of products."""
+    masks, gaussian, signs = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), not cfg.USE_CLT
     noise = build_noise(cfg).noise
-    o, muon_size = parameters.optimizer(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(parameters.MUON_SIZE))
-    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
-    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
-    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
-    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
-    strides = wgmma_descriptor_strides(DEPTH)
 
     @device
     def four_draws(x):
@@ -164,16 +186,10 @@ def build(cfg, wgmma):
             word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
         return word
 
-    @device
-    def place(rows, row, n):
-        """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4) on."""
-        matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
-        return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
-
     def operands(rows, seed, fit, start, width, out):
-        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT / 16][8][16 bytes],
-        and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) * (width / PIECE + 1), eight rows
-        and PIECE values of n each."""
+        """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
+        16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
+        (width / PIECE + 1), eight rows and PIECE values of n each."""
         pieces = int32(width // PIECE + 1)
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
@@ -196,21 +212,17 @@ def build(cfg, wgmma):
             n = int32(n + 64)
             to += 128
 
-    @device
-    def fetch(to, operand, at):
-        """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight rows."""
-        t = cuda.threadIdx.x
-        for i in range(4):
-            copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+    return operands
 
-    @device
-    def vote_index(p, s, signed_is_row, cols):
-        r, c = (s, p) if signed_is_row else (p, s)
-        return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
+
+def products_kernel(wgmma):
+    """The kernel of the matrices' votes; `wgmma`: by the instruction of cc 9.0."""
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
+    strides = wgmma_descriptor_strides(DEPTH)
 
     def products(tiles, operand, rows, start, votes):
-        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits * tiles, the
-        tiles of one split side by side, so that the operands they share stay in the L2 cache."""
+        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
+        tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache."""
         sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
         split = int32(cuda.blockIdx.x // tiles.shape[0])
@@ -232,8 +244,10 @@ def build(cfg, wgmma):
         g, q = lane >> 2, lane & 3
         # ldmatrix: where this lane's rows of the first core matrices lie
         plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
-        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16 + STAGE // 2
-        acc = cuda.local.array((4, 8, 4), int32)             # mma.sync: 4 x 8 tiles of 16 x 8, a warp's quarter of the block
+        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
+        signed_lane += STAGE // 2
+        # mma.sync: 4 x 8 tiles of 16 x 8, a warp's quarter of the block
+        acc = cuda.local.array((4, 8, 4), int32)
         upper, lower = cuda.local.array(64, int32), cuda.local.array(64, int32)          # wgmma: 64 plain rows each
         for i in range(4):
             for j in range(8):
@@ -278,7 +292,9 @@ def build(cfg, wgmma):
         else:
             down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
         p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
-        at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW], tiles[tile, COLS])
+        at = tiles[tile,
+                   VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
+                                       tiles[tile, COLS])
         p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
         if wgmma:
             for half in range(2):
@@ -287,18 +303,26 @@ def build(cfg, wgmma):
                         if 8 * half < p and 8 * j + k < s:
                             cuda.atomic.add(votes, at + half * down + j * right + k * one, upper[4 * j + 2 * half + k])
                         if 8 * half + 64 < p and 8 * j + k < s:
-                            cuda.atomic.add(votes, at + (half + 8) * down + j * right + k * one, lower[4 * j + 2 * half + k])
+                            cuda.atomic.add(votes, at + (half + 8) * down + j * right + k * one,
+                                            lower[4 * j + 2 * half + k])
         else:
             for i in range(4):
                 for half in range(2):
                     for j in range(8):
                         for k in range(2):
                             if 16 * i + 8 * half < p and 8 * j + k < s:
-                                cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one, acc[i, j, 2 * half + k])
+                                cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one,
+                                                acc[i, j, 2 * half + k])
 
+    return products
+
+
+def vectors_kernel(pairs):
+    """The kernel of the vectors' votes."""
     def vector_products(groups, operand, fit, rows, start, splits, votes):
-        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word of eight
-        rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side: they share rows."""
+        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
+        of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
+        they share rows."""
         item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
         split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
         group = int32(item - split * groups.shape[0])
@@ -334,14 +358,28 @@ def build(cfg, wgmma):
             if lane & 3 == 0 and total != 0:
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
+    return vector_products
+
+
+def optimize_kernel(cfg):
+    """The kernel that moves the weights."""
+    rare, adapt, with_muon = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0, bool(cfg.USE_MUON)
+    by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
+    o, muon_size = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(optimizers.MUON_SIZE))
+    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
+    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
+    rule = rules.update_rules(device, TARGET)
+    adamw, sgd, muon_step, whole_step, ztest = rule.adamw, rule.sgd, rule.muon, rule.whole_step, rule.ztest
+
     def optimize(blocks, tensors, rates, token_rates, votes, directions, weights, moments, touched, changed):
-        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32 [tensors]; token_rates
-        float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
-        changed; changed int32 [1]: how many did. Grid: blocks."""
+        """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
+        [tensors]; token_rates float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8
+        [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate, by_token, direction = rates[tensor], tensors[tensor, BY_TOKEN], tensors[tensor, DIRECTION] if with_muon else int32(-1)
+        rate, by_token = rates[tensor], tensors[tensor, BY_TOKEN]
+        direction = tensors[tensor, DIRECTION] if with_muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
@@ -351,36 +389,23 @@ def build(cfg, wgmma):
                 if rare and by_token != 0:
                     rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
-                move = int32(0)
-                if ztest:
-                    if vote > 0 and vote >= int32(rate):
-                        move = int32(1 if weight < 127 else 0)
-                    elif vote < 0 and -vote >= int32(rate):
-                        move = int32(-1 if weight > -127 else 0)
+                if by_ztest:
+                    move = ztest(vote, weight, int32(rate))
                 else:
                     if direction >= 0:
                         rows = size // cols
                         r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
                         x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
-                        long = libdevice.fmul_rn(muon_size, libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols))))
-                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, libdevice.fmul_rn(x, long))
-                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
-                    elif sgd:
-                        acc = libdevice.fmaf_rn(libdevice.int2float_rn(vote), rate, acc)
+                        long = libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols)))
+                        acc = muon_step(x, libdevice.fmul_rn(muon_size, long), weight, acc, rate, decay)
+                    elif by_sgd:
+                        acc = sgd(vote, acc, rate)
                     else:
-                        g = libdevice.int2float_rn(int32(-vote))
-                        m = libdevice.fmaf_rn(moments[at, 0], beta1, libdevice.fmul_rn(g, one_less_beta1))
-                        v = libdevice.fmaf_rn(libdevice.fmul_rn(g, g), one_less_beta2, libdevice.fmul_rn(moments[at, 1], beta2))
-                        u = libdevice.fdiv_rn(m, libdevice.fadd_rn(libdevice.fsqrt_rn(v), eps))
-                        u = libdevice.fmaf_rn(libdevice.int2float_rn(weight), decay, u)
-                        acc = libdevice.fmaf_rn(float32(-rate), u, acc)
+                        m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
+                                          one_less_beta1,
+                                          beta2, one_less_beta2, eps, decay)
                         moments[at, 0], moments[at, 1] = m, v
-                    if acc >= float32(1):
-                        move = int32(1 if weight < 127 else 0)
-                        acc = libdevice.fsub_rn(acc, float32(1)) if move else float32(1)
-                    elif acc <= float32(-1):
-                        move = int32(-1 if weight > -127 else 0)
-                        acc = libdevice.fadd_rn(acc, float32(1)) if move else float32(-1)
+                    move, acc = whole_step(weight, acc)
                 moments[at, 2] = acc
                 moved = move != 0
                 if moved:
@@ -395,6 +420,13 @@ def build(cfg, wgmma):
             if lane == 0 and count > 0:
                 cuda.atomic.add(changed, 0, count)
 
+    return optimize
+
+
+def rescale_kernel(cfg):
+    """The kernel of the noise-scale overlay."""
+    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
+
     def rescale(touched, overlay):
         """The overlay's step; clears `touched`. A thread an entry."""
         i = cuda.grid(1)
@@ -403,20 +435,26 @@ def build(cfg, wgmma):
             overlay[i] = int8(max(int32(-127), min(int32(127), o)))
             touched[i] = 0
 
+    return rescale
+
+
+def build(cfg, wgmma):
+    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: see products_kernel."""
     return {
-        "operands": (operands, (A2, U1, A1, int32, int32, A1)),
-        "products": (products, (A2, A1, int32, int32, A1)),
-        "vector_products": (vector_products, (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize, (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
-        "rescale": (rescale, (B1, S1)),
+        "operands": (operands_kernel(cfg), (A2, U1, A1, int32, int32, A1)),
+        "products": (products_kernel(wgmma), (A2, A1, int32, int32, A1)),
+        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A1, A1, int32, int32, int32, A1)),
+        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
+        "rescale": (rescale_kernel(cfg), (B1, S1)),
     } | muon.build(cfg)
 
 
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
-    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n is the least).
-    Set `rates`, `token_rates` (with RARE_TOKENS), `fit` (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n
+    is the least). Set `rates`, `token_rates` (with RARE_TOKENS), `fit` (between its pads), `changed` (to 0) and the
+    seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
@@ -443,8 +481,8 @@ class Update:
                 + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
-        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8 [n], moments
-        float32 [n, 3], overlay int8."""
+        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
+        [n], moments float32 [n, 3], overlay int8."""
         rows, tiles, vectors, tensors, blocks = self.tables
         fit, n_rows, width = self.fit.view(np.int32), np.int32(len(self.plan.rows)), np.int32(self.width)
         pieces = np.int32(self.width // VECTOR_SPLIT)
@@ -454,12 +492,16 @@ class Update:
             out.append((name, lambda: kernels[name][int(grid), THREADS, stream, shared](*args)))
 
         for start in map(np.int32, self.starts):
-            add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width, self.operands)
-            add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start, self.votes)
-            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands, fit, n_rows,
+            add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width,
+                self.operands)
+            add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start,
+                self.votes)
+            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
+                fit, n_rows,
                 start, pieces, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes, self.muon.x, weights, moments,
+        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes,
+            self.muon.x, weights, moments,
             self.touched, self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)

@@ -1,12 +1,15 @@
-"""Number-theoretic transforms of the tokens (NTT_MODE), whose coefficients the model looks up beside the tokens themselves. NumPy alone.
+"""Number-theoretic transforms of the tokens (NTT_MODE), whose coefficients the model looks up beside the tokens
+themselves. NumPy alone.
 
 The transform of x_0 .. x_{T-1}, T a power of two:
   mode 1  Walsh-Hadamard: X_t = sum over n of (-1)^(bits that n and t share) x_n
-  modes 2, 3  modulo the Fermat primes p = 257, 65537: X_t = sum over n of r^(n t) x_n mod p, r = 3^((p - 1) / T) a root of order T
-NTT_CAUSAL: position t of a window gets coefficient t of the window whose tokens after t are zero, c_t = sum over n <= t; without it X_t,
-which sees the targets. A sequence longer than T is taken in blocks of T tokens, as the training windows are, and generation, for which
-later tokens do not exist yet, always in the causal form. Bytes 1 to 3 of the coefficient (an int32) select a column of ntt_emb_1 to 3
-each; the columns, perturbed like the embedding, are shifted right by 2 and added to the embedding before its clip.
+  modes 2, 3  modulo the Fermat primes p = 257, 65537: X_t = sum over n of r^(n t) x_n mod p, r = 3^((p - 1) / T) a root
+  of order T
+NTT_CAUSAL: position t of a window gets coefficient t of the window whose tokens after t are zero, c_t = sum over n <=
+t; without it X_t, which sees the targets. A sequence longer than T is taken in blocks of T tokens, as the training
+windows are, and generation, for which later tokens do not exist yet, always in the causal form. Bytes 1 to 3 of the
+coefficient (an int32) select a column of ntt_emb_1 to 3 each; the columns, perturbed like the embedding, are shifted
+right by 2 and added to the embedding before its clip.
 """
 
 import numpy as np

@@ -81,7 +81,7 @@ def processes(count):
     return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
 
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
 
@@ -103,7 +103,7 @@ def comparisons(request, tmp_path_factory):
     `compared`. Compiling takes most of the time: every core takes part."""
     ready = tmp_path_factory.mktemp("compiled")
     drawn = {item.nodeid: item.callspec.params for item in request.session.items if "compared" in item.fixturenames}
-    with processes(max(2, min(14, hardware.cores() - 2))) as pool:
+    with processes(max(2, min(16, hardware.cores()))) as pool:
         models = {model: pool.submit(kit.compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
         yield models, {name: pool.submit(kit.compare, **values, ready=ready) for name, values in drawn.items()}
         pool.shutdown(cancel_futures=True)
@@ -125,7 +125,9 @@ def compared(request, constants, seed, comparisons):
 def pytest_terminal_summary(terminalreporter):
     """Where the time of the comparisons went."""
     if SECONDS:
-        parts = {part: sum(times.get(part, 0.0) for times in SECONDS.values()) for times in SECONDS.values() for part in times}
+        parts = dict.fromkeys((part for times in SECONDS.values() for part in times), 0.0)
+        for part in parts:
+            parts[part] = sum(times.get(part, 0.0) for times in SECONDS.values())
         terminalreporter.section("seconds of the comparisons, all processes together")
         terminalreporter.line(", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items()))
         for name in sorted(SECONDS, key=lambda name: -sum(SECONDS[name].values()))[:8]:

@@ -24,14 +24,17 @@ from cluster import auth
 from cluster import history
 from cluster import wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
 from model import state_digest
 from tools.debug import Reading
 
 HERE = pathlib.Path(__file__).parent.parent
 
 
-# --- recordings of d-eggs, and the plain reading of the SPEC ----------------------------------------------------------
+# --- recordings of d-eggs, and the plain reading of the SPEC ---------------------------------------------------------
 
 def golden(name):
     """(configuration, tokens, recording) of golden/<name>.npz."""
@@ -45,12 +48,12 @@ def golden(name):
 
 def population_fitness(cfg, losses):
     chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
-    return np.concatenate([parameters.chunk_fitness(chunk, cfg) for chunk in chunks])
+    return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
 def loss_of(reading, window, seed, sign):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp = reading.cfg, [int(e) for e in parameters.exp_table(reading.cfg)]
+    cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
     z = reading.logits(window[:-1], seed, sign)
     total = 0
     for row, target in zip(z, window[1:]):
@@ -92,7 +95,7 @@ def recorded_generation(engine, step):
     cfg, tokens, z = golden("E")
     later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
     for k in range(engine.step, step):
-        fitness = parameters.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
         parts = "model_sha256", "adam_sha256", "scales_sha256"
@@ -103,7 +106,7 @@ def recorded_generation(engine, step):
     return recorded, prompt
 
 
-# --- protocol 1 -------------------------------------------------------------------------------------------------------
+# --- protocol 1 ------------------------------------------------------------------------------------------------------
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
@@ -135,14 +138,14 @@ class FakeEngine:
         assert first % 2 == count % 2 == 0 and count > 0
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
-        x = parameters.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        x = rules.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
         return (x % 1000).astype(np.int64)
 
     def update(self, fitness):
         assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = parameters.next_seed(self.seed, self.step), self.step + 1
+        self.seed, self.step = rules.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
     def validate(self, windows):
@@ -157,8 +160,8 @@ def expected(steps, cfg=CFG, kind=None):
     engine, packed = (kind or FakeEngine)(cfg), []
     for _ in range(steps):
         losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-        chunks = [parameters.chunk_fitness(x, cfg) for x in losses]
-        packed.append(parameters.pack_ternary(np.concatenate(chunks)))
+        chunks = [fitness_digits.chunk_fitness(x, cfg) for x in losses]
+        packed.append(fitness_digits.pack_ternary(np.concatenate(chunks)))
         engine.update(np.concatenate(chunks))
     return packed, engine.state().digests()
 
@@ -227,7 +230,7 @@ class Peer:
         self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
 
     def answer(self, timeout=5):
-        return self.link.response(timeout)
+        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
     def chunk(self, step):
         self.ask(step)
@@ -236,7 +239,7 @@ class Peer:
         return position
 
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
-        packed = parameters.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
+        packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
         head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
         self.link.send(wire.frame(RESULT, head, packed))
 
@@ -271,7 +274,7 @@ def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
     return thread
 
 
-GOOD = parameters.pack_ternary(np.ones(16, np.int8))
+GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
 
 
 def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
@@ -284,7 +287,7 @@ def filled(directory, steps=5, cfg=CFG):
     rng, packed = np.random.default_rng(steps), []
     run = history.open_run(cfg, directory)
     for k in range(steps):
-        packed.append(parameters.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
+        packed.append(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
         run.append(packed[-1], -k * 1000, k)
     run.close()
     return packed
@@ -309,7 +312,7 @@ def coordinator_process(directory, port=0, cfg=CFG):
     return process, int(re.search(r":(\d+), step", first)[1]) if first else None
 
 
-# --- protocol 2 -------------------------------------------------------------------------------------------------------
+# --- protocol 2 ------------------------------------------------------------------------------------------------------
 
 SECRET = b"sixteen bytes or more"
 
@@ -511,14 +514,15 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         run.close()
 
 
-# --- CUDA kernels, without a GPU -----------------------------------------------------------------------------------------
+# --- CUDA kernels, without a GPU -------------------------------------------------------------------------------------
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
 def kernels_of(constants, cc):
-    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a card."""
+    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a
+    card."""
     from numba import uint32
 
     from engine import cuda_engine
@@ -556,10 +560,10 @@ class Compiler:
         return out
 
 
-def hold_against_every_card(compiler, constants, **which):
+def hold_against_cards(compiler, constants, cards=CARDS, **which):
     """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
     the shared memory. Returns {card: [names]}."""
-    made = {cc: compiler(constants, cc, **which) for cc in CARDS}
+    made = {cc: compiler(constants, cc, **which) for cc in cards}
     for cc, kernels in made.items():
         for name, card, ptx, shared in kernels:
             assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
@@ -568,7 +572,7 @@ def hold_against_every_card(compiler, constants, **which):
     return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
 
 
-# --- both engines -----------------------------------------------------------------------------------------------------
+# --- both engines ----------------------------------------------------------------------------------------------------
 
 SEED = 20240607
 
@@ -594,7 +598,7 @@ def course(engine, start, windows, prompt, count, seed, settings):
     for step in range(3):
         chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
-        changed = engine.update(np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses]))
+        changed = engine.update(np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses]))
         seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
         seen[f"update {step}"] = changed, engine.state().digests(), engine.seed
         seen[f"digest after update {step}"] = engine.digest()
@@ -604,8 +608,8 @@ def course(engine, start, windows, prompt, count, seed, settings):
 
 
 def compare(constants, seed, ready):
-    """Both engines on one configuration, drawn numbers by `seed`: (what differs between them, as text that is empty where
-    nothing does, {part: seconds}). ready: see compile_cpu_engine."""
+    """Both engines on one configuration, with numbers drawn by `seed`: (what differs between them, as text that is
+    empty if nothing does; {part: seconds}). ready: see compile_cpu_engine."""
     from engine import cpu_engine, cuda_engine
     cuda_engine.COMPILERS = 1                                   # this process is one of many
     rng, seconds = np.random.default_rng(seed), {}
@@ -655,7 +659,7 @@ def compare(constants, seed, ready):
     return ", ".join(wrong), seconds
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling --------------------------------------------------------------------------------------------------------
 
 def weights_of(cfg, z, seen, temp, min_p, penalty):
     """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
@@ -665,7 +669,7 @@ def weights_of(cfg, z, seen, temp, min_p, penalty):
     if temp == 0:
         return None, scores
     d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
-    exp = parameters.exp_table(cfg).astype(np.int64)
+    exp = integer_tables.exp_table(cfg).astype(np.int64)
     floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
     return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
 
@@ -676,7 +680,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = parameters.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = rules.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 

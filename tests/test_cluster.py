@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import egg_config
 import egg_net
-from cluster import admission, auth, dispatch, greeting, history, leases, snapshots, status, wire
+from cluster import admission, auth, dispatch, greeting, history, leases, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WELCOME
-from model import parameters, state_digest
+from model import fitness_digits, parameters, state_digest
 from tools import load
 from kit import (CFG, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
                  cluster, expected, filled, until, whole, work_in_thread)
@@ -64,6 +64,35 @@ def test_protocol_2_byte_by_byte(tmp_path):
         assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
         sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
         assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
+
+
+def greet(ours, theirs, card=card()):
+    """(Caller, Host) after an introduction without sockets, with these secrets."""
+    caller, host = greeting.Caller(ours, card), greeting.Host(theirs)
+    join = caller.handle(*host.handle(*caller.begin()))
+    assert host.handle(*join) is None
+    return caller, host
+
+
+def test_the_introduction_proves_both_sides():
+    caller, host = greet(SECRET, SECRET)
+    assert host.card.role == "worker" and host.card.config == history.kept(CFG) and caller.welcome is None
+    state = greeting.Welcome(b"c" * 32, b"d" * 32, 7, 4)
+    assert caller.handle(*host.welcome(state)) is None and caller.welcome == state
+    with pytest.raises(wire.FrameError, match="WELCOME before the introduction is complete"):
+        caller.handle(*host.welcome(state))
+    assert greet(b"", b"", card(role="status"))[1].card.role == "status"
+    with pytest.raises(wire.Refused, match="wrong secret") as refused:
+        greet(b"not the secret but long", SECRET)
+    assert refused.value.code == wire.NO_ACCESS
+    with pytest.raises(greeting.GreetingError, match="it wants a secret"):
+        greet(b"", SECRET)
+    caller, _ = greet(SECRET, SECRET)
+    with pytest.raises(greeting.GreetingError, match="does not know the secret"):
+        caller.handle(*greet(SECRET, SECRET)[1].welcome(state))          # of another introduction
+    for early in (JOIN, WELCOME, JOB_REQUEST, 99):
+        with pytest.raises(wire.FrameError, match="before the introduction is complete"):
+            greeting.Host(SECRET).handle(early, bytes(64))
 
 
 @pytest.mark.parametrize("words, other, values", [
@@ -256,8 +285,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
 
 def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
     with Server(tmp_path) as server:
-        # the coordinator cannot check it either
-        refused_by(lambda: Peer2(server.port, secret=SECRET), "wrong secret")
+        refused_by(lambda: Peer2(server.port, secret=SECRET), "it has no secret, and here is one")
     listener = socket.create_server(("127.0.0.1", 0))
 
     def impostor():
@@ -368,7 +396,7 @@ def test_names_cannot_write_to_the_terminal(tmp_path):
 
 A, B, C, D = (admission.Author("host", x, f"worker {x}") for x in "abcd")
 YES = (GOOD, 5, np.ones(16, np.int8))
-NO = (parameters.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
+NO = (fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
 
 
 def give(step, author, chunk, what, alone=False):
@@ -577,6 +605,24 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
     run.close()
 
 
+def test_the_majority_of_authors_decides_which_state_is_right():
+    votes = trust.Trust()
+    assert votes.judge(5, A, b"x", False) == (trust.AGREES, set(), False) and votes.decided(5) and votes.decided(6)
+    assert votes.judge(5, A, b"x", False).kind == trust.AGREES                  # its own vote counts once
+    assert votes.judge(5, B, b"y", False).kind == trust.REBUILD and not votes.decided(5)
+    assert votes.judge(5, B, b"y", True) == (trust.WAIT, set(), True)
+    assert votes.judge(5, A, b"x", True) == (trust.WAIT, set(), False)
+    assert votes.contradicts(5, b"x") and not votes.contradicts(6, b"x") and votes.leading(6) == b""
+    assert votes.judge(5, C, b"y", False) == (trust.AGREES, {A}, True) and votes.leading(5) == b"y"
+    assert votes.judge(5, A, b"x", True).kind == trust.BAN and not votes.contradicts(5, b"y")
+    assert votes.judge(5, A, b"y", True) == (trust.AGREES, set(), False)         # it has rebuilt
+    votes.forget(A), votes.forget(B), votes.forget(C)
+    assert votes.decided(5) and votes.leading(5) == b""
+    for step in range(5, 30):
+        votes.judge(step, A, b"x", False)
+    assert min(votes.votes) == 30 - trust.STEPS_KEPT
+
+
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
     coordinator = egg_net.Coordinator(CFG, history.open_run(CFG), "127.0.0.1", 0, log_dir=tmp_path,
                                       console=egg_net.Console(Lines()))
@@ -586,7 +632,7 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
         coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
         pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
         for chunk in range(CFG.N_CHUNKS):
-            coordinator.dispatcher.work.result(None, one, chunk, parameters.pack_ternary(pairs), 0, pairs, True)
+            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0, pairs, True)
         coordinator._complete_step_if_done()
         assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
         coordinator.trust.votes[0][b"right"].add(three)
@@ -791,6 +837,27 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
     assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
 
 
+def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        giver, other = Peer2(server.port, cfg, name="giver"), Peer2(server.port, cfg, name="other")
+        for chunk in range(4):
+            giver.result(0, giver.chunk(0))
+        giver.ask(1, b"g" * 16)
+        assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
+        coordinator = server.coordinator
+        collector, upload = coordinator.collector, coordinator.collector.upload
+        author = next(worker.author for worker in coordinator.dispatcher.workers if worker.author.name == "other")
+        for _ in range(2):                                       # the second time there is nothing left to distrust
+            coordinator._distrust(author)
+        other.link.close()
+        until(lambda: len(coordinator.dispatcher.workers) == 1)
+        assert upload and collector.upload is upload
+        giver.link.close()
+        until(lambda: collector.upload is None)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
@@ -903,7 +970,7 @@ def besieged(tmp_path_factory):
     assert engine.step <= run.step
     same = FakeEngine(cfg)
     for step in range(engine.step):
-        same.update(parameters.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
+        same.update(fitness_digits.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
     assert engine.step > 0 and engine.state().digests() == same.state().digests()
     run.close()
 
@@ -964,14 +1031,14 @@ def test_status_as_a_table_and_as_json(tmp_path):
     worker, = told["workers"]
     assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
-    assert without.returncode == 1
+    assert without.returncode == 2
     assert without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
 
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = egg_config.load("laptop", environ={})
     run = history.open_run(cfg, tmp_path)
-    fitness = parameters.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
     run.copy(100_000, lambda k: (fitness, k, 0))
     run.close()
     started = time.monotonic()

@@ -1,9 +1,11 @@
-"""Data files, preparation, reference figures and the command line: what they give, and the one line they end with when it goes wrong."""
+"""Data files, preparation, reference figures and the command line: what they give, and the one line they end with when
+it goes wrong."""
 
 import itertools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +20,12 @@ from model import data_files
 from engine import hardware
 from model import parameters
 from tools import prepare
+from kit import CFG, Server
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = dict(SEQ_LEN=8, VOCAB_SIZE=300)
-PROSE = ("It was the best of times, it was the worst of times;\nit was the age of wisdom, it was the age of foolishness.\n"
+PROSE = ("It was the best of times, it was the worst of times;\n"
+         "it was the age of wisdom, it was the age of foolishness.\n"
          "Caf\u00e9 na\u00efve \u2014 \u6625\u7720\u4e0d\u89ba\u6681\n\n\tand 1234567890 more ...\n")
 
 
@@ -44,7 +48,8 @@ def one_line(raised):
 
 def run(*args, cwd, env=None, **more):
     """A finished process of the command line in `cwd`."""
-    return subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *map(str, args)], cwd=cwd, capture_output=True, text=True,
+    return subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *map(str, args)], cwd=cwd,
+                          capture_output=True, text=True,
                           timeout=60, env={**os.environ, **(env or {})}, **more)
 
 
@@ -56,7 +61,7 @@ def fails(result, status, *words):
         assert word in result.stderr
 
 
-# --- tokens --------------------------------------------------------------------------------------------------------------
+# --- tokens ----------------------------------------------------------------------------------------------------------
 
 def test_tokens_are_mapped_and_checked(tmp_path):
     cfg = egg_config.make(**SMALL)
@@ -64,7 +69,8 @@ def test_tokens_are_mapped_and_checked(tmp_path):
     got = data_files.open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
     assert isinstance(got, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
     assert (got == tokens).all()
-    got = data_files.open_tokens(egg_config.make(SEQ_LEN=8, VOCAB_SIZE=256), write_tokens(tmp_path / "b", tokens % 256, "u1"))
+    path = write_tokens(tmp_path / "b", tokens % 256, "u1")
+    got = data_files.open_tokens(egg_config.make(SEQ_LEN=8, VOCAB_SIZE=256), path)
     assert isinstance(got, np.memmap) and got.dtype == np.uint8 and got.size == 50
 
 
@@ -113,7 +119,7 @@ def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     one_line(raised)
 
 
-# --- decoding ------------------------------------------------------------------------------------------------------------
+# --- decoding --------------------------------------------------------------------------------------------------------
 
 def test_decoding_reads_what_was_written(tmp_path):
     pieces = [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]
@@ -143,13 +149,15 @@ def test_damaged_decoding(tmp_path, content):
 
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):
-    cfg = egg_config.make(**SMALL, DECODING_FILE=str(tmp_path / "none"), VAL_FILE=write_tokens(tmp_path / "v", range(40)))
+    held_out = write_tokens(tmp_path / "v", range(40))
+    cfg = egg_config.make(**SMALL, DECODING_FILE=str(tmp_path / "none"), VAL_FILE=held_out)
     said = []
     assert data_files.load_decoding(cfg, said.append) is None
     assert data_files.load_decoding(cfg) is None
     assert len(said) == 1 and capsys.readouterr().err == f"egg: {said[0]}\n" and "bits per token" in said[0]
     validation = data_files.open_validation(cfg, None)
-    assert validation.unit == "bits/token" and validation.bits(validation.windows[:, 1:].size * math.log(2)) == pytest.approx(1)
+    assert validation.unit == "bits/token"
+    assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == pytest.approx(1)
 
 
 def test_bytes_need_no_decoding():
@@ -157,14 +165,16 @@ def test_bytes_need_no_decoding():
     assert decoding.decode(range(256)) == bytes(range(256))
 
 
-# --- validation and references -------------------------------------------------------------------------------------------
+# --- validation and references ---------------------------------------------------------------------------------------
 
 def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
     path = write_tokens(tmp_path / "v", np.arange(8 * 20 + 1))
     pieces = [b"x" * (1 + t % 3) for t in range(300)]
     decoding = data_files.Decoding(pieces)
-    for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)), (47, (0, 32, 64, 96, 128)), (1, (0,))):
-        validation = data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_TOKENS=limit), decoding)
+    for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)),
+                          (47, (0, 32, 64, 96, 128)), (1, (0,))):
+        cfg = egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_TOKENS=limit)
+        validation = data_files.open_validation(cfg, decoding)
         assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
         assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))
         assert validation.unit == "bits/byte" and validation.bits(math.log(2) * validation.n_bytes) == pytest.approx(1)
@@ -195,7 +205,8 @@ def test_references_agree_with_the_plain_formulas(vocab):
             two = (after.count(w) + len(set(after)) * one) / (len(after) + len(set(after))) if after else one
             p_one, p_two = p_one - math.log2(one), p_two - math.log2(two)
     got = data_files.references(cfg, train, validation)
-    assert got == {"uniform": pytest.approx(48 * math.log2(vocab) / 100), "unigram": pytest.approx(p_one / 100), "bigram": pytest.approx(p_two / 100)}
+    assert got == {"uniform": pytest.approx(48 * math.log2(vocab) / 100), "unigram": pytest.approx(p_one / 100),
+                   "bigram": pytest.approx(p_two / 100)}
 
 
 def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):
@@ -219,7 +230,7 @@ def test_shipped_files_belong_together(monkeypatch):
     assert "the" in data_files.text(decoding, train[:200])
 
 
-# --- preparing a text ----------------------------------------------------------------------------------------------------
+# --- preparing a text ------------------------------------------------------------------------------------------------
 
 def read_back(directory, vocab):
     """(training text, held-out text) as the three files say."""
@@ -244,7 +255,8 @@ def test_split_gives_back_all_of_the_text():
 def test_any_bytes_come_back(tmp_path, vocab):
     rng = np.random.default_rng(5)
     noise = rng.integers(0, 256, 30000, dtype=np.uint8).tobytes()
-    data = PROSE.encode() * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100 + b"\r\n \r\n" * 500 + bytes(range(256)) * 20
+    data = (PROSE.encode() * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
+            + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
     (tmp_path / "text").write_bytes(data)
     said = []
     assert prepare.prepare([str(tmp_path / "text")], vocab, None, str(tmp_path / "out"), said.append) == vocab
@@ -254,7 +266,8 @@ def test_any_bytes_come_back(tmp_path, vocab):
     assert sorted(os.listdir(tmp_path / "out")) == sorted(["input.bin", "val.bin"] + ["decoding.bin"] * (vocab > 256))
     if vocab > 256:
         decoding = data_files.Decoding.read(str(tmp_path / "out" / "decoding.bin"))
-        assert decoding.decode(range(256)) == bytes(range(256)) and len(set(map(bytes, map(decoding.expand, np.arange(vocab)[:, None])))) == vocab
+        assert decoding.decode(range(256)) == bytes(range(256))
+        assert len(set(map(bytes, map(decoding.expand, np.arange(vocab)[:, None])))) == vocab
 
 
 def test_several_texts_zst_and_held_out_file(tmp_path):
@@ -263,7 +276,8 @@ def test_several_texts_zst_and_held_out_file(tmp_path):
     (tmp_path / "b").write_bytes(parts[1])
     (tmp_path / "c.zst").write_bytes(pyzstd.compress(parts[2]))
     (tmp_path / "v").write_bytes(b"held out\xff")
-    prepare.prepare([str(tmp_path / n) for n in ("a", "b", "c.zst")], 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
+    texts = [str(tmp_path / n) for n in ("a", "b", "c.zst")]
+    prepare.prepare(texts, 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
     assert read_back(tmp_path, 300) == [b"".join(parts), b"held out\xff"]
 
 
@@ -293,12 +307,13 @@ def test_fewer_tokens_than_asked_for(tmp_path):
 
 def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
     old = {"input.bin": b"old", "val.bin": b"older", "decoding.bin": b"oldest"}
-    for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd", "cut.zst": pyzstd.compress(b"a" * 999)[:-2],
-                          "good": PROSE.encode() * 100}.items():
+    for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
+                          "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE.encode() * 100}.items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
-    for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"), (["short"], "too short"),
-                         (["bad.zst"], "no whole zstd file"), (["cut.zst"], "no whole zstd file")):
+    for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"),
+                         (["short"], "too short"), (["bad.zst"], "no whole zstd file"),
+                         (["cut.zst"], "no whole zstd file")):
         with pytest.raises(data_files.DataError, match=words) as raised:
             prepare.prepare(texts, 300, say=lambda line: None)
         assert texts[0] in one_line(raised) or "too short" in one_line(raised)
@@ -326,7 +341,7 @@ def test_without_the_tokenizers_library(tmp_path, monkeypatch):
     assert prepare.prepare([str(tmp_path / "t")], 256, out=str(tmp_path), say=lambda line: None) == 256
 
 
-# --- engines -------------------------------------------------------------------------------------------------------------
+# --- engines ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("capabilities, numba_cuda, got, words", [
     ([], True, ["cpu"], "no NVIDIA GPU is visible"),
@@ -350,16 +365,24 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
             hardware.devices(cfg)
         one_line(raised)
     else:
-        assert hardware.devices(cfg) == got and hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
+        assert hardware.devices(cfg) == got
+        assert hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
         with pytest.raises(hardware.EngineError, match="GPU 0 cannot be used: there is cuda:1, cuda:2"):
             hardware.one_device(cfg, 0)
 
 
-# --- the command line ----------------------------------------------------------------------------------------------------
+# --- the command line ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("args, words", [
     ("", ("COMMAND", "--help")),
-    ("hatch", ("invalid choice", "hatch")),
+    ("fly", ("no command 'fly': there is train, coordinator, ", "egg.py --help")),
+    ("tran", ("no command 'tran'; did you mean train?",)),
+    ("evaluate", ("no command 'evaluate'; did you mean eval?",)),
+    ("coordinator --host 0.0.0.0", ("--host 0.0.0.0 without a secret",)),
+    ("coordinator --tls-cert cert", ("needs both --tls-cert and --tls-key",)),
+    ("coordinator --island a", ("an island needs --save-dir",)),
+    ("worker localhost --tls-cert cert", ("needs --tls-ca",)),
+    ("worker localhost --secret-file none", ("--secret-file none: No such file",)),
     ("train --threads 0", ("--threads", "1 to")),
     ("train --threads many", ("--threads", "'many'")),
     ("train --minutes 0", ("--minutes",)),
@@ -395,12 +418,14 @@ def test_help_of_every_command(command, capsys):
 
 @pytest.mark.parametrize("ntt", [0, 3])
 def test_arch_adds_up(ntt, capsys):
-    assert egg.main(["arch", "-D", "N_LAYERS=2", "-D", "HIDDEN_DIM=128", "-D", "VOCAB_SIZE=1000", "-D", f"NTT_MODE={ntt}"]) == 0
+    defines = "N_LAYERS=2", "HIDDEN_DIM=128", "VOCAB_SIZE=1000", f"NTT_MODE={ntt}"
+    assert egg.main(["arch", *(f"-D{define}" for define in defines)]) == 0
     out = capsys.readouterr().out
     cfg = egg_config.make(N_LAYERS=2, HIDDEN_DIM=128, VOCAB_SIZE=1000, NTT_MODE=ntt)
     lines = [line.split() for line in out.splitlines()]
     totals = {line[0]: int(line[-3].replace(",", "")) for line in lines if line and line[0] in parameters.INDEX}
-    assert list(totals) == [p.name for p in parameters.TABLE if ntt or p.needs != "NTT_MODE"] and sum(totals.values()) == parameters.n_weights(cfg)
+    assert list(totals) == [p.name for p in parameters.TABLE if ntt or p.needs != "NTT_MODE"]
+    assert sum(totals.values()) == parameters.n_weights(cfg)
     assert totals["embedding"] == 128000 and totals["w_up"] == 2 * 128 * 512
     assert f"{parameters.n_weights(cfg):,}" in out and f"{parameters.products_per_token(cfg):,} multiply-adds" in out
 
@@ -412,10 +437,11 @@ def test_command_line_in_processes(tmp_path):
     fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999", cwd=tmp_path), 1)
     fails(run("train", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "egg.py prepare TEXT")
     (tmp_path / "input.bin").write_bytes(bytes(64))
-    fails(run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    short = run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path)
+    fails(short, 1, "input.bin holds 64 tokens, too few", "66 are needed")
     (tmp_path / "my text.txt").write_text(PROSE * 200)
     result = run("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data", cwd=tmp_path)
-    assert result.returncode == 0 and result.stderr == "" and "-D VOCAB_SIZE=320 -D DETOKENIZE=0" in result.stdout.splitlines()[-1]
+    assert result.returncode == 0 and result.stderr == ""
     assert sorted(os.listdir(tmp_path / "my data")) == ["decoding.bin", "input.bin", "val.bin"]
     result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu", cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
@@ -425,15 +451,18 @@ def test_a_reader_that_goes_away(tmp_path):
     """`egg.py arch | head -0` must not end in a traceback."""
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), "arch"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    command = [sys.executable, os.path.join(HERE, "egg.py"), "arch"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert result.stderr == "" and result.returncode == 1
 
 
 def test_run_workers_passes_on_a_wrong_option():
     script = os.path.join(HERE, "run-workers.sh")
-    result = subprocess.run([script, "localhost", "--port", "none"], cwd="/", capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1 and "'none' is not a port" in result.stderr
+    command = [script, "localhost", "--port", "none"]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "'none' is not a port" in result.stderr
     result = subprocess.run([script, "--help"], cwd="/", capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
 
@@ -450,18 +479,55 @@ time.sleep(60)
 """
 
 
-def test_run_workers_keeps_one_on_every_gpu_and_stops_all(tmp_path):
-    """Two GPUs, the worker on the first dies at once: it is started again after a second; TERM leaves no process behind."""
+@pytest.fixture
+def cluster_of_two(tmp_path):
+    """run-workers.sh in a process group of its own, with two GPUs, once the worker on the first has died and was
+    started again: (process, log of the workers that were started)."""
     (tmp_path / "egg.py").write_text(FAKE_WORKER)
     shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
-    process = subprocess.Popen([tmp_path / "run-workers.sh", "far", "--port", "7"], cwd="/", stderr=subprocess.PIPE, text=True)
+    command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
+    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True)
     log, until = tmp_path / "log", time.monotonic() + 20
     while time.monotonic() < until and (not log.exists() or len(log.read_text().splitlines()) < 3):
         time.sleep(0.05)
+    yield process, log
+    process.stderr.close()
+
+
+def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
+    """TERM leaves no process behind."""
+    process, log = cluster_of_two
     process.terminate()
     assert process.wait(20) == 143
     assert "the worker on GPU 0 ended with status 1, starting it again in 1 s" in process.stderr.read()
-    process.stderr.close()
     started = [line.split(" ", 1) for line in log.read_text().splitlines()]
     assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
+
+
+def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
+    """A terminal sends SIGINT to the whole process group."""
+    process, log = cluster_of_two
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130
+    left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
+
+
+def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
+    """For another configuration; a real worker and coordinator."""
+    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    (tmp_path / "egg.py").write_text(f"import runpy, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                                     f"runpy.run_path({os.path.join(HERE, 'egg.py')!r}, run_name='__main__')\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "input.bin").write_bytes(bytes(range(256)) * 9)
+    with Server(tmp_path, CFG) as server:
+        command = [tmp_path / "run-workers.sh", "127.0.0.1", "--port", str(server.port)]
+        done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60)
+    assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr

@@ -11,7 +11,7 @@ import egg
 import egg_config
 from cluster import wire
 from kit import HERE
-from model import parameters
+from model import fitness_digits
 from tools import live_page
 
 README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
@@ -120,7 +120,7 @@ def test_the_frame_in_hex_is_a_frame():
     text = (HERE / "docs" / "PROTOCOL.md").read_text()
     block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
     written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
-    fitness = parameters.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
+    fitness = fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
     head = wire.RESULT_HEAD.pack(42, 0, 10, 0, 12345, len(fitness))
     assert written.replace(" ", "") == wire.frame(wire.RESULT, head, fitness, version=wire.V2).hex()
 

@@ -1,5 +1,5 @@
-"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the engine is held
-against the golden recordings and, on random configurations, against the CPU engine."""
+"""The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the
+engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
 import hashlib
 import json
@@ -11,29 +11,62 @@ import pytest
 from numba import cuda, uint32
 
 import egg_config
+import egg_kernels
 import kit
 from engine import cuda_engine
 from engine import kernel_cache
+from model import fitness_digits
+from model import integer_tables
 from model import parameters
+from model import rules
+from model import sampling
+from kernels import transformer
 from kernels import update
 from tools import sanitize
-from kit import (CARDS, SEED, compare, hold_against_every_card, hold_draws_against_the_distribution,
+from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
                  kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-# --- without a GPU -----------------------------------------------------------------------------------------------------------
+# --- without a GPU ---------------------------------------------------------------------------------------------------
 
 def test_every_kernel_compiles(compiler):
     """All of them for the oldest card; for each other one those that differ from what is compiled already."""
-    names = hold_against_every_card(compiler, {})
+    names = hold_against_cards(compiler, {})
     assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
                for made in names.values())
 
 
+@pytest.mark.parametrize("other", OTHER_INSTRUCTIONS, ids=str)
+def test_other_instructions_compile(other, compiler):
+    """Those that cc 9.0 need not use."""
+    hold_against_cards(compiler, other, [(9, 0)])
+
+
+def test_wide_rows_compile(compiler):
+    """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
+    wide = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+    hold_against_cards(compiler, wide, [(8, 6), (9, 0)],
+                       wanted=lambda name: name in ("up", "full", "attention", "head"))
+
+
+@pytest.mark.parametrize("cc", CARDS, ids=str)
+def test_every_shape_fits_every_card(cc):
+    """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB."""
+    for H in range(64, 1025, 32):
+        for T in 8, 1000:                                    # mode 2 needs the largest tables
+            cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+            for wgmma in {cc == (9, 0), False}:
+                card = transformer.Card(wgmma, CARDS[cc] * 1024)
+                noisy = transformer.Noisy(cfg, egg_kernels._Packing(cfg), card, False)
+                assert max(shared for _, _, shared in noisy.kernels) <= (CARDS[cc] - 1) * 1024, (H, T)
+                for _, _, shape in noisy.full.values():
+                    assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
+
+
 def test_kernels_that_differ_are_told_apart():
-    """What saves compiling above: kernels are the same if their code is, what is compiled in, and that of all they call."""
+    """What saves compiling above: equal are kernels of equal code, constants and called functions."""
     def keys(cc=(8, 0), **constants):
         known = {}
         return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
@@ -64,14 +97,15 @@ def test_plan_gives_the_votes():
             x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
             for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
                 x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-        return parameters.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
+        return rules.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
 
     n = np.arange(plan.span + 16)
     operands = np.zeros((len(plan.rows), n.size), np.int64)
     for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
         row[:] = noise(seed + n + delta, index)
         if shift >= 0:
-            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)], 0)
+            signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
+            row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
         row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
     votes = np.zeros(parameters.n_weights(cfg), np.int64)
     for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in plan.tiles:
@@ -132,7 +166,8 @@ def no_gpu(monkeypatch):
     card = SimpleNamespace(name="none", compute_capability=(9, 0), MULTIPROCESSOR_COUNT=132)
     memory = SimpleNamespace(free=1 << 33, total=1 << 34)
     empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
-    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card, stream=lambda: stream, device_array=empty,
+    for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card,
+                            stream=lambda: stream, device_array=empty,
                             to_device=lambda x, stream=None: np.array(x).view(HostArray),
                             current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
         monkeypatch.setattr(cuda, name, value)
@@ -143,11 +178,13 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("constants", [
-    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1), dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
-    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32), dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9),
-    dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4), dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
+    {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
+    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
+    dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
+    dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9), dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4),
+    dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
-    """Every verb, with kernels that do nothing: what the engine allocates, and what it launches with which arguments."""
+    """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
     cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
@@ -163,7 +200,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
 def every_verb(cfg, engine, tokens):
     """Each of them once, but evaluation."""
     engine.update(np.random.default_rng(SEED).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    assert engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
+    assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     assert len(engine.digest()) == 16
     state = engine.state()
@@ -174,7 +211,7 @@ def every_verb(cfg, engine, tokens):
 @pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
-    assert (type(forward._noisy).__name__ == "Hopper") == ("fast" in name)
+    assert (type(forward._noisy).__name__ == "Hopper") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
@@ -196,12 +233,13 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
             getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
     (tmp_path / "transformer").touch()
-    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16)
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8,
+                     POPULATION_SIZE=16)
     found, _ = compare(constants, 3, tmp_path)
     assert found.startswith(says) if verb else found == ""
 
 
-# --- on a GPU ----------------------------------------------------------------------------------------------------------------
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 def golden(name):
     return np.load(GOLDEN / f"{name}.npz")
@@ -226,7 +264,7 @@ def test_golden(name):
     for step in range(6):
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
         assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
         assert engine.update(fitness) == data["updates"][step]
         assert engine.state().digests() == digests_after(data, step), f"update {step}"
@@ -235,8 +273,9 @@ def test_golden(name):
 
 @pytest.mark.gpu
 def test_golden_default_configuration():
-    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its recording as far
-    as the race left that alone: the recorded losses, the fitness of two steps and the states after them."""
+    """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
+    recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
+    them."""
     import pyzstd
     recorded, mended = golden("E"), golden("E_mended")
     cfg = egg_config.make()
@@ -247,8 +286,9 @@ def test_golden_default_configuration():
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         if step == 0:
             assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
-        assert [digest(x.astype(np.int32)) for x in losses] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
-        fitness = np.concatenate([parameters.chunk_fitness(x, cfg) for x in losses])
+        digests = [digest(x.astype(np.int32)) for x in losses]
+        assert digests == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
         engine.update(fitness)
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
@@ -257,7 +297,8 @@ def test_golden_default_configuration():
 
 @pytest.mark.gpu
 def test_load_and_pieces_of_a_chunk():
-    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the host."""
+    """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
+    host."""
     data = golden("A")
     cfg = egg_config.make(**json.loads(str(data["config"])))
     engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
@@ -265,7 +306,7 @@ def test_load_and_pieces_of_a_chunk():
     for step in range(3):
         engine.update(data["fitness"][step])
     engine.load(start)
-    assert (engine.step, engine.seed) == (0, parameters.INITIAL_SEED)
+    assert (engine.step, engine.seed) == (0, rules.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
     assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
     engine._tokens, engine._evaluations = None, {}
@@ -273,7 +314,8 @@ def test_load_and_pieces_of_a_chunk():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)], ids=["default", "odd"])
+@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
+                         ids=["default", "odd"])
 def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
@@ -305,47 +347,55 @@ EXTREMES = (
     dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=262144),
     dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
     dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
-    # the fast path: noise that float32 and bytes hold, and noise that they do not
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1, ADAPTIVE_NOISE_INIT=100),
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
+    # noise that float32 and bytes hold, and noise that they do not
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1,
+         ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2,
+         ADAPTIVE_NOISE_INIT=64),
+    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1,
+         ADAPTIVE_NOISE_INIT=100),
+    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0,
+         DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
 
 
 SWITCHES = (
-    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1), dict(NTT_MODE=2, NTT_CAUSAL=0),
-    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2), dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
-    dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))), dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
+    dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1),
+    dict(NTT_MODE=2, NTT_CAUSAL=0),
+    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2),
+    dict(OPTIMIZER="sgd", USE_SAME_DATA=1), dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
+    dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
 )
-# each alone: in the shape of the default configuration, where the fast path is, and in a general one
+# each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
             for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
 
 
 def random_configurations(count):
-    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little time."""
+    """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little."""
     rng = np.random.default_rng(SEED)
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
     out = []
     while len(out) < count:
         gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
-        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4), SEQ_LEN=8 * between(1, 128),
-                 VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk, POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
+        c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4),
+                 SEQ_LEN=8 * between(1, 128), VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk,
+                 POPULATION_SIZE=chunk * int(rng.integers(1, 4)),
                  ADAPTIVE_NOISE_MODE=pick(0, 1, 2), ADAPTIVE_NOISE_INIT=pick(64, 40, -5, 100), DEVICE_GAUSSIAN=gaussian,
                  DEVICE_MASK=pick(42, 15, 7) if gaussian else pick(15, 127, 63, 3), HOST_GAUSSIAN=pick(0, 0, 1),
                  LOSS=pick("deggs", "exact"), OPTIMIZER=pick("adamw", "adamw", "sgd"), USE_SAME_DATA=pick(0, 0, 1),
                  CHUNK_MEAN_FILTER=pick(0, 1), USE_ADAPTIVE_THRESHOLD=pick(0, 1), SIGMA_SHIFT=pick(3, 0, 6),
                  SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
-                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40), SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
+                 SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40),
+                 SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
         if len(out) < len(EXTREMES):
             c.update(EXTREMES[len(out)])
-        elif len(out) % 4 == 0:                              # the shape of the fast path, with everything else drawn
+        elif len(out) % 4 == 0:                              # the shape of the default configuration, the rest drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
-        if len(out) % 2:                                     # half of them with the experimental switches, as far as the others allow
-            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"), MUON_MOMENTUM=pick(0.85, 0.0, 0.99),
-                     MUON_LR_SCALE=pick(1.0, 5.0))
+        if len(out) % 2:                                     # half of them with Muon, if the optimizer allows it
+            c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"),
+                     MUON_MOMENTUM=pick(0.85, 0.0, 0.99), MUON_LR_SCALE=pick(1.0, 5.0))
         T = c["SEQ_LEN"]
         if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
             c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
@@ -371,14 +421,15 @@ def test_random_configurations_against_the_cpu_engine(compared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
-    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for every occurrence."""
+    """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
+    every occurrence."""
     engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, s = engine.cfg, parameters.sampling(engine.cfg)
+    cfg, s = engine.cfg, sampling.settings(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)
     engine._ready("generate")
     sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
-    rope = cuda.to_device(parameters.rope_table(cfg, total).ravel())
+    rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
     cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
     z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
     settings, floor = cuda.to_device(np.array([s.temp, 0], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
@@ -389,7 +440,8 @@ def test_recorded_generation(step):
         logits = z.copy_to_host()
         np.subtract.at(logits, recorded[:t + 1], 51)
         z.copy_to_device(logits)
-        engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream](z, engine._exps, settings, floor, draw, sequence, at, seen)
+        choose = engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream]
+        choose(z, engine._exps, settings, floor, draw, sequence, at, seen)
         stream.synchronize()
         assert np.array_equal(sequence.copy_to_host(), recorded), t
 
@@ -415,7 +467,8 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
 
 @pytest.mark.gpu
 def test_more_positions_than_the_memory_holds():
-    engine = cuda_engine.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=4))
+    engine = cuda_engine.CudaEngine(egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256,
+                                                    CHUNK_SIZE=4))
     with pytest.raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 

@@ -1,14 +1,13 @@
-"""Islands: tournaments, epochs, transfers, liars, crashes; a learner whose quality is in its weights takes the model's place."""
+"""Islands: tournaments, epochs, transfers, liars, crashes; a learner whose quality is in its weights takes the model's
+place."""
 
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,15 +28,19 @@ from model import state_digest
 from cluster import history
 from islands import gossip
 from islands import merging
+from model import fitness_digits
+from islands import peers
+from islands import transfer
 from model import parameters
+from model import rules
 import egg_net
 from cluster import snapshots
-from cluster import status
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
 
-ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0, "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
+ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
+                          "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 
 
@@ -46,8 +49,8 @@ def changed(**constants):
 
 
 class Learner(FakeEngine):
-    """Its validation falls from 8 bits/byte by rate / 1000 a step. What it has learned is in weights 8 and 9, so that it travels with the
-    state; the optimizer's moments are noise, so that a state takes several frames."""
+    """Its validation falls from 8 bits/byte by rate / 1000 a step. What it has learned is in weights 8 and 9, so that
+    it travels with the state; the optimizer's moments are noise, so that a state takes several frames."""
 
     def __init__(self, cfg, rate, pause=0.002):
         self.rate = rate
@@ -81,11 +84,13 @@ class Learner(FakeEngine):
 class Isle(Server):
     """An island with a worker, which learns at `rate` (0: without a worker)."""
 
-    def __init__(self, directory, name, rate=10, peers=(), cfg=ISLE, engine=None, validation=VALIDATION, port=0, terms=None, seed=None, **options):
+    def __init__(self, directory, name, rate=10, peers=(), cfg=ISLE, engine=None, validation=VALIDATION, port=0,
+                 terms=None, seed=None, **options):
         seed = sum(name.encode()) if seed is None else seed      # another for every name used here
         self.cfg = egg_config.make(**{**cfg.constants(), "ISLAND_SEED": seed})
         peers = [("127.0.0.1", getattr(peer, "port", peer)) for peer in peers]
-        super().__init__(directory, self.cfg, port, save=True, island=gossip.Terms(name, peers, **terms or {}), **options)
+        super().__init__(directory, self.cfg, port, save=True, island=gossip.Terms(name, peers, **terms or {}),
+                         **options)
         self.island, self.events = self.coordinator.island, []
         self.coordinator.events.sinks.append(self)
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
@@ -136,48 +141,39 @@ def replayed(cfg, directory, name=history.FILE, until_step=None):
 RATES = {}
 
 
-# --- what the command line says ----------------------------------------------------------------------------------------------
+# --- what the command line says ---------------------------------------------------------------------------------------
 
 def test_addresses_bandwidths_and_names():
-    assert gossip.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and gossip.parse_peer("[::1]:1") == ("::1", 1)
+    assert peers.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and peers.parse_peer("[::1]:1") == ("::1", 1)
     for wrong in ("", "host", "host:", ":5", "host:0", "host:65536", "::1:5", "host:5x", "host:\u0665"):
         with pytest.raises(ValueError):
-            gossip.parse_peer(wrong)
-    assert [gossip.parse_bandwidth(x) for x in ("0", "1000", "500k", "2.5M")] == [0, 1000, 500e3, 2.5e6]
+            peers.parse_peer(wrong)
+    assert [peers.parse_bandwidth(x) for x in ("0", "1000", "500k", "2.5M")] == [0, 1000, 500e3, 2.5e6]
     for wrong in ("", "3", "-1", "5G", "1e6", "nan", "0.5k", "k"):
         with pytest.raises(ValueError):
-            gossip.parse_bandwidth(wrong)
+            peers.parse_bandwidth(wrong)
     for wrong in ("", "two words", "x" * 65, "\x1b[2J", "<b>"):
         with pytest.raises(ValueError):
-            gossip.parse_name(wrong)
+            peers.parse_name(wrong)
 
 
-@pytest.mark.parametrize("text, names", [
-    ("n1", ["n1"]), ("n1,n2", ["n1", "n2"]), ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
-    ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]), ("a-[8-10].x", ["a-8.x", "a-9.x", "a-10.x"]),
-    *((wrong, None) for wrong in ("", ",", "a,,b", "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1-99999999]", "a b", "[[1]]", "a[1,]", "a,")),
-])
-def test_node_lists_of_slurm(text, names):
-    if names is None:
-        with pytest.raises(ValueError):
-            gossip.expand_nodes(text)
-    else:
-        assert gossip.expand_nodes(text) == names
-
-
-@hypothesis.given(st.text("abn01-9[],. ", max_size=40))
-def test_any_node_list_is_read_or_refused(text):
-    with contextlib.suppress(ValueError):
-        names = gossip.expand_nodes(text)
-        assert names and all(name and not set(name) & set("[], ") for name in names)
-
-
-def test_peers_of_a_slurm_job():
-    there = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
-    assert gossip.peers_from_slurm(7, there) == [("n1", 7), ("n3", 7)]
-    for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
-        with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST"):
-            gossip.peers_from_slurm(7, wrong)
+def test_peers_of_a_slurm_job(tmp_path):
+    """A stand-in for scontrol shows what is asked of it; what it cannot read or is not there is one line."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-3]" ] || exit 1\nprintf "n1\\nn2\\nn3\\n"\n')
+    scontrol.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        assert peers.peers_from_slurm(7, job) == [("n1", 7), ("n3", 7)]
+        for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
+            with pytest.raises(egg_config.ConfigError, match="SLURM_JOB_NODELIST.*--peer$"):
+                peers.peers_from_slurm(7, wrong)
+        patch.setenv("PATH", str(empty))
+        with pytest.raises(egg_config.ConfigError, match="needs scontrol to list the nodes: No such file.*--peer$"):
+            peers.peers_from_slurm(7, job)
 
 
 @pytest.mark.parametrize("arguments, status, says", [
@@ -185,8 +181,8 @@ def test_peers_of_a_slurm_job():
     (["--island", "a b"], 2, "is not a name"),
     (["--island", "a", "--peer", "nowhere"], 2, "is not HOST:PORT"),
     (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
-    (["--island", "a"], 1, "needs --save-dir"),
-    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 1, "SNAPSHOT_EVERY above 0"),
+    (["--island", "a"], 2, "needs --save-dir"),
+    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
     (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 1, "cannot be reached"),
 ])
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status, says):
@@ -199,7 +195,7 @@ def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status,
     assert code == status and says in error and error.count("\n") == 1
 
 
-# --- who is a peer -------------------------------------------------------------------------------------------------------------
+# --- who is a peer ----------------------------------------------------------------------------------------------------
 
 class Stranger:
     """An island spoken frame by frame, that calls."""
@@ -213,14 +209,16 @@ class Stranger:
     def send(self, opcode, *parts):
         self.link.send(frame(opcode, *parts, version=V2))
 
-    def say(self, fitness=5.0, kind="validation", unit="bits/byte", step=50, epoch=0, founder="stranger", state=b"s" * 32, state_step=50, ask=True):
+    def say(self, fitness=5.0, kind="validation", unit="bits/byte", step=50, epoch=0, founder="stranger",
+            state=b"s" * 32, state_step=50, ask=True):
         self.send(STANDING, gossip.Standing(fitness, kind, unit, step, epoch, founder, state, state_step, ask).pack())
 
     def next(self, opcode, timeout=5):
         return self.link.next(opcode, timeout)
 
     def serve(self, data, sha256, until, pieces=None):
-        """Gives the snapshot file `data` to who asks for `sha256`, answers tournaments with a fitness of 0.001 meanwhile."""
+        """Gives the snapshot file `data` to who asks for `sha256`, answers tournaments with a fitness of 0.001
+        meanwhile."""
         asked = []
         while not until():
             try:
@@ -241,13 +239,16 @@ class Stranger:
 
 def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
     with Isle(tmp_path / "a", "a", rate=0) as a:
-        for says, values in [("SEQ_LEN = 16 there, 8 here", dict(cfg=changed(SEQ_LEN=16))), ("LOSS = exact there", dict(cfg=changed(LOSS="exact"))),
-                             ("ISLAND_SEED = 97 there and here", dict(seed=97)), ("called a as this island is", dict(name="a")),
+        for says, values in [("SEQ_LEN = 16 there, 8 here", dict(cfg=changed(SEQ_LEN=16))),
+                             ("LOSS = exact there", dict(cfg=changed(LOSS="exact"))),
+                             ("ISLAND_SEED = 97 there and here", dict(seed=97)),
+                             ("called a as this island is", dict(name="a")),
                              ("cannot be shown", dict(name="a <b>"))]:
             with pytest.raises(egg_net.NetError, match=says):
                 Stranger(a.port, **values)
             assert says in a.lines.text
-        other = Stranger(a.port, "b", cfg=changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7))
+        other = Stranger(a.port, "b",
+                         cfg=changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7))
         assert other.card["name"] == "a" and other.card["config"]["ISLAND_SEED"] == 97
         until(lambda: a.told("peer", peer="b", state="up"))
         other.link.close()
@@ -275,10 +276,11 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
             ports.append(free.getsockname()[1])
     with contextlib.ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
-        until(lambda: all(sum(p.connection is not None for p in isle.island.peers.values()) == 2 for isle in isles), 20)
+        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles),
+              20)
         time.sleep(0.5)
         assert [len(isle.coordinator.hub.connections) for isle in isles] == [2, 2, 2]
-        assert all(sum(target.itself for target in isle.island.targets) == 1 for isle in isles)
+        assert all(sum(target.is_self for target in isle.island.peers.targets) == 1 for isle in isles)
     assert not any("refused" in isle.lines.text for isle in isles)
 
 
@@ -286,13 +288,14 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     cert, key = certificates
     access = auth.Access(SECRET, auth.server_tls(cert, key))
     ours = dict(terms=dict(tls=auth.client_tls(cert, cert, key)), rate=0)
-    with Isle(tmp_path / "a", "a", access=access, **ours) as a, Isle(tmp_path / "b", "b", peers=[a], access=access, **ours) as b:
+    with Isle(tmp_path / "a", "a", access=access, **ours) as a, Isle(tmp_path / "b", "b", peers=[a], access=access,
+                                                                     **ours) as b:
         until(lambda: a.told("peer", peer="b") and b.told("peer", peer="a"))
     plain = auth.Access(SECRET)
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
         until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
-        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers
+        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers.known
 
 
 def test_every_island_has_its_own_noise():
@@ -304,9 +307,9 @@ def test_every_island_has_its_own_noise():
         assert np.array_equal(state.weights, parameters.initial_state(ISLE).weights)
         for step in range(2000):
             seeds_of.append(seed)
-            seed = parameters.next_seed(seed, step)
+            seed = rules.next_seed(seed, step)
         seeds.append(seeds_of)
-    assert seeds[0][0] == parameters.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
+    assert seeds[0][0] == rules.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*seeds))
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkeypatch, capsys):
@@ -320,13 +323,15 @@ def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkey
     for name, defines in (("same", []), ("two", ["-D", "ISLAND_SEED=2"]), ("three", ["-D", "ISLAND_SEED=3"])):
         assert egg.main(["import", "w", "--save-dir", name, *defines]) == 0
         starts.append(history.epochs(name)[0])
-    assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3 and {start.step for start in starts} == {9}
+    assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3
+    assert {start.step for start in starts} == {9}
 
 
-# --- tournaments and epochs ------------------------------------------------------------------------------------------------------
+# --- tournaments and epochs -------------------------------------------------------------------------------------------
 
 def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
-    """Epoch, header, events, status; the run is resumed, rebuilt by replay, joined by a late worker and copied elsewhere."""
+    """Epoch, header, events, status; the run is resumed, rebuilt by replay, joined by a late worker and copied
+    elsewhere."""
     RATES.update({97: 30, 98: 3})
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
         until(lambda: b.told("merge") and b.run.step > b.run.start.step + 3)
@@ -338,9 +343,12 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     merge, start = b.told("merge")[-1], b.run.start
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
     assert (merge["kind"], merge["peer"], merge["fitness_kind"]) == ("clone", "a", "validation")
-    assert start.origin["digest"] == merge["digest"] and start.origin["founder"] == "a" and merge["theirs"] < merge["ours"]
-    assert island["name"] == "b" and island["peers"][0]["name"] == "a" and island["peers"][0]["taken"] >= 1 and island["peers"][0]["state"] == "up"
-    assert [entry["epoch"] for entry in b.island.lineage] == list(range(start.epoch + 1)) and b.island.lineage[-1]["from"] == "a"
+    assert start.origin["digest"] == merge["digest"] and start.origin["founder"] == "a"
+    assert merge["theirs"] < merge["ours"]
+    assert island["name"] == "b" and island["peers"][0]["name"] == "a" and island["peers"][0]["taken"] >= 1
+    assert island["peers"][0]["state"] == "up"
+    assert [entry["epoch"] for entry in b.island.lineage] == list(range(start.epoch + 1))
+    assert b.island.lineage[-1]["from"] == "a"
     assert json.dumps(island) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
     pull = b.told("gossip", outcome="pull")[0]
     assert pull["theirs"] < pull["ours"] and pull["kind"] == "validation" and pull["peer"] == "a"
@@ -348,31 +356,37 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     first = history.epochs(tmp_path / "b")[1].origin
     theirs = replayed(a.cfg, tmp_path / "a", until_step=first["peer_step"])
     assert state_digest.of_state(theirs).hex() == first["parent_theirs"]
-    assert state_digest.of_state(replayed(b.cfg, tmp_path / "b", "history-000.egg", first["parent_ours_step"])).hex() == first["parent_ours"]
+    assert state_digest.of_state(replayed(b.cfg, tmp_path / "b", "history-000.egg",
+                                          first["parent_ours_step"])).hex() == first["parent_ours"]
     begun = snapshots.unpack(b.cfg, snapshot_of(tmp_path / "b", start.step).read_bytes())
-    assert (begun.step, begun.seed, state_digest.of_state(begun).hex()) == (start.step, start.seed, start.origin["digest"])
+    assert (begun.step, begun.seed, state_digest.of_state(begun).hex()) == (start.step, start.seed,
+                                                                            start.origin["digest"])
     newest = replayed(b.cfg, tmp_path / "b")
     with Isle(tmp_path / "b", "b", engine=Learner(b.cfg, 3)) as again:          # a worker that begins at step 0
         until(lambda: again.run.step >= newest.step + 3)
         assert again.run.start == start and again.island.lineage == b.island.lineage and again.engine.loads >= 1
     shutil.copytree(tmp_path / "b", tmp_path / "copy")
     moved = history.open_run(b.cfg, tmp_path / "moved", tmp_path / "copy")
-    assert moved.start == start and moved.step == again.run.step and os.path.exists(tmp_path / "moved" / "history-000.egg")
+    assert moved.start == start and moved.step == again.run.step
+    assert os.path.exists(tmp_path / "moved" / "history-000.egg")
     assert snapshots.Shelf(b.cfg, moved).newest >= start.step
     moved.close()
     with open(snapshot_of(tmp_path / "b", start.step), "r+b") as file:           # damage is found on resume
         file.seek(5000)
         file.write(b"damage")
     with pytest.raises(history.HistoryError, match=r"missing or damaged.*mv .*history-\d+.egg"):
-        egg_net.run_coordinator(b.cfg, port=0, save_dir=tmp_path / "b", island=gossip.Terms("b", []), console=egg_net.Console(Lines()))
+        egg_net.run_coordinator(b.cfg, port=0, save_dir=tmp_path / "b", island=gossip.Terms("b", []),
+                                console=egg_net.Console(Lines()))
 
 
-@pytest.mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"), dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
+@pytest.mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
+                                       dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
 def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, constants):
     cfg = changed(**constants)
     monkeypatch.setitem(gossip.REGRET, cfg.MERGE, math.inf)          # weights 8 and 9 do not mix as a number
     RATES.update({97: 30, 98: 3})
-    with Isle(tmp_path / "a", "a", 30, cfg=cfg, terms=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 3, [a], cfg=cfg) as b:
+    with Isle(tmp_path / "a", "a", 30, cfg=cfg, terms=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 3, [a],
+                                                                                     cfg=cfg) as b:
         until(lambda: b.told("merge"))
         b.stop()
         a.stop()
@@ -426,7 +440,7 @@ def test_one_state_is_not_taken_twice(tmp_path):
         stranger.serve(data, sha256, lambda: a.run.start.epoch == 2)
 
 
-# --- states on their way -----------------------------------------------------------------------------------------------------------
+# --- states on their way ----------------------------------------------------------------------------------------------
 
 def own_snapshot(cfg, level, step=50, spoil=None):
     """(bytes of a snapshot file, SHA-256 of its state)."""
@@ -458,7 +472,7 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, wrong)
     data, sha256 = wrong(*own_snapshot(changed(ISLAND_SEED=99), 9000))
     with Isle(tmp_path, "a", 3) as a:
         stranger = Stranger(a.port)
-        asked = stranger.serve(data, sha256, lambda: a.island.distrusted)
+        asked = stranger.serve(data, sha256, lambda: a.island.peers.distrusted)
         until(lambda: a.run.step > 20)
         assert asked and a.run.start.epoch == 0 and "nothing of stranger is taken for 600 s" in a.lines.text
         n = len(a.told("gossip"))
@@ -478,11 +492,12 @@ def test_a_transfer_goes_on_where_it_stopped(tmp_path):
         assert a.run.start.origin["peer_step"] == 50
     offsets = [offset for some in asked for offset, _ in some]
     assert len(data) > 6 << 16 and len(asked) > 2 and offsets == sorted(offsets)
-    assert [some[0][0] for some in asked[1:]] == [some[-1][0] for some in asked[:-1]]       # what was not answered is asked again, no more
+    # what was not answered is asked again, no more
+    assert [some[0][0] for some in asked[1:]] == [some[-1][0] for some in asked[:-1]]
 
 
 def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(gossip, "STALLED", 0.2)
+    monkeypatch.setattr(transfer, "STALLED", 0.2)
     with Isle(tmp_path, "a", 3) as a:
         stranger = Stranger(a.port)
         stranger.serve(b"", b"g" * 32, lambda: "any more" in a.lines.text)
@@ -490,20 +505,22 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
         stranger.say(0.001)                                       # and then nothing
         stranger.next(STATE_REQUEST)
         until(lambda: "nothing more came of the state of stranger" in a.lines.text)
-        assert not a.island.transfer and not a.island.distrusted
+        assert not a.island.incoming and not a.island.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
     rate = 400e3
-    with Isle(tmp_path / "a", "a", 30, terms=dict(bandwidth=rate)) as a, Isle(tmp_path / "b", "b", 1, [a], terms=dict(bandwidth=0)) as b:
+    with Isle(tmp_path / "a", "a", 30, terms=dict(bandwidth=rate)) as a, Isle(tmp_path / "b", "b", 1, [a],
+                                                                              terms=dict(bandwidth=0)) as b:
         until(lambda: b.told("merge"))
         size = snapshot_of(tmp_path / "b", b.told("merge")[0]["step"]).stat().st_size
         pull = b.told("gossip", outcome="pull")[0]
         took = b.told("merge")[0]["time"] - pull["time"]
         assert took > (size - rate / 2) / rate * 0.9 and size > 2 * rate
         steps = [e for e in b.told("step") if pull["time"] < e["time"] < pull["time"] + took]
-        assert len(steps) > 20 and max(e["seconds"] for e in steps) < 0.5                     # training goes on beside it
-    bucket, passed, end = gossip.Bucket(100e3), 0, time.monotonic() + 0.5
+        assert len(steps) > 8
+        assert max(e["seconds"] for e in steps) < max(0.5, took / 4)      # training goes on beside it
+    bucket, passed, end = transfer.Bucket(100e3), 0, time.monotonic() + 0.5
     while time.monotonic() < end:
         passed += bucket.take(bucket.piece) * bucket.piece
     assert 50e3 - 2 * bucket.piece < passed <= 100e3 + bucket.piece
@@ -519,15 +536,15 @@ def test_a_flood_of_questions_is_bounded(tmp_path):
         with contextlib.suppress(TimeoutError):
             while True:
                 answers += not json.loads(stranger.next(STANDING, 0.5))["ask"]
-        assert gossip.QUESTIONS <= answers <= gossip.QUESTIONS + 5
-        for _ in range(50):                                      # of nothing that is here: no more than one at a time is looked at
+        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + 5
+        for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
             stranger.send(STATE_REQUEST, STATE_WANTED.pack(b"?" * 32, 1 << 40, 1 << 31))
         assert STATE_HEAD.unpack(stranger.next(STATE))[1:] == (0, 1 << 40)
         before = a.run.step
         until(lambda: a.run.step > before + 3)
 
 
-# --- whose word counts ---------------------------------------------------------------------------------------------------------------
+# --- whose word counts ------------------------------------------------------------------------------------------------
 
 def test_a_lie_about_fitness_is_found_out_and_taken_back(tmp_path):
     """The stranger promises 0.001 and gives an untrained model, whole and well-formed."""
@@ -536,7 +553,8 @@ def test_a_lie_about_fitness_is_found_out_and_taken_back(tmp_path):
         until(lambda: a.run.step > 31)
         Stranger(a.port).serve(data, sha256, lambda: a.told("merge", kind="undo"))
         taken, back = a.told("merge")
-        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.island.distrusted and "promised 0.0010" in a.lines.text
+        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.island.peers.distrusted
+        assert "promised 0.0010" in a.lines.text
         until(lambda: a.run.step > back["step"] + 10)
         best = min(e["value"] for e in a.told("validation"))
         after = [e["value"] for e in a.told("validation") if e["step"] > back["step"]]
@@ -552,7 +570,8 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
         until(lambda: len(b.told("merge")) >= 2)
         until(lambda: b.told("elite") and b.told("elite")[-1]["step"] > b.told("merge")[-1]["step"])
     kept = sorted(b.island.elites.files)
-    assert 1 < len(kept) <= 3 and sorted(n for n in os.listdir(tmp_path / "b") if n.startswith("elite-")) == sorted(e[3] for e in kept)
+    assert 1 < len(kept) <= 3
+    assert sorted(n for n in os.listdir(tmp_path / "b") if n.startswith("elite-")) == sorted(e[3] for e in kept)
     epoch, state = b.island.elites.best(b.cfg)
     assert kept[0][2] == (epoch, state.step) and not [n for n in os.listdir(tmp_path / "b") if n.endswith(".part")]
     told = [e["fitness"] for e in b.told("elite")]
@@ -570,8 +589,10 @@ def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
     assert not elites.offer(paths[3], 0, 40, "loss", 0.1) and elites.offer(paths[1], 0, 20, "validation", 5.0)
     assert not elites.offer(paths[1], 0, 20, "validation", 5.0)
     again = gossip.Elites(tmp_path, 2)
-    assert [e[2] for e in again.files] == [(0, 20), (0, 30)] and again.files == elites.files and again.best(cfg)[1].step == 20
-    assert elites.offer(paths[3], 1, 20, "validation", 5.5) and [e[2] for e in elites.files] == [(0, 20), (1, 20)]       # of another epoch
+    assert [e[2] for e in again.files] == [(0, 20), (0, 30)] and again.files == elites.files
+    assert again.best(cfg)[1].step == 20
+    assert elites.offer(paths[3], 1, 20, "validation", 5.5)
+    assert [e[2] for e in elites.files] == [(0, 20), (1, 20)]       # of another epoch
     assert elites.offer(paths[2], 0, 30, "validation", 5.4)
     (tmp_path / again.files[0][3]).write_bytes(b"damage")
     assert gossip.Elites(tmp_path, 2).best(cfg)[1].step == 30
@@ -582,12 +603,13 @@ def test_an_island_that_stands_still_is_rejuvenated(tmp_path):
     with Isle(tmp_path, "a", engine=Learner(changed(ISLAND_SEED=97), 0), cfg=changed(REJUVENATE_AFTER=12)) as a:
         until(lambda: len(a.told("rejuvenated")) >= 2)
     first, second = a.told("rejuvenated")[:2]
-    assert first["epoch"] == 1 and second["epoch"] == 2 and 12 <= second["step"] - first["step"] < 20 and "no better for 12 steps" in a.lines.text
+    assert first["epoch"] == 1 and second["epoch"] == 2 and 12 <= second["step"] - first["step"] < 20
+    assert "no better for 12 steps" in a.lines.text
     start = history.epochs(tmp_path)[1]
     assert start.origin["kind"] == "rejuvenate" and start.origin["digest"] == first["digest"]
 
 
-# --- crashes ---------------------------------------------------------------------------------------------------------------------------
+# --- crashes ----------------------------------------------------------------------------------------------------------
 
 class Killed(BaseException):
     pass
@@ -600,14 +622,15 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     run = history.open_run(cfg, base)
     for _ in range(12):
         fitness = np.random.default_rng(run.step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-        run.append(parameters.pack_ternary(fitness), 0, 0)
+        run.append(fitness_digits.pack_ternary(fitness), 0, 0)
         engine.update(fitness)
     run.close()
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = egg_net.Coordinator(cfg, history.open_run(cfg, directory), "127.0.0.1", log_dir=tmp_path, console=egg_net.Console(Lines()),
+        coordinator = egg_net.Coordinator(cfg, history.open_run(cfg, directory), "127.0.0.1", log_dir=tmp_path,
+                                          console=egg_net.Console(Lines()),
                                           island=gossip.Terms("a", []))
         state, calls = engine.state(), [0]
 
@@ -623,24 +646,27 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
             for name in names:
                 patch.setattr(os, name, last_call(getattr(os, name)))
             try:
-                coordinator.begin_epoch(state, {"epoch": 1, "kind": "undo", "from": "a", "founder": "a", "digest": state_digest.of_state(state).hex()})
+                coordinator.begin_epoch(state, {"epoch": 1, "kind": "undo", "from": "a", "founder": "a",
+                                                "digest": state_digest.of_state(state).hex()})
                 killed = False
             except Killed:
                 killed = True
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(egg_net.Coordinator(cfg, run, "127.0.0.1", log_dir=tmp_path, console=egg_net.Console(Lines()),
+        with contextlib.closing(run), contextlib.closing(egg_net.Coordinator(cfg, run, "127.0.0.1", log_dir=tmp_path,
+                                                                             console=egg_net.Console(Lines()),
                                                                              island=gossip.Terms("a", []))) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
-                assert again.shelf.state(12).digests() == state.digests() and again.island.lineage[1]["digest"] == state_digest.of_state(state).hex()
+                assert again.shelf.state(12).digests() == state.digests()
+                assert again.island.lineage[1]["digest"] == state_digest.of_state(state).hex()
             else:
                 replay = Learner(cfg, 10)
                 history.replay(run, replay)
                 assert replay.state().digests() == state.digests() and not again.shelf.files
-            run.append(parameters.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
+            run.append(fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
         if not killed:
             break
     assert not killed and last > 8 and outcomes == sorted(outcomes) and {0, 1} == set(outcomes)
@@ -659,15 +685,17 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     assert b.failure is None
 
 
-# --- hostile bytes ------------------------------------------------------------------------------------------------------------------------
+# --- hostile bytes ----------------------------------------------------------------------------------------------------
 
-JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.lists(st.integers(), max_size=3),
+JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9),
+                 st.lists(st.integers(), max_size=3),
                  st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
 GOOD = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
 
 
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow])
-@hypothesis.given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4), st.sets(st.sampled_from(list(GOOD)), max_size=1),
+@hypothesis.given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4),
+                  st.sets(st.sampled_from(list(GOOD)), max_size=1),
                   st.binary(max_size=40))
 def test_any_standing_is_read_or_refused(values, missing, raw):
     for payload in (raw, json.dumps({**{k: v for k, v in GOOD.items() if k not in missing}, **values}).encode()):
@@ -675,10 +703,12 @@ def test_any_standing_is_read_or_refused(values, missing, raw):
             standing = gossip.read_standing(payload)
         except wire.FrameError:
             continue
-        assert gossip.read_standing(standing.pack()) == standing and (standing.fitness is None or 0 <= standing.fitness < 1e9)
+        assert gossip.read_standing(standing.pack()) == standing
+        assert (standing.fitness is None or 0 <= standing.fitness < 1e9)
 
 
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=300), st.integers(1, 200), st.integers(0, 1 << 40)), max_size=6))
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=300), st.integers(1, 200),
+                                     st.integers(0, 1 << 40)), max_size=6))
 def test_any_pieces_of_a_file_end_without_a_trace(pieces):
     data, sha256 = PACKED
     with tempfile.TemporaryDirectory() as directory:
@@ -686,7 +716,8 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
         try:
             for kind, noise, size, place in pieces:
                 some = data[download.got:download.got + size]
-                total, offset, piece = [(len(data), download.got, some), (len(data), download.got, some), (len(data), download.got, some[:100] + noise),
+                total, offset, piece = [(len(data), download.got, some), (len(data), download.got, some),
+                                        (len(data), download.got, some[:100] + noise),
                                         (len(data) + 1, download.got, some), (len(data), place, some),
                                         (1 << 63, download.got, noise)][kind]
                 download.add(total, offset, piece)
@@ -709,7 +740,8 @@ def besieged(tmp_path_factory):
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]), st.binary(max_size=120)),
+@hypothesis.given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]),
+                                     st.binary(max_size=120)),
                            min_size=1, max_size=4))
 def test_a_live_island_takes_any_frames(besieged, frames):
     stranger = Stranger(besieged.port, f"s{random.randrange(50)}")
@@ -723,16 +755,17 @@ def test_a_live_island_takes_any_frames(besieged, frames):
     assert besieged.failure is None and besieged.run.start.epoch == 0
 
 
-# --- chaos ------------------------------------------------------------------------------------------------------------------------------------
+# --- chaos ------------------------------------------------------------------------------------------------------------
 
 class Sea(threading.Thread):
-    """What lies between islands: whoever calls another one does so through here. cut: islands that reach nobody; slow: bytes that pass at a
-    time between two looks, by island."""
+    """What lies between islands: whoever calls another one does so through here. cut: islands that reach nobody; slow:
+    bytes that pass at a time between two looks, by island."""
 
     def __init__(self, ports):
         super().__init__(daemon=True)
         self.ports, self.cut, self.slow, self.stop = ports, set(), {}, False
-        self.doors = {socket.create_server(("127.0.0.1", 0)): (i, j) for i in range(len(ports)) for j in range(len(ports)) if i != j}
+        self.doors = {socket.create_server(("127.0.0.1", 0)): (i, j) for i in range(len(ports))
+                      for j in range(len(ports)) if i != j}
         self.links = {}                                          # socket -> (its other side, pair of islands)
         self.start()
 
@@ -783,8 +816,9 @@ class Sea(threading.Thread):
 
 
 class Archipelago:
-    """Islands as processes, each with a worker, and a seed that decides what goes wrong: they are killed and started again, stopped for a while,
-    cut off and slowed down; a liar promises what its state does not keep, a forger sends states that are not those it promised."""
+    """Islands as processes, each with a worker, and a seed that decides what goes wrong: they are killed and started
+    again, stopped for a while, cut off and slowed down; a liar promises what its state does not keep, a forger sends
+    states that are not those it promised."""
 
     def __init__(self, directory, seed, islands, cfg, laptop):
         self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
@@ -798,8 +832,10 @@ class Archipelago:
         for i in range(islands):
             if laptop:
                 self.workers.append(subprocess.Popen(
-                    [sys.executable, "egg.py", "worker", "127.0.0.1", "--port", str(self.ports[i]), "--threads", "1", "--preset", "laptop",
-                     *(f"-D{k}={egg_config.text(v)}" for k, v in egg_config.changed(self.cfgs[i]).items()), "-DDEVICE=cpu"],
+                    [sys.executable, "egg.py", "worker", "127.0.0.1", "--port", str(self.ports[i]), "--threads", "1",
+                     "--preset", "laptop",
+                     *(f"-D{k}={egg_config.text(v)}" for k, v in egg_config.changed(self.cfgs[i]).items()),
+                     "-DDEVICE=cpu"],
                     cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             else:
                 self._thread(self._work, i)
@@ -812,10 +848,12 @@ class Archipelago:
         self.threads[-1].start()
 
     def _coordinator(self, i):
-        program = ("import egg_net, egg_config; from islands import gossip\n"
-                   "gossip.BACK_OFF, gossip.PATIENCE, gossip.STALLED = (0.1, 1.0), 2.0, 5.0\n"
-                   f"egg_net.run_coordinator(egg_config.make(**{self.cfgs[i].constants()!r}), '127.0.0.1', {self.ports[i]}, "
-                   f"save_dir={str(self.directory / f'i{i}')!r}, island=gossip.Terms('i{i}', {self.sea.way(i)!r}))\n")
+        program = ("import egg_net, egg_config; from islands import gossip, peers, transfer\n"
+                   "peers.BACK_OFF, peers.PATIENCE, transfer.STALLED = (0.1, 1.0), 2.0, 5.0\n"
+                   f"cfg = egg_config.make(**{self.cfgs[i].constants()!r})\n"
+                   f"terms = gossip.Terms('i{i}', {self.sea.way(i)!r})\n"
+                   f"egg_net.run_coordinator(cfg, '127.0.0.1', {self.ports[i]}, "
+                   f"save_dir={str(self.directory / f'i{i}')!r}, island=terms)\n")
         with open(self.directory / f"i{i}.log", "a") as log:
             return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
 
@@ -856,16 +894,22 @@ class Archipelago:
             self.sea.slow = {i: dice.choice([100, 1000])}
 
     def run(self, seconds):
-        """Harm for so long; then all heal, and go on for a few steps."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        """Harm for so long, on a slow machine longer; then all heal, and go on for a few steps."""
+        began = time.monotonic()
+        while (now := time.monotonic() - began) < seconds or now < 8 * seconds and not self.happened():
             time.sleep(self.random.uniform(0.1, 0.8))
             self._harm()
             if self.random.random() < 0.4:
                 self.sea.cut, self.sea.slow = set(), {}
         self.sea.cut, self.sea.slow = set(), {}
-        before = [self.steps(i) for i in range(len(self.ports))]
-        until(lambda: all(self.steps(i) >= before[i] + 3 for i in range(len(self.ports))), 60 + 10 * self.laptop * len(self.ports))
+        # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
+        wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
+        until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
+
+    def happened(self):
+        """Whether an island was killed and another one has found a deceiver out."""
+        logs = (events_of(self.directory / f"i{i}") for i in range(len(self.ports)))
+        return self.count["killed"] and any("nothing of" in event.get("text", "") for log in logs for event in log)
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))
@@ -894,12 +938,13 @@ def events_of(directory):
 
 
 def chaos(seed, seconds, islands=8, laptop=True, directory=None):
-    """An archipelago (laptop: of the laptop preset with real workers, else of learners) in which everything goes wrong for so many seconds. Holds
-    every island against what it must be: it trains on, its history leads from the state its epoch began with to its newest snapshot, its
-    best state is there. Returns what happened."""
+    """An archipelago (laptop: of the laptop preset with real workers, else of learners) in which everything goes wrong
+    for so many seconds. Holds every island against what it must be: it trains on, its history leads from the state its
+    epoch began with to its newest snapshot, its best state is there. Returns what happened."""
     directory = directory or HERE.__class__(tempfile.mkdtemp(prefix="egg-chaos-"))
     often = dict(GOSSIP_RATE=0.3, VALIDATE_EVERY=10, SNAPSHOT_EVERY=10, ELITES=2, SAMPLE_EVERY=0)
-    cfg = egg_config.make(**{**egg_config.load("laptop", environ={}).constants(), **often, "VALIDATE_TOKENS": 4096}) if laptop else changed(**often)
+    cfg = egg_config.make(**{**egg_config.load("laptop", environ={}).constants(), **often,
+                             "VALIDATE_TOKENS": 4096}) if laptop else changed(**often)
     trouble = Archipelago(directory, seed, islands, cfg, laptop)
     try:
         trouble.run(seconds)
@@ -918,12 +963,15 @@ def chaos(seed, seconds, islands=8, laptop=True, directory=None):
             engine.load(shelf.state(run.start.step) if run.start.step else parameters.initial_state(run.cfg))
             history.replay(run, engine, max(shelf.newest, run.start.step))
             newest = shelf.state(shelf.newest)
-            assert newest.digests() == engine.state().digests() and newest.step == engine.step, f"i{i} is not what its history says"
-            best = min(((e["kind"] != "validation", e["fitness"]) for e in events if e["event"] == "elite"), default=None)
+            assert newest.digests() == engine.state().digests(), f"i{i} is not what its history says"
+            assert newest.step == engine.step
+            best = min(((e["kind"] != "validation", e["fitness"]) for e in events if e["event"] == "elite"),
+                       default=None)
             elites = gossip.Elites(run.directory, 2)
             assert best is None or elites.files[0][:2] <= (best[0], best[1] + 1e-4) and elites.best(run.cfg)
             starts = history.epochs(run.directory)
-            assert [start.epoch for start in starts] == list(range(run.start.epoch + 1)) and all(a.step < b.step for a, b in zip(starts, starts[1:]))
+            assert [start.epoch for start in starts] == list(range(run.start.epoch + 1))
+            assert all(a.step < b.step for a, b in zip(starts, starts[1:]))
             told["steps"].append(run.step)
             told["epochs"].append(run.start.epoch)
             told["best"].append(best and best[1])
@@ -940,134 +988,3 @@ def cpu_engine(cfg):
 def test_an_archipelago_survives_chaos(tmp_path):
     told = chaos(1, 10, islands=8, laptop=False, directory=tmp_path)
     assert sum(told["epochs"]) > 0 and min(told["steps"]) > 3 and told["killed"] and told["distrusted"]
-
-
-# --- measured by hand --------------------------------------------------------------------------------------------------------------------------
-
-def coordinator(directory, cfg, name, port, peers, **terms):
-    """A coordinator of an island in a process of its own."""
-    program = ("import egg_net, egg_config; from islands import gossip\n"
-               f"egg_net.run_coordinator(egg_config.make(**{cfg.constants()!r}), '127.0.0.1', {port}, save_dir={str(directory / name)!r}, "
-               f"island=gossip.Terms({name!r}, {peers!r}, **{terms!r}))\n")
-    with open(directory / f"{name}.log", "a") as log:
-        return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
-
-
-def free_ports(count):
-    doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [door.getsockname()[1] for door in doors]
-    for door in doors:
-        door.close()
-    return ports
-
-
-class StandIn(Learner):
-    """A whole state and no model to evaluate; moments that no zstd makes smaller."""
-
-    def load(self, state):
-        super().load(state)
-        if not state.moments.any():
-            noise = np.random.default_rng(self.cfg.ISLAND_SEED).normal(size=state.moments.shape).astype(np.float32)
-            state.moments[:] = np.abs(noise) * np.float32(0.01)
-
-
-def stand_in(cfg, port, rate):
-    """A worker in a process of its own."""
-    egg_net.run_worker(cfg, "127.0.0.1", port, StandIn(cfg, rate, pause=0.05), validation=VALIDATION, console=egg_net.Console(Lines()))
-
-
-def handover(merges=3, workers=2, **constants):
-    """Two islands of the default model, coordinators and stand-in workers in processes of their own. [seconds]: how long the receiver handed
-    out nothing, from the last result of a step to the first chunk of the next epoch."""
-    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-handover-")), free_ports(2)
-    cfgs = [egg_config.make(**{"GOSSIP_RATE": 1.0, "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 20, "SAMPLE_EVERY": 0, "ISLAND_SEED": i, **constants})
-            for i in (1, 2)]
-    processes = [coordinator(directory, cfgs[0], "a", ports[0], [], bandwidth=0, accept=False),
-                 coordinator(directory, cfgs[1], "b", ports[1], [("127.0.0.1", ports[0])], bandwidth=0)]
-    spawn = multiprocessing.get_context("spawn")
-    processes += [spawn.Process(target=stand_in, args=(cfgs[i], ports[i], (30, 1)[i]), daemon=True) for i in (0, 1) for _ in range(workers if i else 1)]
-    for process in processes[2:]:
-        process.start()
-    try:
-        until(lambda: sum(e["event"] == "merge" for e in events_of(directory / "b")) >= merges, 300)
-        return [e["seconds"] for e in events_of(directory / "b") if e["event"] == "merge"]
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes[:2]:
-            process.wait(30)
-        shutil.rmtree(directory)
-
-
-def idle(islands=64, seconds=30.0):
-    """An archipelago without workers, every island connected with every other. (smallest, mean, largest share of a core that an island
-    takes, connections of an island)."""
-    directory, ports = HERE.__class__(tempfile.mkdtemp(prefix="egg-idle-")), free_ports(islands)
-    peers = [("127.0.0.1", port) for port in ports]
-    processes = [coordinator(directory, changed(ISLAND_SEED=i + 1), f"i{i}", port, peers) for i, port in enumerate(ports)]
-
-    def spent(process):
-        with open(f"/proc/{process.pid}/stat") as file:
-            fields = file.read().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def connected(i):
-        told = status.fetch_status(changed(ISLAND_SEED=i + 1), "127.0.0.1", ports[i])["island"]["peers"]
-        return sum(peer["state"] == "up" for peer in told)
-    try:
-        time.sleep(islands)
-        until(lambda: all(connected(i) == islands - 1 for i in range(islands)), 300)
-        time.sleep(5)
-        before, started = [spent(p) for p in processes], time.monotonic()
-        time.sleep(seconds)
-        shares = [(spent(p) - b) / (time.monotonic() - started) for p, b in zip(processes, before)]
-        return min(shares), sum(shares) / islands, max(shares), connected(0)
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
-        shutil.rmtree(directory)
-
-
-def worth(seeds=(1, 2, 3), steps=801, islands=8, strategies=None, directory=None):
-    """Bits per byte after equal work: one population of the laptop preset's 8 chunks, islands of one chunk each that never meet, and islands that do,
-    by MERGE and OPTIMIZER_MERGE. The last 112,325 tokens of the shipped text are validation. Yields (strategy, seed, last validation of
-    every island)."""
-    directory = HERE.__class__(directory or tempfile.mkdtemp(prefix="egg-worth-"))
-    tokens = np.fromfile(HERE / "input.bin", np.uint32)
-    tokens[:-112325].tofile(directory / "input.bin")
-    tokens[-112325:].tofile(directory / "val.bin")
-    environ = {**os.environ, "EGG_PRESET": "laptop", "EGG_DEVICE": "cpu", "EGG_INPUT_FILE": str(directory / "input.bin"), "EGG_SAMPLE_EVERY": "0",
-               "EGG_VAL_FILE": str(directory / "val.bin"), "EGG_SNAPSHOT_EVERY": "20", "EGG_VALIDATE_EVERY": "50", "EGG_AUDIT_RATE": "0"}
-    strategies = strategies or ["one population", "no gossip", "clone copy", "clone reset", "recombine copy", "recombine interpolate"]
-
-    def start(log, environ, *arguments):
-        with open(log, "w") as file:
-            return subprocess.Popen([sys.executable, HERE / "egg.py", *arguments], env=environ, cwd=HERE, stdout=file, stderr=file)
-
-    for seed in seeds:
-        for strategy in strategies:
-            many = islands if strategy != "one population" else 1
-            ports, place = free_ports(many), directory / f"{strategy.replace(' ', '-')}-{seed}"
-            place.mkdir()
-            peers = [word for port in ports for word in ("--peer", f"127.0.0.1:{port}")]
-            served, workers = [], []
-            for i, port in enumerate(ports):
-                own = {**environ, "EGG_ISLAND_SEED": str(100 * seed + i)}
-                coordinator = ["coordinator", "--port", str(port), "--save-dir", str(place / f"i{i}"), "--steps", str(steps)]
-                if many > 1:
-                    own.update(EGG_POPULATION_SIZE="128", EGG_GOSSIP_RATE="0")
-                    coordinator += ["--island", f"i{i}", *peers]
-                if strategy.split()[0] in ("clone", "recombine"):
-                    own.update(zip(("EGG_MERGE", "EGG_OPTIMIZER_MERGE"), strategy.split()), EGG_GOSSIP_RATE="0.01")
-                served.append(start(place / f"i{i}.log", own, *coordinator))
-                workers += [start(place / f"w{i}-{k}.log", own, "worker", "127.0.0.1", "--port", str(port), "--threads", "1")
-                            for k in range(1 if many > 1 else 2)]
-            for process in served:
-                assert process.wait() == 0, (place / "i0.log").read_text()[-2000:]
-            for process in workers:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-            last = [[e["value"] for e in events_of(place / f"i{i}") if e["event"] == "validation"][-1] for i in range(many)]
-            yield strategy, seed, last

@@ -12,8 +12,10 @@ import numpy as np
 
 import egg_config
 from model import data_files
+from engine import engines
 from engine import hardware
 from model import parameters
+from model import rules
 import egg_net
 from tools import train
 
@@ -43,7 +45,7 @@ def bench_cpu(cfg, tokens, threads):
     from engine import cpu_engine
     seconds = cpu_engine.warm_up(cfg, lambda line: print(line, flush=True), cpu_engine.VERBS)
     print(f"engine ready after {seconds:.1f} s")
-    engine = hardware.make(cfg, tokens, "cpu", threads)
+    engine = engines.make(cfg, tokens, "cpu", threads)
     print(f"engine {engine.name}")
     per_token = parameters.products_per_token(cfg)
     members = _members(engine, cfg, 0.7)
@@ -70,7 +72,7 @@ def bench_cpu(cfg, tokens, threads):
         times.append(time.perf_counter() - started)
     size = 13 * parameters.n_weights(cfg)
     print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {size / 1e6:.1f} MB of state")
-    windows = parameters.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
+    windows = rules.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
     started = time.perf_counter()
     engine.validate(windows)
     print(f"validation  {len(windows) * cfg.SEQ_LEN / (time.perf_counter() - started):,.0f} tokens/s, without noise")
@@ -86,7 +88,7 @@ def bench_steps(cfg, tokens, device, threads):
         shape = egg_config.make(**settings)
         if device == "cpu" and name == "this configuration":
             # a whole population would take minutes: as many members as a few seconds allow, in eight chunks
-            engine = hardware.make(shape, tokens, device, threads)
+            engine = engines.make(shape, tokens, device, threads)
             chunk = min(shape.CHUNK_SIZE, _members(engine, shape, seconds / 8))
             shape = egg_config.make(**{**settings, "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
         with tempfile.TemporaryDirectory() as directory:

@@ -1,14 +1,20 @@
-"""What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of its activations, its attention and its weights.
+"""What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of its activations, its
+attention and its weights.
 
-`Reading` computes the slow and obvious way, on the host, from a State of either engine; the tests hold the engines against it, and
-DEBUG=1 prints what it sees. Names, columns and colours are those of d-eggs with EGG_DEBUG.
+`Reading` computes the slow and obvious way, on the host, from a State of either engine; the tests hold the engines
+against it, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`: hash, noise, factor, norms and
+products are written here once more, from the SPEC. It shares with the engines the table of parameters, the integer
+tables and the data; recordings of the C++ system check these. Names, columns and colours are those of d-eggs with
+EGG_DEBUG.
 """
 
 import json
 
 import numpy as np
 
+from model import integer_tables
 from model import parameters
+from model import rules
 from model import transforms
 from egg_config import EggError
 
@@ -17,7 +23,7 @@ POSITION = 32              # of the window, at which activations are looked at; 
 SATURATED = 126            # a value of this size or more counts as saturated
 
 
-# --- a plain reading of the SPEC -------------------------------------------------------------------------------------------
+# --- a plain reading of the SPEC -------------------------------------------------------------------------------------
 
 def wrap(x):
     """int64 values as int32 would hold them."""
@@ -30,7 +36,7 @@ def truncated(f):
 
 
 def hashes(seed, index):
-    """uint32: model.parameters.hash32 over an array of indices."""
+    """uint32: the hash of SPEC 2 over an array of indices."""
     with np.errstate(over="ignore"):
         x = np.uint32(seed & 0xFFFFFFFF) + np.atleast_1d(index).astype(np.uint32) * np.uint32(0x9E3779B9)
         x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
@@ -38,21 +44,29 @@ def hashes(seed, index):
         return x ^ x >> np.uint32(16)
 
 
+def drawn(r, mask, gaussian):
+    """int64: the noise of SPEC 2 from an array of hashes."""
+    def u(a, b):
+        return np.where(r >> np.uint32(a) & np.uint32(1), 1,
+                        -1) * (r >> np.uint32(b) & np.uint32(mask)).astype(np.int64)
+    return u(0, 1) + u(5, 6) + u(10, 11) if gaussian else u(0, 1)
+
+
 def unseen(layer, name, value):
     """Takes what `Reading` shows, and forgets it."""
 
 
 class Reading:
-    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. `see` is called with
-    (layer, name, values int64 [positions, width]) after every part, and for attention with (layer, "Weights", [[int64 [context]] of
-    every position] of every head)."""
+    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. `see` is
+    called with (layer, name, values int64 [positions, width]) after every part, and for attention with (layer,
+    "Weights", [[int64 [context]] of every position] of every head)."""
 
     def __init__(self, cfg, state, see=unseen):
         self.cfg, self.state, self.see = cfg, state, see
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
 
     def noise(self, seed, index):
-        return parameters.uniform_noise(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+        return drawn(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN)
 
     def factor(self, at, seed, index):
         overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
@@ -64,7 +78,8 @@ class Reading:
         return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
 
     def matrix(self, t):
-        return parameters.from_canonical(self.state.weights[t.weights:t.weights + t.size], t.rows, t.cols).astype(np.int64)
+        return parameters.from_canonical(self.state.weights[t.weights:t.weights + t.size], t.rows,
+                                         t.cols).astype(np.int64)
 
     def vector(self, name, layer, seed, sign):
         t = self.tensors[name, layer]
@@ -80,7 +95,8 @@ class Reading:
         if not sign:
             return y
         rows, cols, H = np.arange(t.rows), np.arange(t.cols), self.cfg.HIDDEN_DIM
-        xn, f = (x * self.noise(seed + t.seed_b, rows)).astype(np.float32), self.factor(t.overlay_b, seed + t.seed_b, rows)
+        xn = (x * self.noise(seed + t.seed_b, rows)).astype(np.float32)
+        f = self.factor(t.overlay_b, seed + t.seed_b, rows)
         if down:
             p = np.zeros((len(x), H), np.int64)
             for sub in range(4):
@@ -90,7 +106,8 @@ class Reading:
             sb = wrap(p.sum(1))
         else:
             sb = wrap(truncated(xn * f).sum(1))
-        a = truncated(self.noise(seed + t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, seed + t.seed_a, cols))
+        a = truncated(self.noise(seed + t.seed_a,
+                                 cols).astype(np.float32) * self.factor(t.overlay_a, seed + t.seed_a, cols))
         return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.cfg.NOISE_SHIFT))
 
     def layer_norm(self, h, name, layer, seed, sign):
@@ -107,7 +124,7 @@ class Reading:
         cfg = self.cfg
         n = self.layer_norm(h, norm, layer, seed, sign)
         u = (self.product(up, layer, seed, sign, n) >> cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer, seed, sign)
-        u = parameters.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
+        u = integer_tables.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
         down = self.product(down, layer, seed, sign, u, down=True) >> cfg.SHIFT_MLP_DOWN
         h = self.amax(wrap(h + down + self.vector(down_bias, layer, seed, sign)))
         for name, values in zip(names, (n, u, h)):
@@ -119,16 +136,18 @@ class Reading:
         e, o = np.moveaxis(y.reshape(len(y), -1, cfg.HEAD_DIM // 2, 2), -1, 0)
         cos, sin = np.moveaxis(rope[:, None], -1, 0)
         half = 1 << cfg.ROPE_SCALE_BIT - 1
-        turned = np.stack([(e * cos - o * sin + half) >> cfg.ROPE_SCALE_BIT, (e * sin + o * cos + half) >> cfg.ROPE_SCALE_BIT], -1)
+        turned = np.stack([(e * cos - o * sin + half) >> cfg.ROPE_SCALE_BIT,
+                           (e * sin + o * cos + half) >> cfg.ROPE_SCALE_BIT], -1)
         return wrap(turned.reshape(y.shape))
 
     def attend(self, q, k, v, layer=0):
-        cfg, exp, a = self.cfg, parameters.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
+        cfg, exp, a = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
         seen = []
         for head in range(cfg.N_HEADS):
             part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
             scores = q[:, part] @ k[:, part].T >> cfg.SHIFT_ATTN
-            seen.append([exp[np.minimum(len(exp) - 1, scores[t, :t + 1].max() - scores[t, :t + 1])] for t in range(len(q))])
+            seen.append([exp[np.minimum(len(exp) - 1,
+                                        scores[t, :t + 1].max() - scores[t, :t + 1])] for t in range(len(q))])
             for t, w in enumerate(seen[-1]):
                 total = (w[:, None] * v[:t + 1, part]).sum(0)
                 a[t, part] = np.clip(np.sign(total) * (np.abs(total) // w.sum()), -127, 127)
@@ -142,11 +161,13 @@ class Reading:
         if not sign:
             return e
         p = (self.noise(seed + t.seed_a, columns)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-        p = p * self.factor(t.overlay_a, seed + t.seed_a, columns)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
+        p = p * self.factor(t.overlay_a, seed + t.seed_a,
+                            columns)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
         return e + (truncated(p) * sign >> self.cfg.NOISE_SHIFT)
 
     def coefficients(self, tokens):
-        """int64 [positions]: the transform's coefficient of each position (model.transforms); only a whole window can see its targets."""
+        """int64 [positions]: the transform's coefficient of each position (model.transforms); only a whole window can
+        see its targets."""
         T, p = self.cfg.SEQ_LEN, transforms.PRIME[self.cfg.NTT_MODE]
         basis = transforms.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
         blocks = np.zeros((-(-len(tokens) // T), T), np.int64)
@@ -162,9 +183,10 @@ class Reading:
             e = e + sum(self.look_up(f"ntt_emb_{k + 1}", c >> 8 * k + 8 & 255, seed, sign) >> 2 for k in range(3))
         h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
         self.see(-1, "Emb", h)
-        h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down",
+        h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
+                     "mlp_emb_bias_down",
                      ("LN_Init", "InitMLP_Exp", "InitMLP"))
-        rope = parameters.rope_table(cfg, len(tokens)).astype(np.int64)
+        rope = integer_tables.rope_table(cfg, len(tokens)).astype(np.int64)
         for layer in range(cfg.N_LAYERS):
             n = self.layer_norm(h, "ln_1", layer, seed, sign)
             self.see(layer, "LN1", n)
@@ -172,7 +194,8 @@ class Reading:
             a = self.attend(self.amax(self.rotate(q, rope)), self.amax(self.rotate(k, rope)), self.amax(v), layer)
             h = self.amax(wrap(h + (self.product("w_o", layer, seed, sign, a) >> cfg.SHIFT_OUT)))
             self.see(layer, "Attn", h)
-            h = self.mlp(h, layer, seed, sign, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", ("LN2", "MLP_Exp", "MLP"))
+            h = self.mlp(h, layer, seed, sign, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down",
+                         ("LN2", "MLP_Exp", "MLP"))
         n = self.layer_norm(h, "ln_f", 0, seed, sign)
         self.see(-1, "LN_F", n)
         return n
@@ -182,34 +205,38 @@ class Reading:
         return self.product("embedding", 0, seed, sign, self.hidden(tokens, seed, sign)) >> self.cfg.SHIFT_LOGIT
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------------
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 def statistics(values):
-    """Of int8 values: mean, standard deviation, entropy of their histogram in bits, shares of saturated and of zero values, range."""
+    """Of int8 values: mean, standard deviation, entropy of their histogram in bits, shares of saturated and of zero
+    values, range."""
     values = np.asarray(values, np.int64).ravel()
     share = np.bincount(values + 128, minlength=256) / values.size
     held = share[share > 0]
-    return {"mean": float(values.mean()), "std": float(values.std()), "entropy": float(-(held * np.log2(held)).sum() + 0.0),
+    return {"mean": float(values.mean()), "std": float(values.std()),
+            "entropy": float(-(held * np.log2(held)).sum() + 0.0),
             "saturated": float((np.abs(values) >= SATURATED).mean()), "zero": float((values == 0).mean()),
             "low": int(values.min()), "high": int(values.max())}
 
 
 def attention_statistics(weights):
-    """Of the weights of one query (int64 [context]): entropy in bits, peak (the largest share), the largest weight, their sum, and how
-    many are not zero."""
+    """Of the weights of one query (int64 [context]): entropy in bits, peak (the largest share), the largest weight,
+    their sum, and how many are not zero."""
     share = weights[weights > 0] / weights.sum()
-    return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()), "largest": int(weights.max()),
+    return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()),
+            "largest": int(weights.max()),
             "sum": int(weights.sum()), "context": int(share.size)}
 
 
 def trace(cfg, state, tokens):
-    """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight array.
+    """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
+    array.
 
-    tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or with "head" and
-    `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
+    tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or with
+    "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
     if cfg.MODEL != "transformer":
         raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
-    window = parameters.windows(cfg, tokens, state.step, 0, 1)[0]
+    window = rules.windows(cfg, tokens, state.step, 0, 1)[0]
     position, parts = min(POSITION, cfg.SEQ_LEN - 1), []
 
     def see(layer, name, values):
@@ -225,7 +252,7 @@ def trace(cfg, state, tokens):
     return {"step": state.step, "member": 0, "position": position, "parts": parts, "weights": weights}
 
 
-# --- for people and for programs -------------------------------------------------------------------------------------------
+# --- for people and for programs -------------------------------------------------------------------------------------
 
 def describe(told, colour):
     """[str]: the lines of a trace; colour(text, name) paints."""
@@ -235,9 +262,12 @@ def describe(told, colour):
             lines.append(_line(f"[S{step:5d} L{part['layer']:2d} T{position:3d}] ", part, colour))
             continue
         possible = np.log2(part["context"]) if part["context"] > 1 else np.inf
-        lines.append(colour(f"[S{step:5d} L{part['layer']:2d} T{position:3d} H{part['head']}] ", "grey") + colour(f"{'Attn':14}", "yellow")
-                     + ": " + _entropy(part["entropy"], possible, colour) + "MaxW:" + colour(f"{part['largest']:6d}", "cyan")
-                     + " SumW:" + colour(f"{part['sum']:8d}", "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
+        lines.append(colour(f"[S{step:5d} L{part['layer']:2d} T{position:3d} H{part['head']}] ",
+                            "grey") + colour(f"{'Attn':14}", "yellow")
+                     + ": " + _entropy(part["entropy"], possible,
+                                       colour) + "MaxW:" + colour(f"{part['largest']:6d}", "cyan")
+                     + " SumW:" + colour(f"{part['sum']:8d}",
+                                         "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
     lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part, colour) for part in told["weights"]]
     return lines
 

@@ -1,7 +1,8 @@
-"""The live page and /metrics: a small HTTP server in the coordinator's own loop, without threads and with a bound on everything.
+"""The live page and /metrics: a small HTTP server in the coordinator's event loop, without threads, with all resources
+bounded.
 
-GET / is the page (egg_page.html, which holds all it needs), /state.json what it shows, /metrics the same figures for Prometheus. What is sent
-is made at most once a second and shared by all who ask, so that a page open in many browsers costs no more than a few sends a second.
+GET / is the page (live_page.html, a single file), /state.json what it shows, /metrics the same figures for Prometheus.
+Responses are made at most once per second and shared by all clients, so that many open browsers cost little.
 """
 
 import base64
@@ -25,18 +26,20 @@ from tools import curves
 
 MOST_CLIENTS = 128         # connections
 MOST_HEADER = 8192         # bytes of a request
-REQUEST_SECONDS = 10.0     # a client may take so long for a request, from connecting or from its first byte,
-SEND_SECONDS = 20.0        # so long to take in the answer,
-IDLE_SECONDS = 60.0        # and so long between one request and the next
-LINGER_SECONDS = 1.0       # that a client has to read the answer behind which its connection is closed
-MADE_EVERY = 1.0           # seconds between two makings of what is sent
-POINTS = 800               # of a curve that are sent at most
-WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # that are sent at most; of peers as many as of workers
+REQUEST_SECONDS = 10.0     # seconds that a client may take for a request, from connecting or from its first byte
+SEND_SECONDS = 20.0        # ... to receive the response
+IDLE_SECONDS = 60.0        # ... between one request and the next
+LINGER_SECONDS = 1.0       # ... to read the last response before its connection is closed
+MADE_EVERY = 1.0           # seconds for which a response is reused
+POINTS = 800               # most points of a curve
+WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # most entries in a response; peers: as many as workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
-           413: "Content Too Large", 431: "Request Header Fields Too Large", 503: "Service Unavailable", 505: "HTTP Version Not Supported"}
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
+           405: "Method Not Allowed", 413: "Content Too Large", 431: "Request Header Fields Too Large",
+           503: "Service Unavailable", 505: "HTTP Version Not Supported"}
 
 
 class HttpError(event_log.WatchError):
@@ -44,7 +47,7 @@ class HttpError(event_log.WatchError):
 
 
 class Where(NamedTuple):
-    """Where the page is served and who may see it: secret, bytes, b"" for everybody; tls: an ssl.SSLContext or None."""
+    """The address of the page, and who may see it. secret: bytes, b"" for everybody; tls: an ssl.SSLContext or None."""
     host: str
     port: int
     secret: bytes
@@ -58,54 +61,228 @@ class Where(NamedTuple):
 
 
 def where(address, access):
-    """The Where of --http. address: (host, port); access: an cluster.auth.Access. Raises AuthError for an address that others reach, where
-    they would need no secret, or would send it in the clear."""
+    """The Where of --http. address: (host, port); access: a cluster.auth.Access. Raises AuthError for an address that
+    others can reach without a secret, or with a secret in the clear."""
     host, port = address
     if auth.is_loopback(host):
         return Where(host, port, access.secret, None)
     if not access.insecure and not (access.secret and access.tls):
-        wrong = "would send the secret over the network in the clear" if access.secret else "would show the run to anybody"
-        raise auth.AuthError(f"--http {host}:{port} {wrong}: look at it through `ssh -L {port}:localhost:{port}` with --http {port}, or give "
-                                 "a secret and TLS, or --insecure on a network where everybody is trusted")
+        wrong = "would send the secret over the network in the clear" if access.secret else \
+            "would show the run to anybody"
+        raise auth.AuthError(f"--http {host}:{port} {wrong}: look at it through `ssh -L {port}:localhost:{port}` with "
+                             f"--http {port}, or give a secret and TLS, or --insecure on a network where everybody is "
+                             "trusted")
     return Where(host, port, access.secret, access.tls)
 
 
 def parse_address(text):
-    """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; loopback where no host is given. Raises ValueError."""
+    """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; the default host is loopback. Raises ValueError."""
     match = re.fullmatch(r"(?:(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):)?(\d{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise ValueError
     return (match[1] or "127.0.0.1").strip("[]"), int(match[2])
 
 
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+class Figures:
+    """What the page shows: a sink of the events (cluster.event_log) of a coordinator."""
+
+    COUNTED = ("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated")
+    LISTED = ("joined", "left", "banned", "refused", "warning", "message")
+    LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
+
+    def __init__(self, coordinator):
+        self.coordinator = coordinator
+        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
+        self.seconds, self.step, self.references = 0.0, {}, {}
+        self.last_validation = self.best = self.unit = None
+        self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
+        self.merges = deque(maxlen=MERGES)
+        self.counts = dict.fromkeys(self.COUNTED, 0)
+        self.sent = self.received = 0
+        self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
+        self._read_curve(coordinator.run)
+        coordinator.events.sinks.append(self)
+
+    def _read_curve(self, run):
+        """The curve of the run so far."""
+        if run.directory is None or not run.step:
+            return
+        with contextlib.suppress(event_log.WatchError):          # old versions wrote no events
+            curve = curves.read_curve(run.directory)
+            for step, tokens, seconds, value in curve.loss:
+                if step < run.step:
+                    self.loss.add(tokens, seconds, value)
+                    self.seconds = seconds
+            for step, tokens, seconds, value in curve.validation:
+                if step <= run.step:
+                    self._add_validation(step, tokens, seconds, value, curve.unit)
+            self.references = curve.references
+            for merge in curve.merges:
+                self._add_merge(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
+
+    def _add_validation(self, step, tokens, seconds, value, unit):
+        self.validation.add(tokens, seconds, value)
+        self.unit = unit
+        self.last_validation = {"step": step, "value": value, "unit": unit}
+        if self.best is None or value < self.best["value"]:
+            self.best = self.last_validation
+
+    def _add_merge(self, step, tokens, seconds, peer, peer_step, share):
+        self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer,
+                            "peer_step": peer_step, "part": round(share, 4)})
+
+    def tell(self, event, line):
+        kind = event["event"]
+        if kind == "step":
+            self._add_step(event)
+        elif kind == "validation":
+            self._add_validation(event["step"], event["tokens"], self.seconds, event["value"], event["unit"])
+        elif kind == "sample":
+            self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
+        elif kind == "references":
+            self.references = event["values"]
+        elif kind in self.LISTED or line and kind in self.LISTED_WITH_LINE:
+            text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
+            self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
+        if kind == "merge":
+            tokens = event["step"] * self.coordinator.progress.tokens_a_step
+            share = curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA)
+            self._add_merge(event["step"], tokens, self.seconds, event["peer"], event["peer_step"], share)
+        if kind in self.counts:
+            self.counts[kind] += 1
+
+    def _add_step(self, event):
+        self.step = event
+        self.seconds += event["seconds"]
+        self.sent, self.received = self.sent + event["sent"], self.received + event["received"]
+        self.loss.add(event["tokens"], self.seconds, event["loss"])
+        fade = math.exp(-event["seconds"] / SPEED_SECONDS)
+        tokens = event["tokens_per_second"] * event["seconds"]
+        self._recent = [fade * old + new for old, new in zip(self._recent, (event["seconds"], tokens))]
+
+    def speed(self):
+        """Tokens per second over the last steps."""
+        return self._recent[1] / self._recent[0] if self._recent[0] else 0.0
+
+    def state(self):
+        """What the page shows, as a dict for JSON."""
+        coordinator, status, step = self.coordinator, self.coordinator.status(), self.step
+        directory, island, workers = coordinator.run.directory, status["island"], status["workers"]
+        if island:
+            island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
+                      "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
+        return {"time": round(time.time(), 3),
+                "name": os.path.basename(os.path.abspath(directory)) if directory else None,
+                **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot")},
+                "started": coordinator.progress.started is not None,
+                "tokens": status["step"] * coordinator.progress.tokens_a_step,
+                "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
+                "step_seconds": step.get("seconds"), **{k: step.get(k) for k in ("loss", "learning_rate", "updates")},
+                "weights": coordinator.n_weights, "validation": self.last_validation, "best": self.best,
+                "references": self.references, "unit": self.unit,
+                "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
+                "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
+                "merges": list(self.merges), "samples": list(self.samples), "lines": list(self.lines)}
+
+    def metrics(self):
+        """The same in the text format of Prometheus."""
+        status, step = self.coordinator.status(), self.step
+        rows = [("egg_steps_total", "steps of the run that are complete", status["step"]),
+                ("egg_tokens_total", "tokens evaluated in them",
+                 status["step"] * self.coordinator.progress.tokens_a_step),
+                ("egg_loss", "mean loss of the population in the last step", step.get("loss")),
+                ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so",
+                 self.speed() or None),
+                ("egg_step_seconds", "duration of the last step", step.get("seconds")),
+                ("egg_learning_rate", "learning rate of the last step", step.get("learning_rate")),
+                ("egg_weights_changed", "weights that the last reported update changed", step.get("updates")),
+                ("egg_chunks", "chunks of a step", status["chunks"]),
+                ("egg_chunks_done", "chunks of the current step that are done", status["chunks_done"]),
+                ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", self.sent),
+                ("egg_received_bytes_total", "bytes received from workers in the steps since the start",
+                 self.received),
+                ("egg_snapshot_step", "step of the newest snapshot, 0 without one", status["snapshot"]),
+                ("egg_workers", "workers that are connected", len(status["workers"])),
+                *((f"egg_events_total{{event={quoted(kind)}}}", "events since the start, by kind", n)
+                  for kind, n in self.counts.items())]
+        if self.best:
+            unit = f"{{unit={quoted(self.unit)}}}"
+            rows += [("egg_validation" + unit, "the last validation", self.last_validation["value"]),
+                     ("egg_validation_best" + unit, "the lowest validation", self.best["value"]),
+                     ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
+        for name, text, key in (("egg_worker_chunks_total", "results taken from a worker", "chunks"),
+                                ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
+                                ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen")):
+            for w in status["workers"][:WORKERS]:
+                labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
+                rows.append((f"{name}{{{labels}}}", text, w[key]))
+        return prometheus(rows + (island_metrics(status["island"]) if status["island"] else []))
+
+
+def island_metrics(island):
+    """[(name, text, value)] of the status of an island."""
+    kind, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
+    rows = [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
+            ("egg_island_fitness" + kind, "what is compared with peers, lower is better", island["fitness"]),
+            ("egg_island_peers", "islands that are known", len(peers)),
+            ("egg_island_peers_up", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
+    for name, text, key in (("egg_island_peer_fitness", "fitness that a peer states", "fitness"),
+                            ("egg_island_peer_step", "step that a peer states", "step"),
+                            ("egg_island_given_total", "states given to a peer", "given"),
+                            ("egg_island_taken_total", "states taken from a peer", "taken")):
+        for p in peers[:WORKERS]:
+            labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
+            rows.append((f"{name}{{{labels}}}", text, p[key]))
+    return rows
+
+
+def prometheus(rows):
+    """str: the text format. rows: (name with labels, help text, value or None); names in _total are counters."""
+    lines, last = [], None
+    for name, text, value in rows:
+        family = name.partition("{")[0]
+        if value is not None and family != last:
+            kind = "counter" if family.endswith("_total") else "gauge"
+            lines += [f"# HELP {family} {text}", f"# TYPE {family} {kind}"]
+            last = family
+        if value is not None:
+            lines.append(f"{name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def quoted(text):
+    """A label value in the text format of Prometheus."""
+    return '"' + str(text).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") + '"'
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
 class Client(hub.Connection):
-    """A connection of a browser. `until` is when it is closed unless something comes to its end before: bytes that
-    trickle in do not move it."""
+    """A connection of a browser. `until` is its deadline: it is moved by whole requests and responses, not by single
+    bytes."""
 
     PIECE = MOST_HEADER
 
     def __init__(self, page, sock, address):
         self.page = page
-        self.last, self.ending = False, False        # the answer on its way is the last; it is out, and the client's end is awaited
+        self.last = self.ending = False              # the response is the last one; it is sent, the client shall close
         self.sending, self.idle, self.until = False, False, time.monotonic() + REQUEST_SECONDS
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):
-        """Answers one request at most: no client keeps the others waiting."""
+        """Answers at most one request, so that no client keeps the others waiting."""
         if self.sending:
             self.sending = False
-            self._sent()
+            self._response_sent()
         if self.ending:
             self.inbox.clear()
             return
         if self.idle and self.inbox:
             self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
-        if self._whole():
+        if len(self.inbox) > MOST_HEADER or b"\r\n\r\n" in self.inbox:
             self._take_request()
-
-    def _whole(self):
-        """Whether there is something to answer: a request, or too much of one."""
-        return len(self.inbox) > MOST_HEADER or b"\r\n\r\n" in self.inbox
 
     def _take_request(self):
         end = self.inbox.find(b"\r\n\r\n")
@@ -118,10 +295,9 @@ class Client(hub.Connection):
         self.send(answer)
         self.again()
 
-    def _sent(self):
-        """The answer is on its way."""
+    def _response_sent(self):
         if self.last:
-            # closing at once would throw away the answer where something of the client's has not been read
+            # not closed at once: with unread input the system would discard the response
             self.inbox.clear()
             self.ending, self.until = True, time.monotonic() + LINGER_SECONDS
             self.end()
@@ -130,7 +306,6 @@ class Client(hub.Connection):
             self.until = time.monotonic() + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
 
     def check(self, now):
-        """Closes what takes too long."""
         if now > self.until:
             self.close()
 
@@ -139,190 +314,29 @@ class Client(hub.Connection):
 
 
 class Page:
-    """Serves `where` in the event loop of `coordinator`, whose events it hears. Raises HttpError where that cannot be listened on."""
+    """Serves `where` in the event loop of `coordinator`. Raises HttpError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
         self.where, self.coordinator, self.clients, self.traffic = where, coordinator, set(), hub.Traffic()
         with open(PAGE, "rb") as file:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
-        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
-        self.seconds, self.step, self.references = 0.0, None, {}
-        self.last_validation = self.best = self.unit = None
-        self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
-        self.merges = deque(maxlen=MERGES)
-        self.counts = dict.fromkeys(("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated"), 0)
-        self.sent = self.received = 0
-        self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
+        self.figures = Figures(coordinator)
         self._made = {}                              # path -> (when, Body)
-        self._remember(coordinator.run)
-        self.address = self._listen()
-        coordinator.events.sinks.append(self)
-
-    def _remember(self, run):
-        """The curve of the run up to here."""
-        if run.directory is None or not run.step:
-            return
-        with contextlib.suppress(event_log.WatchError):          # a run of before there were events, say
-            curve = curves.read_curve(run.directory)
-            for step, tokens, seconds, value in curve.loss:
-                if step < run.step:
-                    self.loss.add(tokens, seconds, value)
-                    self.seconds = seconds
-            for step, tokens, seconds, value in curve.validation:
-                if step <= run.step:
-                    self._validated(step, tokens, seconds, value, curve.unit)
-            self.references = curve.references
-            for merge in curve.merges:
-                self._merged(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
-
-    def _validated(self, step, tokens, seconds, value, unit):
-        self.validation.add(tokens, seconds, value)
-        self.unit = unit
-        self.last_validation = {"step": step, "value": value, "unit": unit}
-        if self.best is None or value < self.best["value"]:
-            self.best = self.last_validation
-
-    def _merged(self, step, tokens, seconds, peer, peer_step, part):
-        self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer, "peer_step": peer_step,
-                            "part": round(part, 4)})
-
-    def _listen(self):
-        host, port = self.where.host, self.where.port
         try:
-            return self.coordinator.hub.listen(host, port, self._accept, MOST_CLIENTS)
+            self.address = coordinator.hub.listen(where.host, where.port, self._accept, MOST_CLIENTS)
         except OSError as error:
             why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            raise HttpError(f"--http {host}:{port}: {why}: choose another") from None
+            raise HttpError(f"--http {where.host}:{where.port}: {why}: choose another") from None
 
     def invitation(self):
         """A line with the page's address."""
         host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
-        asked = ", which asks for the secret as password" if self.where.secret else ""
-        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{asked}"
-
-    # events
-
-    def tell(self, event, line):
-        """A sink of events (cluster.event_log)."""
-        kind = event["event"]
-        if kind == "step":
-            self.step = event
-            self.seconds += event["seconds"]
-            self.sent, self.received = self.sent + event["sent"], self.received + event["received"]
-            self.loss.add(event["tokens"], self.seconds, event["loss"])
-            fade = math.exp(-event["seconds"] / SPEED_SECONDS)
-            tokens = event["tokens_per_second"] * event["seconds"]
-            self._recent = [fade * old + new for old, new in zip(self._recent, (event["seconds"], tokens))]
-        elif kind == "validation":
-            self._validated(event["step"], event["tokens"], self.seconds, event["value"], event["unit"])
-        elif kind == "sample":
-            self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
-        elif kind == "references":
-            self.references = event["values"]
-        elif kind in ("joined", "left", "banned", "refused", "warning", "message") or line and kind in ("peer", "gossip", "merge", "rejuvenated"):
-            text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
-            self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
-        if kind == "merge":
-            self._merged(event["step"], event["step"] * self.coordinator.progress.tokens_a_step, self.seconds, event["peer"], event["peer_step"],
-                         curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA))
-        if kind in self.counts:
-            self.counts[kind] += 1
-
-    def speed(self):
-        """Tokens a second over the last steps."""
-        return self._recent[1] / self._recent[0] if self._recent[0] else 0.0
-
-    # what is sent
-
-    def state(self):
-        """What the page shows, as a dict for JSON."""
-        told, coordinator = self.coordinator.status(), self.coordinator
-        island = told["island"]
-        step = self.step or {}
-        directory = coordinator.run.directory
-        return {"time": round(time.time(), 3), "name": os.path.basename(os.path.abspath(directory)) if directory else None,
-                "step": told["step"], "steps": told["steps"], "chunks": told["chunks"], "chunks_done": told["chunks_done"],
-                "started": coordinator.progress.started is not None, "tokens": told["step"] * coordinator.progress.tokens_a_step,
-                "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
-                "step_seconds": step.get("seconds"), "loss": step.get("loss"), "learning_rate": step.get("learning_rate"),
-                "updates": step.get("updates"), "weights": coordinator.n_weights, "snapshot": told["snapshot"],
-                "validation": self.last_validation, "best": self.best, "references": self.references, "unit": self.unit,
-                "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
-                "workers": told["workers"][:WORKERS], "n_workers": len(told["workers"]), "island": island and {
-                    **{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")}, "peers": island["peers"][:WORKERS],
-                    "n_peers": len(island["peers"])}, "merges": list(self.merges),
-                "samples": list(self.samples), "lines": list(self.lines)}
-
-    def metrics(self):
-        """The same in the text form of Prometheus."""
-        told, step, coordinator = self.coordinator.status(), self.step or {}, self.coordinator
-        rows = [("egg_steps_total", "counter", "steps of the run that are complete", told["step"]),
-                ("egg_tokens_total", "counter", "tokens evaluated in them", told["step"] * coordinator.progress.tokens_a_step),
-                ("egg_loss", "gauge", "mean loss of the population in the last step", step.get("loss")),
-                ("egg_tokens_per_second", "gauge", "tokens evaluated a second, over the last 10 seconds or so", self.speed() or None),
-                ("egg_step_seconds", "gauge", "duration of the last step", step.get("seconds")),
-                ("egg_learning_rate", "gauge", "learning rate of the last step", step.get("learning_rate")),
-                ("egg_weights_changed", "gauge", "weights that the last reported update changed", step.get("updates")),
-                ("egg_chunks", "gauge", "chunks of a step", told["chunks"]),
-                ("egg_chunks_done", "gauge", "chunks of the present step that are done", told["chunks_done"]),
-                ("egg_sent_bytes_total", "counter", "bytes sent to workers in the steps since the start", self.sent),
-                ("egg_received_bytes_total", "counter", "bytes received from workers in the steps since the start", self.received),
-                ("egg_snapshot_step", "gauge", "step of the newest snapshot, 0 without one", told["snapshot"]),
-                ("egg_workers", "gauge", "workers that are connected", len(told["workers"])),
-                *((f"egg_events_total{{event={quoted(kind)}}}", "counter", "events since the start, by kind", n)
-                  for kind, n in self.counts.items())]
-        if self.best:
-            unit = f"{{unit={quoted(self.unit)}}}"
-            rows += [("egg_validation" + unit, "gauge", "the last validation", self.last_validation["value"]),
-                     ("egg_validation_best" + unit, "gauge", "the lowest validation", self.best["value"]),
-                     ("egg_validation_step", "gauge", "step of the last validation", self.last_validation["step"])]
-        kinds = (("egg_worker_chunks_total", "counter", "results taken from a worker", "chunks"),
-                 ("egg_worker_chunk_seconds", "gauge", "seconds a worker takes for a chunk", "chunk_seconds"),
-                 ("egg_worker_last_seen_seconds", "gauge", "seconds since a worker was heard", "last_seen"))
-        for name, kind, text, key in kinds:
-            for w in told["workers"][:WORKERS]:
-                labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
-                rows.append((f"{name}{{{labels}}}", kind, text, w[key]))
-        if island := told["island"]:
-            unit, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
-            rows += [("egg_island_epoch", "gauge", "starts of the history: merges and rejuvenations so far", island["epoch"]),
-                     ("egg_island_fitness" + unit, "gauge", "what is compared with peers, lower is better", island["fitness"]),
-                     ("egg_island_peers", "gauge", "islands that are known", len(peers)),
-                     ("egg_island_peers_up", "gauge", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
-            for name, kind, text, key in (("egg_island_peer_fitness", "gauge", "fitness that a peer states", "fitness"),
-                                          ("egg_island_peer_step", "gauge", "step that a peer states", "step"),
-                                          ("egg_island_given_total", "counter", "states given to a peer", "given"),
-                                          ("egg_island_taken_total", "counter", "states taken from a peer", "taken")):
-                for p in peers[:WORKERS]:
-                    labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
-                    rows.append((f"{name}{{{labels}}}", kind, text, p[key]))
-        lines, before = [], None
-        for name, kind, text, value in rows:
-            family = name.partition("{")[0]
-            if value is not None and family != before:
-                lines += [f"# HELP {family} {text}", f"# TYPE {family} {kind}"]
-                before = family
-            if value is not None:
-                lines.append(f"{name} {value}")
-        return "\n".join(lines) + "\n"
-
-    def _body(self, path):
-        """The Body of a path, None where there is none."""
-        if path == "/":
-            return self.html
-        if path not in ("/state.json", "/metrics"):
-            return None
-        when, body = self._made.get(path, (-math.inf, None))
-        now = time.monotonic()
-        if now - when >= MADE_EVERY:
-            body = Body(JSON, json.dumps(self.state(), separators=(",", ":")).encode()) if path == "/state.json" else \
-                Body("text/plain; version=0.0.4; charset=utf-8", self.metrics().encode())
-            self._made[path] = now, body
-        return body
+        secret = ", which asks for the secret as password" if self.where.secret else ""
+        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{secret}"
 
     def answer(self, head):
-        """(bytes of the response, whether it is the last on this connection) to the head of a request."""
+        """(bytes of the response, whether it is the last one on this connection) to the head of a request."""
         try:
             method, target, version, fields = parse(head)
         except ValueError as error:
@@ -336,30 +350,45 @@ class Page:
         elif method not in ("GET", "HEAD"):
             status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
         elif body := self._body(target.partition("?")[0]):
-            status, zipped = 200, bool(re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", fields.get("accept-encoding", "")))
+            encodings = fields.get("accept-encoding", "")
+            status, zipped = 200, bool(re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", encodings))
             extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
         else:
             status, body = 404, "there is /, /state.json and /metrics\n"
         return response(status, body, last, *extra, head=method == "HEAD", zipped=zipped), last
 
+    def _body(self, path):
+        """The Body of a path, None if there is none."""
+        if path == "/":
+            return self.html
+        if path not in ("/state.json", "/metrics"):
+            return None
+        when, body = self._made.get(path, (-math.inf, None))
+        now = time.monotonic()
+        if now - when >= MADE_EVERY:
+            if path == "/metrics":
+                body = Body(PROMETHEUS, self.figures.metrics().encode())
+            else:
+                body = Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode())
+            self._made[path] = now, body
+        return body
+
     def _host_allowed(self, host):
-        """A page of a stranger, open in a browser here, may have its name resolved to this machine: what is served to this machine alone
-        is not served under other names."""
+        """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
         name = re.sub(r":\d*$", "", host).strip("[]").lower()
         return not auth.is_loopback(self.where.host) or auth.is_loopback(name)
 
-    def _knows_secret(self, given):
-        scheme, _, text = given.partition(" ")
+    def _knows_secret(self, authorization):
+        scheme, _, text = authorization.partition(" ")
         try:
-            password = base64.b64decode(text.strip(), validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+            credentials = base64.b64decode(text.strip(), validate=True) if scheme.lower() == "basic" else b""
         except ValueError:
             return False
+        password = credentials.partition(b":")[2]
         return hmac.compare_digest(hashlib.sha256(password).digest(), hashlib.sha256(self.where.secret).digest())
 
-    # connections
-
     def _accept(self, sock, address):
-        """See hub.Hub.listen."""
+        """See hub.Hub.listen. If there are too many clients, an idle one makes room."""
         if len(self.clients) >= MOST_CLIENTS:
             idle = [c for c in self.clients if c.idle]
             if not idle:
@@ -371,32 +400,34 @@ class Page:
         self.clients.add(Client(self, sock, address))
 
 
-# --- HTTP ------------------------------------------------------------------------------------------------------------------
+# --- HTTP -------------------------------------------------------------------------------------------------------------
 
 class Body:
-    """What is sent to many, plain and compressed."""
+    """The body of a response, plain and compressed."""
 
     def __init__(self, kind, data):
         self.kind, self.plain, self.zipped = kind, data, gzip.compress(data, 1, mtime=0)
 
 
 def response(status, body, last=True, *fields, head=False, zipped=False):
-    """bytes of a whole response. body: a Body, or a line of text; last: the connection is closed behind it; head: without the body."""
+    """bytes of a response. body: a Body, or a line of text; last: the connection is closed after it; head: without
+    body."""
     body = body if isinstance(body, Body) else Body(TEXT, body.encode())
     data = body.zipped if zipped else body.plain
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {body.kind}", f"Content-Length: {len(data)}", "Cache-Control: no-store",
-             "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cross-Origin-Resource-Policy: same-origin",
-             "Vary: Accept-Encoding", *fields]
+    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {body.kind}", f"Content-Length: {len(data)}",
+             "Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer",
+             "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding", *fields]
     lines += ["Content-Encoding: gzip"] * zipped + ["Connection: close"] * last
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else data)
 
 
 def parse(head):
-    """(method, target, version, {field in small letters: value}) of a request's head. Raises ValueError(status, reason)."""
+    """(method, target, version, {lower-case field: value}) of the head of a request. Raises ValueError(status,
+    reason)."""
     lines = head.decode("latin-1").split("\r\n")
     words = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)", lines[0])
     if not words:
-        raise ValueError(400, "this is no request")
+        raise ValueError(400, "this is not a request")
     if words[3] != "1":
         raise ValueError(505, "HTTP/1.1 is spoken here")
     fields = {}
@@ -416,15 +447,11 @@ def parse(head):
 
 
 def policy(html):
-    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to where it came from."""
+    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to where it came
+    from."""
     def hashes(tag):
         parts = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.S)
         return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in parts)
 
-    return (f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; connect-src 'self'; img-src data:; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-
-
-def quoted(text):
-    """A label value in the text form of Prometheus."""
-    return '"' + str(text).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") + '"'
+    return (f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")

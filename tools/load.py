@@ -1,4 +1,4 @@
-"""Puts load on a coordinator: simulated workers of protocol 2 on loopback. `python -m tools.load` measures 1000 of them."""
+"""Load on a coordinator: simulated workers of protocol 2 on loopback. `python -m tools.load` measures 1000 of them."""
 
 import heapq
 import os
@@ -18,15 +18,15 @@ import egg_config
 from cluster import auth, history, wire
 from cluster.link import Link
 from cluster.wire import JOB_REQUEST, RESULT, V2
-from model import parameters
+from model import fitness_digits
 
 EGG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "egg.py")
 CHUNKS = 8000
 
 
 def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
-    """dict of results/s, answer times, memory and CPU of a coordinator process with so many workers, each of which takes
-    chunk_seconds for a chunk.
+    """dict of results/s, answer times, memory and CPU of a coordinator process with so many workers, each of which
+    takes chunk_seconds for a chunk.
 
     An answer time is that from sending a result and the next request to having the next chunk. Answers that are held
     back until a step is complete, or a chunk is late, are not counted. Those just after the end of a step, when all
@@ -68,9 +68,9 @@ def _serve(cfg, links, seconds, chunk_seconds):
     """(results, seconds, [answer time], [the same just after a step])."""
     poll, times, rush, due, done = select.epoll(), [], [], [], 0
     dice, asked, after_step, given = random.Random(1), {}, {}, {}
-    limits, digits = wire.limits(cfg), parameters.packed_size(cfg.CHUNK_SIZE // 2)
+    limits, digits = wire.limits(cfg), fitness_digits.packed_size(cfg.CHUNK_SIZE // 2)
     # ternary digits as often as in a run of the default configuration
-    some = [parameters.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=cfg.CHUNK_SIZE // 2), np.int8))
+    some = [fitness_digits.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=cfg.CHUNK_SIZE // 2), np.int8))
             for _ in range(256)]
 
     def request(step):

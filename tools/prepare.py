@@ -2,13 +2,17 @@
 10)."""
 
 import os
+import sys
 import tempfile
 import time
 
 import numpy as np
 
+import egg_config
+from egg_config import UsageError
 from model.data_files import WORDS, DataError, read_text
 
+FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
@@ -47,6 +51,35 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
     return n_tokens
+
+
+def need_room(directory, force):
+    """Asks before files of an earlier `prepare` in a directory are replaced. Raises UsageError."""
+    there = [path for name in FILES.values()
+             if os.path.exists(path := os.path.normpath(os.path.join(directory, name)))]
+    if force or not there:
+        return
+    if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
+        return
+    raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
+
+
+def training_on(directory, n_tokens, plain, gpu):
+    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
+    preset = ("best-bytes" if plain else "best") if gpu else "laptop"
+    constants = {"DETOKENIZE": 0} if plain else {}
+    if preset == "best" and n_tokens != egg_config.VOCAB_SIZE:
+        constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
+    if os.path.normpath(directory) != ".":
+        constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
+                      if not (plain and name == "DECODING_FILE")}
+    kept = first = "ckpt-" + os.path.basename(os.path.abspath(directory))
+    for number in range(2, 1000):
+        if not os.path.exists(kept):
+            break
+        kept = f"{first}-{number}"
+    return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
+            "--save-dir", kept]
 
 
 def split(data):

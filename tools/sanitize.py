@@ -1,5 +1,5 @@
-"""The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether the
-results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
+"""The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether
+the results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
 
 import concurrent.futures
 import hashlib
@@ -11,16 +11,18 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import parameters
+from model import rules
 
-# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor of the fast
-# path a second one.
+# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second
+# tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
     "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
                      RARE_TOKENS=0.01),
-    "fast": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
-    "fast, mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
+    "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=540, TENSOR_CORES="mma"),
+    "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=20),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
@@ -42,7 +44,7 @@ def digest_of(name):
     engine = cuda_engine.CudaEngine(cfg, tokens)
     losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
     engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    engine.validate(parameters.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
+    engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
     list(engine.generate([1, 2, 3], 20, 1))
     engine.load(engine.state())
     losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
@@ -50,7 +52,7 @@ def digest_of(name):
 
 
 def run(name, *tool):
-    """(digest_of a configuration, None if there was none; lines of output) of a process, under a tool if one is named."""
+    """(digest_of a configuration, or None; lines of output) of a process, under a tool if one is named."""
     done = subprocess.run([*tool, sys.executable, "-c", PROGRAM.format(name)], capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return next((line for line in lines if re.fullmatch("[0-9a-f]{64}", line)), None), lines

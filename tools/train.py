@@ -1,11 +1,11 @@
-"""Training on this machine: the coordinator in this process, a worker process for every device, until steps, minutes or Ctrl-C.
-
-Also what every worker process does before it serves: open the data, make the engine, name the references.
+"""Training on this machine: the coordinator in this process, a worker process for every device, until steps, minutes or
+Ctrl-C. Also what every worker does before it serves: open the data, make the engine, print the references.
 """
 
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from cluster import auth
 from model import data_files
+from engine import engines
 from engine import hardware
 from cluster import history
 import egg_net
@@ -23,10 +24,12 @@ from cluster.link import check_address
 from cluster.progress import Summary
 from egg_config import EggError
 
-RESTARTS = 3               # times a worker process is started again before training gives up on it
-APPLY_SECONDS = 10.0       # the workers may take so long to apply the last update
-FINAL_SECONDS = 120.0      # ... and the first of them so long for the final validation and sample
-LEAVE_SECONDS = 5.0        # ... and each to end
+RESTARTS = 3               # restarts of a worker process before training gives up
+APPLY_SECONDS = 10.0       # that the workers may take to apply the last update
+FINAL_SECONDS = 120.0      # that the first of them may take for the final validation and sample
+LEAVE_SECONDS = 5.0        # that each may take to end
+SLOW_SECONDS = 30.0        # a step that takes longer is announced
+SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
 
 
 class TrainError(EggError):
@@ -34,105 +37,126 @@ class TrainError(EggError):
 
 
 class Data(NamedTuple):
-    """tokens: training data; validation: model.data_files.Validation or None; decoding: model.data_files.Decoding or None."""
+    """tokens: training data; validation: model.data_files.Validation or None; decoding: model.data_files.Decoding or
+    None."""
     tokens: object
     validation: object
     decoding: object
 
 
 def open_data(cfg, warn):
-    """The Data that cfg names; `warn` takes lines about what is missing but not needed. Raises DataError."""
+    """The Data of cfg; `warn` takes lines about missing files that are not needed. Raises DataError."""
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
-        warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are too low, and "
-             "generation, which cannot see them, is worse than they say")
+        warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
+             "too low, and generation, which cannot see them, is worse than they say")
     return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
 
 
-def say_references(cfg, data, console):
-    """Two lines: the data, and what simple models reach on the held-out text; the references by name, {} without validation."""
+def print_references(cfg, data, console):
+    """Prints a line about the data and one with the validation figures of simple models. Returns {model: figure}, {}
+    without validation."""
     console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} tokens of {cfg.VOCAB_SIZE:,} kinds")
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    told = ", ".join(f"{name} {figure:.2f}" for name, figure in references.items())
     console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens; for comparison, in "
-                 f"{data.validation.unit}: {told}")
+                 f"{data.validation.unit}: {_listed(references)}")
     return references
 
 
-def start_engine(cfg, data, device, threads, say):
-    """An engine that is ready for a training step if there are data; `say` takes lines while it is compiled. Kernels that
-    other verbs need are compiled at their first use. Raises EngineError."""
-    engine = hardware.make(cfg, data.tokens, device, threads)
-    if device == "cpu" and data.tokens is not None:
+def start_engine(cfg, data, device, threads, log):
+    """An engine for which everything is compiled that a worker with these data will use, and nothing else; `log` takes
+    lines while it is compiled. Raises EngineError."""
+    engine = engines.make(cfg, data.tokens, device, threads)
+    verbs = ["evaluate", "update", "digest"]
+    verbs += ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
+    if device == "cpu":
         from engine import cpu_engine
-        cpu_engine.warm_up(cfg, say)
+        cpu_engine.warm_up(cfg, log, verbs)
+    else:
+        engine.warm_up(verbs)
     return engine
 
 
+def step_seconds(cfg, engine):
+    """The seconds that a step will take on this engine alone, estimated from slices of growing size."""
+    count = 2
+    while True:
+        started = time.perf_counter()
+        engine.evaluate(0, count)
+        seconds = time.perf_counter() - started
+        if seconds > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
+            return cfg.POPULATION_SIZE * seconds / count
+        count = min(4 * count, cfg.CHUNK_SIZE)
+
+
 def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None):
-    """What `egg.py worker` does: data, engine, then serving the coordinator at host:port (default cfg.PORT) for ever; access, protocol,
-    name: see egg_net.run_worker."""
+    """What `egg.py worker` does: opens the data, makes the engine, serves the coordinator at host:port (default
+    cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker."""
     console, port = console or egg_net.Console(), cfg.PORT if port is None else port
     check_address(host, port)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
-    say_references(cfg, data, console)
+    print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    name = name or f"{socket.gethostname()}/{device}"        # which of several GPUs: a ban, for one, shall not take all of them
+    name = name or f"{socket.gethostname()}/{device}"        # with the GPU: a ban shall not hit the others of this host
     egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
                        inspect=inspector(cfg, data.tokens))
 
 
 def inspector(cfg, tokens):
-    """What a worker does with its engine before chunk 0 of a step: under DEBUG a report every so many steps, else None."""
+    """A function that a worker calls with its engine before chunk 0 of a step: the reports of DEBUG, None without
+    it."""
     if not cfg.DEBUG:
         return None
     from tools import debug
 
     def inspect(engine):
         if engine.step % debug.EVERY == 0:
-            debug.report(cfg, engine, tokens, egg_net.Console(), cfg.DEBUG_FILE)       # on this machine, not at the coordinator
+            debug.report(cfg, engine, tokens, egg_net.Console(), cfg.DEBUG_FILE)       # on the worker's machine
     return inspect
 
 
-# --- the worker processes --------------------------------------------------------------------------------------------------
+# --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(cfg, port, device, threads, first, access, pipe):
-    """The life of a worker process. It reports through `pipe`: ("say", line), ("ready", name of the engine), ("final", Final),
-    ("error", line); after the coordinator has closed it waits there for "finish" or for the end of the pipe."""
+    """The main function of a worker process. It sends ("log", line), ("ready", name of the engine), ("slow", seconds of
+    a step), ("final", Final) and ("error", line) through `pipe`. When the coordinator has closed, it waits for "finish"
+    or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends us when it is done
+        signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg, lambda line: None)
-        engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("say", line)))
+        engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         pipe.send(("ready", engine.name))
-        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access, name=device,
-                              console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
+        if device == "cpu" and (seconds := step_seconds(cfg, engine)) > SLOW_SECONDS:
+            pipe.send(("slow", seconds))
+        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
+                           name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
             pipe.send(("final", _final(cfg, engine, data)))
     except (EOFError, BrokenPipeError):
-        pass                                        # the parent is gone or needs no more
-    except Exception as error:
-        if not isinstance(error, EggError):
-            raise
-        pipe.send(("error", str(error)))            # a line for the user, like in egg.py
+        pass                                        # the parent is gone or needs nothing more
+    except EggError as error:
+        pipe.send(("error", str(error)))
 
 
 class Final(NamedTuple):
-    """The last word of the first worker: step, validation figure (None: no validation), sample of text."""
+    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None:
+    no samples)."""
     step: int
     figure: object
-    sample: str
+    sample: object
 
 
 def _final(cfg, engine, data):
     figure = data.validation.bits(engine.validate(data.validation.windows)[0]) if data.validation is not None else None
-    return Final(engine.step, figure, egg_net.sample(cfg, engine, data.tokens, data.decoding))
+    text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+    return Final(engine.step, figure, text)
 
 
 class Child:
-    """A worker process, as the parent sees it."""
+    """A worker process, seen from the parent."""
 
     def __init__(self, *arguments):
         self.arguments, self.deaths = arguments, 0
@@ -143,11 +167,14 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.ready, self.started = None, time.monotonic()
         self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
+        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
         self.process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def reports(self):
-        """What it has reported since the last look."""
+        """Yields what it has sent since the last call."""
         while True:
             try:
                 if not self.pipe.poll():
@@ -158,39 +185,46 @@ class Child:
 
     def end(self):
         self.pipe.close()
-        self.process.join(LEAVE_SECONDS if self.ready else 0)      # one that still compiles would not notice
+        self.process.join(LEAVE_SECONDS if self.ready else 0)      # while it compiles it would not notice
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
 
 
 class Training:
-    """The processes of one `train` and what they said."""
+    """The worker processes of one `train`."""
 
     def __init__(self, cfg, coordinator, devices, threads, console):
         self.console, self.coordinator = console, coordinator
-        self.started, self.said = time.monotonic(), "starting the workers ..."
-        console.line(f"starting: {len(devices)} worker{'s' if len(devices) > 1 else ''} on {', '.join(devices)} ...")
-        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access) for i, device in enumerate(devices)]
+        self.started, self.status = time.monotonic(), "the workers ..."
+        count = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
+        console.line(f"starting: {count} on {', '.join(devices)} ...")
+        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access)
+                         for i, device in enumerate(devices)]
 
     def watch(self):
-        """Reads what the workers report and starts again those that died. Raises TrainError where that does not help."""
+        """Reads what the workers send and restarts those that died. Raises TrainError if that does not help."""
         for child in self.children:
-            for kind, what in child.reports():
+            for kind, value in child.reports():
                 if kind == "error":
-                    raise TrainError(what)
-                if kind == "say":
-                    self.said = what
-                    self.console.line(f"starting: {what}")
+                    raise TrainError(value)
+                if kind == "log":
+                    self.status = value
+                    self.console.line(f"starting: {value}")
+                if kind == "slow":
+                    self.coordinator.events.warn(
+                        f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {_duration(value)} "
+                        "here: train on a GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and "
+                        "CHUNK_SIZE, or with a smaller model")
                 if kind == "ready":
-                    child.ready = what
-                    self.console.line(f"worker: {what}, ready after {time.monotonic() - child.started:.1f} s")
+                    child.ready = value
+                    self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
             if child.process.exitcode is not None:
-                self._bury(child)
+                self._restart(child)
         if not any(child.ready for child in self.children):
-            self.console.progress(f"starting: {self.said} {time.monotonic() - self.started:.0f} s")
+            self.console.progress(f"starting: {self.status} {time.monotonic() - self.started:.0f} s")
 
-    def _bury(self, child):
+    def _restart(self, child):
         code = child.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         child.deaths += 1
@@ -202,28 +236,33 @@ class Training:
         child.start()
 
     def final(self):
-        """Final of the first worker that is there, None without one."""
+        """The Final of the first worker that is alive, None without one."""
         for child in self.children:
             if child.ready and child.process.is_alive():
                 child.pipe.send("finish")
                 until = time.monotonic() + FINAL_SECONDS
                 while child.process.is_alive() and time.monotonic() < until:
                     multiprocessing.connection.wait([child.pipe, child.process.sentinel], 1.0)
-                    for kind, what in child.reports():
+                    for kind, value in child.reports():
                         if kind == "final":
-                            return what
+                            return value
         return None
 
     def end(self):
         for child in self.children:
-            child.pipe.close()                       # all at once, then wait for each
+            child.pipe.close()                       # all at once, before waiting for each
         for child in self.children:
             child.end()
 
 
+def _duration(seconds):
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else \
+        f"{seconds / 3600:.1f} h"
+
+
 class TrainSummary(NamedTuple):
-    """What `train` did. before, after: validation figures in `unit`, None without validation; references: the same of simple models;
-    final: a Final, None where no worker was there at the end."""
+    """The result of `train`. before, after: validation figures in `unit`, None without validation; references:
+    {simple model: figure}; final: a Final, None if no worker was alive at the end."""
     coordinator: Summary
     before: object
     after: object
@@ -232,31 +271,35 @@ class TrainSummary(NamedTuple):
     final: object
 
 
-def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None, log_json=None,
-          tensorboard=None):
-    """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or Ctrl-C;
-    prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads: cores of a CPU worker,
-    default all. http, log_json, tensorboard: see egg_net.run_coordinator.
+def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None,
+          log_json=None, tensorboard=None):
+    """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
+    Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
+    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator.
 
-    Raises DataError, EngineError, HistoryError, NetError, TrainError; completed steps are kept whatever happens."""
+    Raises DataError, EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     run = history.open_run(cfg, save_dir, load_dir)
-    with contextlib.closing(run), event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events:
+    with (contextlib.closing(run),
+          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
         for line in run.notices:
             events.warn(line)
-        # nobody else on this machine may take part: the workers are given a secret with their work
+        # a secret for the own workers: nobody else on this machine may take part
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
         training = None
         try:
-            references = say_references(cfg, data, console)
+            references = print_references(cfg, data, console)
             if references:
-                events.tell("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
+                values = {name: round(x, 4) for name, x in references.items()}
+                events.tell("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
+            if run.directory is None:
+                console.line("nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
@@ -274,34 +317,40 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if training is not None:
                 training.end()
         if final is not None:
-            _tell_final(events, final, data, coordinator.progress.tokens_a_step)
+            _log_final(events, final, data, coordinator.progress.tokens_a_step)
         summary = _summary(coordinator, references, final, data)
-        _say_summary(summary, console)
+        _print_summary(summary, console)
         events.tell("stop", egg_net.farewell(run), step=run.step)
         return summary
 
 
-def _tell_final(events, final, data, tokens_a_step):
-    """The last validation and sample, like those of the steps before."""
+def _log_final(events, final, data, tokens_a_step):
+    """Logs the last validation and sample like those of the steps before."""
     if final.figure is not None:
-        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6), unit=data.validation.unit)
-    prompt, _, text = final.sample.partition(" >>> ")
-    events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
+                    unit=data.validation.unit)
+    if final.sample is not None:
+        prompt, _, text = final.sample.partition(" >>> ")
+        events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):
-    said = coordinator.summary()
-    before = said.first_validation[1] if said.first_validation else None
+    summary = coordinator.summary()
+    before = summary.first_validation[1] if summary.first_validation else None
     unit = data.validation.unit if data.validation else None
-    return TrainSummary(said, before, final.figure if final else None, unit, references, final)
+    return TrainSummary(summary, before, final.figure if final else None, unit, references, final)
 
 
-def _say_summary(summary, console):
-    did, final = summary.coordinator, summary.final
-    speed = f" in {did.seconds:.1f} s, {did.tokens / did.seconds:,.0f} tokens/s" if did.seconds else ""
-    console.line(f"\nsteps {did.first_step} to {did.step}: {count_text(did.tokens)} tokens evaluated{speed}")
+def _print_summary(summary, console):
+    done, final = summary.coordinator, summary.final
+    speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
+    console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
     if summary.before is not None and summary.after is not None:
-        references = ", ".join(f"{name} {figure:.2f}" for name, figure in summary.references.items())
-        console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after ({references})")
-    if final is not None:
+        console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after "
+                     f"({_listed(summary.references)})")
+    if final is not None and final.sample is not None:
         console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
+
+
+def _listed(references):
+    return ", ".join(f"{name} {figure:.2f}" for name, figure in references.items())

@@ -23,8 +23,9 @@ import numpy as np
 from model import data_files
 from cluster import history
 from model import parameters
+from model import rules
 from cluster import snapshots
-from tools import train
+from engine import engines
 from egg_config import EggError
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
@@ -52,7 +53,7 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
         state = _state(cfg, run, best, console.line)
         until = state.step if best else run.step
         tokens = _tokens_of(cfg, run) if cfg.RARE_TOKENS and state.step < until else None
-        engine = train.start_engine(cfg, train.Data(tokens, None, None), device, threads, console.progress)
+        engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {run.step} ...")
@@ -93,8 +94,6 @@ def _tokens_of(cfg, run):
 
 def prompt_tokens(cfg, decoding, text):
     """int32: the tokens of a prompt (bytes). Raises UseError, DataError."""
-    if not text:
-        raise UseError("the prompt is empty: give it a character at least, the model goes on from there")
     if decoding is None:
         raise UseError(f"{cfg.DECODING_FILE} is missing, and without it no text can be turned into tokens: start in "
                        "its directory, or name it with -D DECODING_FILE=...")
@@ -115,12 +114,18 @@ def stream(decoding, tokens):
 
 
 def generate(cfg, saved, text, count, seed, console, **settings):
-    """Prints `text` (bytes) and the model's continuation of `count` tokens, token by token. settings: temp, min_p,
-    penalty, which replace SAMPLING_* of cfg if not None."""
+    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, to a
+    file or a pipe as these bytes and no other. settings: temp, min_p, penalty, which replace SAMPLING_* of cfg if not
+    None."""
     decoding = data_files.load_decoding(cfg)
     prompt = prompt_tokens(cfg, decoding, text)
-    # one decoder for both: the prompt may end inside a character
     more = saved.engine.generate(prompt, count, seed, **settings)
+    if not console.terminal:
+        for piece in itertools.chain([text], (decoding.decode([token]) for token in more)):
+            console.stream.buffer.write(piece)
+            console.stream.buffer.flush()
+        return
+    # one decoder for both: the prompt may end inside a character
     pieces = stream(decoding, itertools.chain(prompt.tolist(), more))
     try:
         for at, piece in enumerate(pieces):
@@ -160,7 +165,10 @@ def evaluate(cfg, saved, path, most, console):
 def _read_tokens(cfg, decoding, name, path):
     if path is None or path.endswith(".bin"):
         return data_files.open_tokens(cfg, name)
-    tokens = prompt_tokens(cfg, decoding, data_files.read_text(path))
+    text = data_files.read_text(path)
+    if not text:
+        raise UseError(f"{path} is empty: give a text")
+    tokens = prompt_tokens(cfg, decoding, text)
     if tokens.size <= cfg.SEQ_LEN:
         raise UseError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: give a "
                        "longer text")
@@ -267,6 +275,7 @@ def from_arrays(cfg, arrays, path):
     advice = "set the constants as they were when it was made"
 
     def take(name, shape, dtype):
+        dtype = np.dtype(dtype)
         if name not in left:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
         array = left.pop(name)
@@ -322,12 +331,12 @@ def import_(cfg, path, directory):
     state, full = from_arrays(cfg, arrays, path)
     try:
         # not 0: there a worker would begin with the random initial model
-        step, state.seed = int(metadata.get("step", 0)), parameters.next_seed(parameters.first_seed(cfg), 0)
+        step, state.seed = int(metadata.get("step", 0)), rules.next_seed(rules.first_seed(cfg), 0)
         state.step = max(1, step)
         if step:
             state.seed = int(metadata["seed"])
         if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
-            state.seed = parameters.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
+            state.seed = rules.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):

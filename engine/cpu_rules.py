@@ -1,0 +1,95 @@
+"""The rules of `model.rules` compiled for the CPU.
+
+A switch (noise mode, Gaussian draws, exact loss) is a value at run time here, the first argument of the rule, so that
+one compiled set of kernels serves every configuration. Nothing here is cached on disk: the kernels that call a rule
+are, with the rule in them.
+"""
+
+import numba
+import numpy as np
+from llvmlite import ir
+
+from model import rules
+
+rule = numba.njit(nogil=True, error_model="numpy")
+i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
+
+
+@numba.extending.intrinsic
+def fma(ctx, a, b, c):
+    """a * b + c of float32, rounded once."""
+    t = numba.types.float32
+
+    def codegen(context, builder, sig, args):
+        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()],
+                                             ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
+        return builder.call(f, args)
+    return t(t, t, t), codegen
+
+
+@rule
+def trunc(f):
+    inside = i32(max(f32(-2147483648.0), min(f32(2147483520.0), f)))
+    return inside if f < f32(2147483648.0) else i32(2147483647)
+
+
+@rule
+def trunc_64th(p):
+    return i32(i32(p + i32(i32(p >> i32(31)) & i32(63))) >> i32(6))
+
+
+@rule
+def divide(p, d):
+    # half a unit off the integers, the product by the reciprocal truncates exactly like the division, and is vectorised
+    q = i32((abs(f64(p)) + 0.5) * (1.0 / d))
+    return q if p >= 0 else i32(-q)
+
+
+@rule
+def log2_floor(q):
+    e = np.int64(0)
+    while q > 1:
+        q >>= 1
+        e += 1
+    return e
+
+
+TARGET = rules.Arithmetic(
+    i32, u32, f32, trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
+    add=rule(lambda a, b: f32(a + b)), sub=rule(lambda a, b: f32(a - b)), mul=rule(lambda a, b: f32(a * b)),
+    div=rule(lambda a, b: f32(a / b)))
+
+
+def _switched(*variants):
+    """A rule whose first argument says which of two or three variants is called."""
+    zero, one, two = (*variants, variants[-1])[:3]
+
+    @rule
+    def switched(switch, *arguments):
+        if switch == 0:
+            return zero(*arguments)
+        if switch == 1:
+            return one(*arguments)
+        return two(*arguments)
+    return switched
+
+
+def _by_mode(name):
+    return _switched(*(getattr(rules.factor_rules(rule, TARGET, mode), name) for mode in range(3)))
+
+
+_draws = [rules.draw_rules(rule, TARGET, gaussian) for gaussian in range(2)]
+# draw(gaussian, r, mask)
+hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
+# each (mode, ...)
+factor, scaled, input_coefficient, input_term, input_fold = map(_by_mode, (
+    "factor", "scaled", "input_coefficient", "input_term", "input_fold"))
+table_term = rules.factor_rules(rule, TARGET, 2).table_term
+# loss(exact, ...)
+loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
+norms, updates = rules.norm_rules(rule, TARGET), rules.update_rules(rule, TARGET)
+sampling = rules.sampling_rules(rule, TARGET)
+clip, normed, quotient, gate, gated, next_state = (
+    norms.clip, norms.normed, norms.quotient, norms.gate, norms.gated, norms.next_state)
+adamw, sgd, muon, whole_step, ztest = updates.adamw, updates.sgd, updates.muon, updates.whole_step, updates.ztest
+score, share = sampling.score, sampling.share

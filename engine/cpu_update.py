@@ -1,0 +1,178 @@
+"""The update on the CPU (SPEC 9): packing of weights, votes, Muon's directions, the steps of weights, digests."""
+
+import numpy as np
+
+from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
+from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
+from engine.simd import PANEL, ROWS, chain_tile, tile
+from model import optimizers
+from model import state_digest
+
+SGD, MUON, ZTEST = optimizers.SGD, optimizers.MUON, optimizers.ZTEST
+MUON_PARTS, MUON_EPS = optimizers.MUON_PARTS, optimizers.MUON_EPS
+BLOCK = 2048                # pairs whose noise is made at once for a product over the population
+
+
+@njit
+def pack(w, t, first, end):
+    """Copy panels first..end - 1 of one matrix (t int64 [FIELDS]) from the canonical weights, with each column's
+    correction."""
+    k4, cols = t[N_ROWS] // 4, t[N_COLS]
+    for p in range(first, end):
+        count = min(PANEL, cols - p * PANEL)
+        sums = np.zeros(PANEL, i32)
+        for k in range(k4):
+            source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
+            for j in range(4 * count):
+                value = w.weights[source + j]
+                w.packed[target + j] = value
+                sums[j >> 2] += i32(value)
+        for j in range(PANEL):
+            w.correction[t[AT_C] + p * PANEL + j] = i32(-128 * sums[j])
+
+
+@njit
+def input_block(c, t, seeds, signs, x, first, end):
+    """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
+    n = seeds.size
+    for r in range(first, end):
+        for q in range(n):
+            x[r, q] = np.uint8(i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * signs[q]) + i32(128))
+        for q in range(n, x.shape[1]):
+            x[r, q] = 128
+
+
+@njit
+def panel_votes(c, t, seeds, x, votes, first, end):
+    """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
+    times noise(A, col), made here."""
+    n, k4, padded = seeds.size, x.shape[1] // 4, votes.shape[1]
+    panel, correction, noise = np.zeros(4 * k4 * PANEL, np.int8), np.zeros(PANEL, i32), np.empty(n, i32)
+    for p in range(first, end):
+        for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
+            s = i32(0)
+            for q in range(n):
+                noise[q] = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j)
+                s = i32(s + noise[q])
+            for q in range(n):
+                panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
+            correction[j] = i32(-128 * s)
+        for r in range(0, votes.shape[0], ROWS):
+            at = r * padded + p * PANEL
+            for k in range(ROWS):
+                for j in range(PANEL):
+                    votes[r + k, p * PANEL + j] = i32(votes[r + k, p * PANEL + j] + correction[j])
+            tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
+
+
+@njit
+def vector_votes(c, t, seeds, signs, votes, first, end):
+    """votes int32 [width] from first to end - 1: sum over pairs of sign * noise(first stream, i) * noise(second stream,
+    i)."""
+    for i in range(first, end):
+        s = i32(0)
+        for q in range(seeds.size):
+            a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), i)
+            b = vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), i)
+            s = i32(s + i32(i32(a * b) * signs[q]))
+        votes[i] = s
+
+
+@njit
+def muon_start(o, t, votes, moments, x):
+    """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
+    1."""
+    rows, cols = t[N_ROWS], t[N_COLS]
+    sums = np.zeros(MUON_PARTS, f32)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            r, c = (i, j) if rows <= cols else (j, i)
+            at = t[AT_W] + ((r >> 2) * cols + c) * 4 + (r & 3)
+            m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
+            part = (i * x.shape[1] + j) % MUON_PARTS
+            sums[part] = fma(m, m, sums[part])
+            moments[at, 0] = x[i, j] = m
+    half = MUON_PARTS // 2
+    while half:
+        for part in range(half):
+            sums[part] = f32(sums[part] + sums[part + half])
+        half //= 2
+    norm = f32(f32(np.sqrt(sums[0])) + f32(MUON_EPS))
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] = f32(x[i, j] / norm)
+
+
+@njit
+def muon_panels(left, right, gram, alpha, beta, out, first, end):
+    """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right);
+    float32, out is neither of the others."""
+    length = left.shape[1]
+    panel = np.empty((length, PANEL), f32)
+    for p in range(first, end):
+        for k in range(length):
+            for j in range(PANEL):
+                panel[k, j] = left[p * PANEL + j, k] if gram else right[k, p * PANEL + j]
+        for r in range(0, out.shape[0], ROWS):
+            chain_tile(left, r * length, length, panel, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
+        if not gram:
+            for r in range(out.shape[0]):
+                for j in range(p * PANEL, (p + 1) * PANEL):
+                    out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
+
+
+@njit
+def move(o, rate, vote, direction, weight, moments):
+    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it;
+    direction: Muon's."""
+    if o.rule == ZTEST:
+        return ztest(vote, weight, i32(rate))
+    if o.rule == SGD:
+        acc = sgd(vote, moments[2], rate)
+    elif o.rule == MUON:
+        acc = muon(direction, o.size, weight, moments[2], rate, o.decay)
+    else:
+        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], rate, o.beta1,
+                                            o.one_less_beta1,
+                                            o.beta2, o.one_less_beta2, o.eps, o.decay)
+    step, moments[2] = whole_step(weight, acc)
+    return step
+
+
+@njit
+def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+    """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols],
+    or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
+    number. rates: float32 [cols] factors on the learning rate, or [0]. group: 4 rows of a matrix are stored together, a
+    vector is one row."""
+    cols, changed, direction = t[N_COLS], 0, f32(0)
+    for block in range(first, end):
+        for col in range(cols):
+            rate = f32(o.lr * rates[col]) if rates.size else o.lr
+            for k in range(group):
+                at = t[AT_W] + (block * cols + col) * group + k
+                weight = i32(w.weights[at])
+                if o.rule == MUON:
+                    r = block * group + k
+                    direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
+                step = move(o, rate, votes[block * group + k, col], direction, weight, moments[at])
+                if step:
+                    w.weights[at] = weight + step
+                    changed_rows[block * group + k] = 1
+                    changed_cols[col] = 1                   # threads only ever write the same 1
+                    changed += 1
+    return changed
+
+
+mixed, halves = rule(state_digest.mixed), rule(state_digest.halves)
+
+
+@njit
+def word_sums(words, first):
+    """The two sums of model.state_digest over uint64 [n], the first of them being word number `first` (uint64)."""
+    a = b = np.uint64(0)
+    for i in range(words.size):
+        x = mixed(words[i], first + np.uint64(i))
+        a += x
+        b += halves(x)
+    return a, b

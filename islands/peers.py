@@ -1,0 +1,341 @@
+"""The other islands: their addresses, connections and introductions, and which of them are trusted.
+
+There is no central place. Every island calls its peers, and serves them on the port and in the event loop of its
+coordinator. docs/PROTOCOL.md has the frames.
+"""
+
+import json
+import os
+import random
+import re
+import socket
+import time
+
+import egg_config
+from cluster import auth
+from cluster import greeting
+from cluster import history
+from cluster import wire
+from cluster.session import Role, Session
+from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
+from egg_config import ConfigError, EggError
+
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+DISTRUST = 600.0           # seconds for which a peer is not trusted
+PATIENCE = 10.0            # seconds that a peer may take to answer a question
+BACK_OFF = (0.5, 30.0)     # seconds between two calls: the first, the longest
+ASK_EVERY = 0.25           # least seconds between two questions to one peer
+QUESTIONS = 8              # questions of a peer that are answered in a row; after that one every ASK_EVERY seconds
+MOST_PEERS = 1024
+
+
+class IslandError(EggError):
+    """About the address of a peer, or something that an island needs."""
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+def parse_name(text):
+    """A name that any terminal, page or log can show. Raises ValueError."""
+    if not NAME.fullmatch(text):
+        raise ValueError(text)
+    return text
+
+
+def parse_peer(text):
+    """(host, port) of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(text)
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(text)
+    return host, int(port)
+
+
+def parse_bandwidth(text):
+    """Bytes per second of 0 (no limit), 500k, 2.5M. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kM]?)", text)
+    rate = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]] if match else -1.0
+    if not (rate == 0 or 1000 <= rate <= 1e12):
+        raise ValueError(text)
+    return rate
+
+
+def peers_from_slurm(port, environ=os.environ):
+    """[(host, port)] of the other nodes of this process's Slurm job. Raises ConfigError."""
+    import subprocess
+    nodes, advice = environ.get("SLURM_JOB_NODELIST"), "give the peers with --peer"
+    if not nodes:
+        raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        raise ConfigError(f"--peers-from-slurm needs scontrol to list the nodes: {error.strerror}: {advice}") from None
+    except subprocess.CalledProcessError:
+        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}") \
+            from None
+    own = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return [(host, port) for host in hosts.split() if host != own]
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+class Target:
+    """An address to call. addresses: [(family, address)] from the resolver, the next one to try first; name: of the
+    island that answered; is_self: the island called itself."""
+
+    def __init__(self, host, port):
+        self.host, self.title = host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise IslandError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
+                              "another island's coordinator") from None
+        self.addresses = [(entry[0], entry[4]) for entry in found]
+        self.name, self.session, self.is_self, self.logged = None, None, False, False
+        self.pause, self.call_at = BACK_OFF[0], 0.0
+
+    def failed(self, longest=False):
+        self.addresses.append(self.addresses.pop(0))
+        self.call_at = time.monotonic() + self.pause * random.uniform(0.5, 1.0)
+        self.pause = BACK_OFF[1] if longest else min(2 * self.pause, BACK_OFF[1])
+
+
+class Peer:
+    """Another island, through all its connections. standing: its last one; question_at: when it was asked for its
+    standing, None without an open question; given, taken: complete states."""
+
+    def __init__(self, name):
+        self.name, self.session, self.address, self.id, self.identity = name, None, "", "", ""
+        self.standing, self.question_at, self.next_question_at = None, None, 0.0
+        self.given = self.taken = 0
+        self.heard = self._refilled_at = time.monotonic()
+        self._credit = QUESTIONS
+
+    def may_ask(self):
+        """Whether its next question is answered."""
+        now = time.monotonic()
+        self._credit = min(QUESTIONS, self._credit + (now - self._refilled_at) / ASK_EVERY)
+        self._refilled_at = now
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
+
+
+class Call(Role):
+    """The role of a session with an island that was called, until both are introduced."""
+
+    peer = None
+
+    def __init__(self, session, peers, target):
+        super().__init__(session)
+        self.peers, self.target = peers, target
+        self.caller = greeting.Caller(peers.coordinator.access.secret, peers.card())
+
+    def begin(self):
+        self.session.version = V2
+        self.session.reply(*self.caller.begin())
+
+    def handle(self, opcode, payload):
+        if opcode == ERROR:
+            self.peers.read_error(self.session, payload)
+        elif opcode == ISLAND and self.caller.welcome:
+            self.peers.accepted(self.session, greeting.read_card(payload))
+        else:
+            try:
+                answer = self.caller.handle(opcode, payload)
+            except greeting.GreetingError as error:
+                self.peers.refused(self.session, str(error))
+            else:
+                if answer:
+                    self.session.reply(*answer)
+
+    def check(self, now):
+        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+            self.session.close()                     # it is called again
+
+    def closed(self):
+        self.peers.lost(self.session)
+
+
+class PeerRole(Role):
+    """The role of a session with a peer. target: the Target that was called, None if the peer called."""
+
+    def __init__(self, session, peers, peer, target):
+        super().__init__(session)
+        self.peers, self.peer, self.target = peers, peer, target
+        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
+
+    def handle(self, opcode, payload):
+        if opcode == ERROR:
+            self.peers.read_error(self.session, payload)
+        else:
+            self.peer.heard = time.monotonic()
+            self.peers.island.handle(self.peer, opcode, payload)
+
+    def closed(self):
+        self.peers.lost(self.session)
+
+
+class Peers:
+    """Calls and introduces peers for an island (islands.gossip.Island): island.handle(peer, opcode, payload) takes
+    their frames, island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; tls: the
+    ssl.SSLContext to call with, or None. Raises IslandError."""
+
+    def __init__(self, island, coordinator, name, addresses, tls):
+        self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
+        self.id, self.name, self.tls = os.urandom(8).hex(), name, tls
+        self.targets = [Target(*address) for address in addresses]
+        self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
+
+    def check(self, now):
+        """Calls and deadlines."""
+        for target in self.targets:
+            connected = target.name in self.known and self.known[target.name].session
+            if not (target.session or target.is_self or connected) and now >= target.call_at:
+                self._call(target)
+        for peer in self.known.values():
+            if peer.session and peer.question_at and now - peer.question_at > PATIENCE:
+                peer.session.close()
+
+    # trust
+
+    def trusted(self, peer):
+        return time.monotonic() >= self.distrusted.get(peer.identity, 0.0)
+
+    def distrust(self, peer, why):
+        self.distrusted[peer.identity] = time.monotonic() + DISTRUST
+        self.events.warn(f"island: {why}; nothing of {peer.name} is taken for {DISTRUST:g} s")
+
+    # introductions
+
+    def card(self):
+        """What this island states about itself in JOIN and ISLAND."""
+        config = json.loads(json.dumps(self.cfg.shared()))
+        return {"role": "island", "id": self.id, "name": self.name, "config": config}
+
+    def objection(self, card):
+        """Why an island with this card cannot be a peer, or None."""
+        if not NAME.fullmatch(card.name):
+            return "its name cannot be shown: it needs letters, digits and _ . : / -"
+        if card.name == self.name:
+            return f"it is called {card.name} as this island is: give every island a name of its own"
+        ours, theirs = ({k: v for k, v in config.items() if not egg_config.may_differ(k)}
+                        for config in (self.card()["config"], card.config))
+        if differ := history.difference(theirs, ours):
+            return f"these constants must be the same on all islands: {differ}"
+        if card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
+            return (f"ISLAND_SEED = {self.cfg.ISLAND_SEED} there and here, so their noise would be the same: give "
+                    "every island another, -D ISLAND_SEED=N")
+        if card.name not in self.known and len(self.known) >= MOST_PEERS:
+            return f"{MOST_PEERS} islands are known here, the maximum"
+        return None
+
+    def admit(self, card):
+        """Raises Refused if the calling island cannot be a peer."""
+        if card.id == self.id:
+            raise Refused("this is the island itself", ITSELF)
+        if why := self.objection(card):
+            raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
+
+    def joined(self, session, card, author):
+        """An island that called has been let in."""
+        session.reply(ISLAND, json.dumps(self.card()).encode())
+        if session.open:
+            self._introduced(session, card, author.identity, None)
+
+    def accepted(self, session, card):
+        """An island that was called, with this card, has let this island in."""
+        if why := self.objection(card):
+            self.refused(session, why)
+        else:
+            identity = self.coordinator.admission.author(session, card).identity
+            self._introduced(session, card, identity, session.role.target)
+
+    def _introduced(self, session, card, identity, target):
+        """Of two connections between the same processes, both sides keep the one that the smaller id called."""
+        peer = self.known.setdefault(card.name, Peer(card.name))
+        old, same = peer.session, peer.id == card.id
+        if target:
+            target.name, target.pause = peer.name, BACK_OFF[0]
+        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
+            session.close()
+            return
+        session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
+        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        peer.session, peer.id, peer.identity = session, card.id, identity
+        peer.heard, peer.question_at = time.monotonic(), None
+        peer.address = target.title if target else session.address
+        if old:
+            old.close()
+        else:
+            self._log(f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+
+    def _call(self, target):
+        family, address = target.addresses[0]
+        admission, traffic = self.coordinator.admission, self.coordinator.progress.traffic
+        try:
+            session = Session(self.coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, traffic,
+                              admission.door, wire.only(admission.limits, wire.FROM_CALLED), self.tls, target.host)
+        except OSError:                              # there are no file descriptors left
+            target.failed()
+            return
+        session.title, session.role, target.session = target.title, Call(session, self, target), session
+
+    # ends
+
+    def lost(self, session):
+        """The connection is closed."""
+        target, peer = session.role.target, session.role.peer
+        if self.coordinator.closing:
+            return
+        if target and target.session is session:
+            target.session = None
+            target.failed()
+            if not target.name:
+                self._log_target(target, f"{target.title} does not answer yet, trying again", "down")
+        if peer and peer.session is session:
+            peer.session = peer.question_at = None
+            self.island.peer_lost(peer)
+            self._log(f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+
+    def refused(self, session, why, code=None):
+        """The other island refuses this one."""
+        if target := session.role.target:
+            target.is_self = target.is_self or code == ITSELF
+            target.failed(longest=True)
+            self._log_target(target, f"{target.title} refuses this island: {why}", "refused")
+        session.close()
+
+    def read_error(self, session, payload):
+        """The other island ends the connection with a reason."""
+        code, why = greeting.read_error(payload)
+        if code == FULL:
+            session.close()
+        else:
+            self.refused(session, why, code)
+
+    def _log_target(self, target, line, state):
+        """Once for each target."""
+        if not target.logged and not target.is_self:
+            target.logged = True
+            self._log(line, target.title, target.title, state)
+
+    def _log(self, line, name, address, state):
+        self.events.tell("peer", f"island: {line}", peer=name, address=address, state=state)
+
+    def status(self):
+        """[dict] for `status`."""
+        def row(peer):
+            state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
+            standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
+            if standing["fitness"] is not None:
+                standing["fitness"] = round(standing["fitness"], 6)
+            return {"name": peer.name, "address": peer.address, "state": state, **standing,
+                    "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given, "taken": peer.taken}
+
+        return [row(peer) for peer in self.known.values()]

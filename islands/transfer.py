@@ -1,0 +1,143 @@
+"""The snapshot files of islands on their way, beside training and within a bandwidth, in both directions."""
+
+import os
+import threading
+import time
+
+from cluster import snapshots
+from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
+from islands import merging
+
+STALLED = 60.0             # seconds without data after which a transfer is given up; the peer may reconnect meanwhile
+OPEN_FILES, OPEN_SECONDS = 4, 60.0       # files that peers are reading, and seconds without a request
+LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
+
+
+class Bucket:
+    """A token bucket: `rate` bytes per second, 0 for no limit."""
+
+    def __init__(self, rate):
+        self.rate, self._filled_at = rate, time.monotonic()
+        self.piece = int(max(LEAST_PIECE, min(BLOCK, rate / 4))) if rate else BLOCK      # bytes of a state in one frame
+        self._credit = self._most = max(2 * self.piece, rate / 2)
+
+    def take(self, size):
+        """Whether `size` bytes may pass now; if so they are taken."""
+        now = time.monotonic()
+        self._credit = min(self._most, self._credit + (now - self._filled_at) * self.rate)
+        self._filled_at = now
+        if self.rate and self._credit < size:
+            return False
+        self._credit -= size
+        return True
+
+
+class Incoming:
+    """A state that is fetched from a peer, as its `standing` offers it. made: once it is complete, the result of
+    `prepare`; None before that."""
+
+    def __init__(self, cfg, peer, standing, directory, bucket):
+        self.cfg, self.peer, self.standing, self.bucket = cfg, peer, standing, bucket
+        self.download = snapshots.Download(cfg, standing.state, directory)
+        self.requested, self.made, self._moved = False, None, time.monotonic()
+
+    def request(self):
+        """Requests the next piece if the bandwidth allows it."""
+        wanted = self.peer.session and not self.requested and not self.download.finished
+        if wanted and self.bucket.take(self.bucket.piece):
+            self.requested = True
+            piece = STATE_WANTED.pack(self.standing.state, self.download.got, self.bucket.piece)
+            self.peer.session.reply(STATE_REQUEST, piece)
+
+    def expects(self, peer, sha256):
+        return self.peer is peer and self.requested and self.standing.state == sha256
+
+    def add(self, total, offset, data):
+        """Takes a piece. Raises ValueError for data that cannot be right, OSError of the disk."""
+        self.requested, self._moved = False, time.monotonic()
+        self.download.add(total, offset, data)
+
+    def stalled(self, now):
+        return now - self._moved > STALLED and not self.download.finished
+
+    def prepare(self, fitness):
+        """Does what does not need the own state in a thread, so that no worker has to wait for it. fitness: the own
+        one."""
+        def work():
+            try:
+                theirs = self.download.upload.state()
+                if merging.needs_ours(self.cfg):
+                    self.made = theirs, None
+                else:
+                    state = merging.merge(self.cfg, None, theirs, fitness, self.standing.fitness)
+                    self.made = state, snapshots.pack(state)
+            except (OSError, ValueError) as error:
+                self.made = error
+        threading.Thread(target=work, daemon=True).start()
+
+    def result(self, ours, fitness):
+        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError for a state that cannot
+        be used."""
+        if isinstance(self.made, Exception):
+            raise self.made
+        state, body = self.made
+        return (state, body) if body else (merging.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)
+
+
+class Outgoing:
+    """Sends the snapshots of a coordinator to peers."""
+
+    def __init__(self, coordinator, bucket):
+        self.coordinator, self.bucket = coordinator, bucket
+        self._open = {}                              # SHA-256 -> [file, time of the last request]
+
+    def request(self, peer, payload):
+        """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
+        peer.session.role.wanted, peer.session.waits = STATE_WANTED.unpack(payload), True
+        self._send(peer)
+
+    def check(self, now, peers):
+        """Sends what had to wait; closes files that nobody reads."""
+        for peer in peers:
+            session = peer.session
+            if session and session.waits:
+                self._send(peer)
+                if not session.waits:
+                    session.received()               # frames that have arrived meanwhile
+        for sha256 in [s for s, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
+            self._open.pop(sha256)[0].close()
+
+    def close(self):
+        for file, _ in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _send(self, peer):
+        session = peer.session
+        sha256, offset, size = session.role.wanted
+        size = min(size, self.bucket.piece)
+        if self.bucket.take(size):
+            session.waits = False
+            total, data = self._read(sha256, offset, size)
+            if total and offset < total == offset + len(data):
+                peer.given += 1
+            session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
+
+    def _read(self, sha256, offset, size):
+        """(bytes of the snapshot file, a piece of it); (0, b"") if there is none. A file that is being read is kept
+        open: it may be deleted meanwhile."""
+        shelf, files = self.coordinator.shelf, self._open
+        step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
+        try:
+            if sha256 not in files and step is not None:
+                path = os.path.join(self.coordinator.run.directory, shelf.files[step])
+                files[sha256] = [open(path, "rb", buffering=0), 0.0]
+                while len(files) > OPEN_FILES:
+                    files.pop(min(files, key=lambda s: (s == sha256, files[s][1])))[0].close()
+            if sha256 in files:
+                file, files[sha256][1] = files[sha256][0], time.monotonic()
+                total = os.fstat(file.fileno()).st_size
+                return total, os.pread(file.fileno(), size, min(offset, total))
+        except OSError:
+            pass
+        return 0, b""

@@ -1,0 +1,218 @@
+"""What the forward passes on CUDA share: small device functions, the perturbed vectors and tables, types, the plan."""
+
+import ast
+import copy
+import inspect
+import textwrap
+
+from numba import cuda, float32, float64, int8, int32, int64, types, uint32
+
+from kernels import ptx
+from kernels.rules import device
+from model import parameters
+from model import transforms
+
+PLAN = 32                   # int32 entries of a row of the plan: the run-time constants of a call
+TILE = 128                  # rows and columns of a tile
+A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
+
+
+def blocks(n, size):
+    return (n + size - 1) // size
+
+
+def aligned(n):
+    return blocks(n, 256) * 256
+
+
+# --- loops over registers ---------------------------------------------------------------------------------------------
+
+class _WriteOut(ast.NodeTransformer):
+    """Replaces loops over ranges of constants, with a variable of LOOPS, by their bodies, once for each value."""
+    LOOPS = {"d", "g", "i", "j", "n", "sub"}           # the inner ones, over e, half and k, are short enough
+
+    def __init__(self, constants):
+        self._constants = constants
+
+    def visit_For(self, node):
+        if isinstance(node.target, ast.Name) and node.target.id in self.LOOPS:
+            try:
+                values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, self._constants)
+            except NameError:                                # a bound that only the running kernel knows
+                return self.generic_visit(node)
+            name, out = node.target.id, []
+            for value in values:
+                for statement in copy.deepcopy(node.body):
+                    for part in ast.walk(statement):
+                        for field, child in ast.iter_fields(part):
+                            if isinstance(child, list):
+                                child[:] = [_constant(x, name, value) for x in child]
+                            else:
+                                setattr(part, field, _constant(child, name, value))
+                    out += _as_list(self.visit(statement))
+            return out
+        return self.generic_visit(node)
+
+
+def _constant(node, name, value):
+    """A constant in the place of a variable that is read."""
+    read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+    return ast.Constant(value) if read else node
+
+
+def _as_list(nodes):
+    return nodes if isinstance(nodes, list) else [nodes]
+
+
+def written_out(function):
+    """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
+    indexed, so the arrays would lie in local memory."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree.body[0].decorator_list = []
+    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    tree = _WriteOut({name: value for name, value in names.items() if isinstance(value, int)}).visit(tree)
+    exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), names)
+    return names[function.__name__]
+
+
+# --- small device functions ------------------------------------------------------------------------------------------
+
+@device
+def clip(x):
+    return int32(min(max(int32(x), int32(-127)), int32(127)))
+
+
+@device
+def byte(word, k):
+    """Byte k of an int32, sign-extended."""
+    return ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
+
+
+@device
+def pack4(a, b, c, d):
+    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0040), ptx.byte_permute(c, d, 0x0040), 0x5410)
+
+
+@device
+def pack_quad(x):
+    """The low bytes of x of four neighbouring lanes as one word, known to all four."""
+    x = int32(int32(x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
+    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
+    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+
+
+@device
+def quad_sum(x):
+    """int32 sum over the four lanes that share a row."""
+    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
+    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+
+
+@device
+def quad_max(x):
+    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
+    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
+
+
+@device
+def quantise(v, scale):
+    """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is
+    nothing to clip."""
+    f = float32(float32(v) * scale)
+    return ptx.trunc_f32(ptx.add_rz(f, ptx.half_like(f)))
+
+
+@device
+def amax_scale(top):
+    return float32(float32(127) / float32(float32(top) + float32(1e-9)))
+
+
+def wgmma_descriptor(K=256):
+    """Device function: wgmma descriptor (int64) of core matrices at a shared address, rows of K bytes."""
+    STRIDES = ptx.wgmma_descriptor_strides(K)
+
+    @device
+    def descriptor(address):
+        return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(STRIDES)
+    return descriptor
+
+
+# --- parameters as the members see them ------------------------------------------------------------------------------
+
+def vector_function(cfg, nz, noisy):
+    """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights,
+    seeds, overlay."""
+    SHIFT = cfg.SIGMA_SHIFT_VECTOR
+    noise, scaled = nz.noise, nz.scaled
+
+    @device
+    def vector(weights, overlay, plan, at, seed, i):
+        w = int32(weights[plan[at] + i])
+        if not noisy:
+            return w, w
+        first = uint32(seed + uint32(plan[at + 1]))
+        p = scaled(int32(noise(first,
+    i) * noise(uint32(seed + uint32(plan[at + 2])),
+    i)),
+    overlay[plan[at + 3] + i],
+    first,
+     i)
+        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
+    return vector
+
+
+def ntt_functions(cfg, nz, noisy, causal):
+    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
+
+    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
+    look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for
+                                                            coefficient c
+    """
+    if not cfg.NTT_MODE:
+        return None, None
+    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
+    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
+    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith(
+        "ntt_emb")]        # three alike, evenly spaced
+    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
+    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
+    noise, factor = nz.noise, nz.factor
+
+    @device
+    def coefficient(tokens, first, position):
+        t = position % T
+        first, last = first + position - t, t if causal else T - 1
+        c = int64(0)
+        if P == 0:
+            for i in range(last + 1):
+                x = int64(tokens[first + i])
+                c += -x if cuda.popc(int32(i & t)) & 1 else x
+        else:
+            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
+            while power:
+                if power & 1:
+                    z = z * square % P
+                square = square * square % P
+                power >>= 1
+            for i in range(last, -1, -1):                    # Horner's rule
+                c = (c * z + tokens[first + i]) % P
+        return int32(c)
+
+    @device
+    def look_up(weights, overlay, seed, c, i):
+        even, odd = int32(0), int32(0)
+        for k in range(3):
+            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
+            e = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
+            d = int32(0)
+            if noisy:
+                stream = uint32(seed + uint32(SEED + k * SEEDS))
+                other = uint32(stream + uint32(H))
+                p = float32(int32(noise(stream, value) * noise(other, i)))
+                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
+                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
+            even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
+            odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
+        return even, odd
+
+    return coefficient, look_up

@@ -1,0 +1,155 @@
+"""What validation and single-token generation of both models share: products of the packed matrices on tensor cores
+(mma.sync, every card) and by dp4a, and the packing."""
+
+import numpy as np
+from numba import cuda, int32, int64
+
+from kernels import ptx
+from kernels.parts import A32, TILE, blocks, quad_sum
+from kernels.rules import device
+from model import parameters
+
+CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
+LOGITS_TYPES = (int64, A32, A32, A32)
+PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
+
+
+def units_in_tile(cfg):
+    """Pairs that TILE consecutive rows, starting at a multiple of TILE, can touch."""
+    rows = 2 * cfg.SEQ_LEN
+    return max(1, TILE // rows) if TILE % rows == 0 or rows % TILE == 0 else (TILE - 2 + rows) // rows + 1
+
+
+def tile_functions(K, KC):
+    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row)
+    into shared memory, that add its product to acc, and that do both for one chunk after the other: eight warps, each
+    32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
+    PIECES = TILE * KC // 16
+
+    @device
+    def fetch(at, a, at_a, b, at_b, k0, t):
+        for i in range(t, PIECES, 256):
+            block, rest = i // (KC // 2), i % (KC // 2)
+            source = int64(block * (2 * K) + k0 * 2 + rest * 4)
+            ptx.copy_async16(int32(at + i * 16), a, at_a + source)
+            ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
+
+    @device
+    def multiply(acc, at, warp, lane):
+        matrix = int32(lane >> 3)
+        row = int32(int32(lane & 7) * 16)
+        a_at = int32(at + row + ((warp >> 1) * 4 + (matrix & 1)) * (KC * 8) + (matrix >> 1) * 128)
+        b_at = int32(at + TILE * KC + row + ((warp & 1) * 8 + (matrix >> 1)) * (KC * 8) + (matrix & 1) * 128)
+        for s in range(KC // 32):
+            a = ptx.load_matrix4(int32(a_at + s * 256))
+            a2 = ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
+            for j in range(4):
+                b = ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
+                for half in range(2):
+                    m = (2 * j + half) * 4
+                    b0, b1 = (b[0], b[1]) if half == 0 else (b[2], b[3])
+                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
+                    m += 32
+                    r = ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
+
+    @device
+    def walk(acc, at, a, at_a, b, at_b, warp, lane, t):
+        """acc = the product over all of K; its first chunk is on its way to `at`."""
+        for i in range(64):
+            acc[i] = 0
+        for k in range(K // KC):
+            if k + 1 < K // KC:
+                fetch(int32(at + ((k + 1) & 1) * (2 * TILE * KC)), a, at_a, b, at_b, (k + 1) * KC, t)
+            ptx.copy_commit()
+            ptx.copy_wait_but_one()
+            cuda.syncthreads()
+            multiply(acc, int32(at + (k & 1) * (2 * TILE * KC)), warp, lane)
+            cuda.syncthreads()
+
+    return fetch, multiply, walk
+
+
+def chunk(K):
+    return 128 if K % 128 == 0 else 64 if K % 64 == 0 else 32
+
+
+def _pack_kernel():
+    """Words of a canonical matrix [K / 4, N, 4] to core matrices of one row a column, columns padded with zeros."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, k, n, padded):
+        i = cuda.grid(1)                                    # word index of the packed matrix
+        if i < padded * (k // 4):
+            block, rest = i // (2 * k), i % (2 * k)
+            col, row = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
+            packed[target + i] = weights[source + row * n + col] if col < n else 0
+    return pack
+
+
+def matrix_vector(K):
+    @device
+    def multiply(x, at_x, packed, at, columns, y, at_y, t):
+        """y[at_y + c] = x . column c of a packed matrix, x from word at_x on: a warp makes eight columns."""
+        lane = t & 31
+        for block in range(t >> 5, columns // 8, 32):
+            s = int32(0)
+            base = at + block * (2 * K) + lane
+            for piece in range(K // 16):
+                s = ptx.dp4a(packed[base + piece * 32], x[at_x + piece * 4 + (lane & 3)], s)
+            s = quad_sum(s)
+            if (lane & 3) == 0:
+                y[at_y + block * 8 + (lane >> 2)] = s
+    return multiply
+
+
+@device
+def block_sum(x, part, t):
+    """Sum over a block of 1024 threads; part: 32 words of shared memory."""
+    x = ptx.warp_sum(x)
+    cuda.syncthreads()
+    if (t & 31) == 0:
+        part[t >> 5] = x
+    cuda.syncthreads()
+    return ptx.warp_sum(part[t & 31])
+
+
+def logits_kernel(cfg):
+    """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
+    H, V, SHIFT = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
+
+    @cuda.jit(launch_bounds=256)
+    def logits(at_packed, packed, n, z):
+        t = cuda.threadIdx.x
+        lane = t & 31
+        block = cuda.blockIdx.x * 8 + (t >> 5)
+        col = block * 8 + (lane >> 2)
+        if block * 8 < V:
+            s = int32(0)
+            for piece in range(H // 16):
+                s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
+            s = quad_sum(s)
+            if (lane & 3) == 0 and col < V:
+                z[col] = int32(s >> int32(SHIFT))
+
+    return logits
+
+
+class Packing:
+    """Where each matrix lies in the packed array (bytes), and the kernel that puts it there."""
+
+    def __init__(self, cfg):
+        self.at, self.copies, end = {}, [], 0
+        for t in parameters.tensors(cfg):
+            if t.product or t.name == "embedding":           # whose columns are looked up there too
+                self.at[t.name, t.layer] = end
+                padded = blocks(t.cols, TILE) * TILE
+                self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))
+                end += t.rows * padded
+        self.bytes = end
+        self.kernel = _pack_kernel()
+
+    def launch(self, stream, weights, packed):
+        for copy in self.copies:
+            self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32),
+                                                                          *copy)

@@ -1,0 +1,1589 @@
+"""The transformer's noisy forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
+
+`egg_kernels` documents the calls and has validation and generation. Five parts make it:
+
+Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
+            pair is two members, one after the other. Activations are core matrices (ptx) of int8.
+Fragment    A warp owns 16 rows by N columns of a product: with half = 0, 1 for rows g and g + 8, acc[4 j + 2 half + e]
+            is column 8 j + 2 q + e. This is what wgmma gives a warp of a warpgroup; mma.sync is used in the same shape,
+            so that one epilogue serves both. (Tiles of 32 x 64 would read less shared memory, but only mma.sync on cc
+            8.0 and 9.0 is fast enough to notice.)
+Packing     Columns of the matrices between hidden units are permuted within 16, so that acc[8 j + 2 half + 0, 1, 4, 5]
+            are columns 16 j + 4 q + 0..3. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32
+            neighbouring i, so that the four units which share a running integer (SPEC 4) lie in one thread.
+Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups of N columns. Pieces of the weights, K
+            bytes wide in KP bytes at a time, pass through a ring of stages, each with a full and an empty barrier, so
+            that warps drift apart and one multiplies while another does its epilogue. The rows stay in shared memory,
+            or pass through the ring as well.
+            The copies are bulk copies beside wgmma and cp.async beside mma.sync.
+Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
+            head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
+            columns, sums of earlier passes wait in scratch memory of the block, which stays in the second-level cache.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32, uint64
+
+from kernels import ptx
+from kernels.parts import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
+from kernels.rules import build_noise, device, loss_function
+from model import integer_tables
+from model import parameters
+
+THREADS, GROUPS = 512, 4
+TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
+MOST_BLOCKS = 256                           # of a persistent kernel
+# int64 of shared memory for barriers: full and empty of 12 stages and of the rows
+BARRIER_WORDS = 32
+
+
+class Card(NamedTuple):
+    """What kernels are made for."""
+    wgmma: bool             # and bulk copies; else mma.sync and cp.async
+    shared: int             # bytes of shared memory a block may have
+    unrolls: bool = True    # whether the compiler for it unrolls loops over registers
+
+    def written(self, function):
+        return function if self.unrolls else written_out(function)
+
+    def device(self, function):
+        return device(self.written(function))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+def padded_length(cfg):
+    """Rows of a member."""
+    return blocks(cfg.SEQ_LEN, 16) * 16
+
+
+def members_of(rows, length):
+    """Most members of `length` rows that `rows` rows, from a multiple of `rows` on, can touch."""
+    return blocks(length - math.gcd(rows, length) + rows, length)
+
+
+# --- the tables of EXP, and noise as float32 --------------------------------------------------------------------------
+
+def exp_entries(cfg):
+    """Entries of EXP up to the one that all further ones equal."""
+    exps = integer_tables.exp_table(cfg)
+    last = exps[min(255, exps.size - 1)]
+    return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
+
+
+def exp_copies(cfg):
+    """How many copies of EXP, one a bank, fit: a look-up by 32 lanes then has no bank conflicts, or few."""
+    return 32 if exp_entries(cfg) <= 96 else 8
+
+
+def loudest(cfg):
+    """Largest size of a noise value."""
+    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+
+
+def begin_functions(cfg, nz, inputs, most=0):
+    """How a product over `inputs` begins with its noise already in the accumulators: (row, column, begin, BASE)
+
+    row(s), column(n)   device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
+    begin(s, n, c)      c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
+    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has
+                        the bits BASE + i, and a fused multiply-add that rounds downward is a multiplication, a shift
+                        and a sum
+    """
+    SILENT, NOISE_SHIFT, UNIT = nz.silent, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
+    sb = inputs * 127 * loudest(cfg)
+    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and (sb * loudest(cfg) >> NOISE_SHIFT) + 1 + most < 1 << 22
+
+    @device
+    def row(s):
+        return ptx.float_bits(float32(float32(s) * float32(UNIT))) if FITS else s
+
+    @device
+    def column(n):
+        return ptx.float_bits(float32(n)) if FITS else n
+
+    @device
+    def begin(s, n, c):
+        if SILENT:
+            return c
+        if FITS:
+            return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
+        return int32(c + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+
+    return row, column, begin, 0x4B400000 if FITS else 0
+
+
+def load4(nz):
+    """Device function: four words of noise from a shared address."""
+    SILENT = nz.silent
+
+    @device
+    def four(address):
+        if SILENT:
+            return int32(0), int32(0), int32(0), int32(0)
+        return ptx.load_shared4(address)
+    return four
+
+
+# --- the product ------------------------------------------------------------------------------------------------------
+
+class Shape(SimpleNamespace):
+    """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP
+    inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
+    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights. Bytes:
+    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
+
+    def columns(self):
+        """Columns of the matrix, with those that pad it."""
+        return self.passes * self.CG * self.N
+
+    def traffic(self):
+        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there."""
+        weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
+        return weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+
+
+def _shapes(budget, K, CG, N, passes, together, pieced=False):
+    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
+    enough."""
+    found, RG = [], GROUPS // CG
+    for stream in False, True:
+        rows = 0 if stream else 64 * RG * K
+        for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
+            stage = (CG * N + (64 * RG if stream else 0)) * KP
+            steps = passes * K // KP
+            resident = not stream and steps <= 12 and rows + steps * stage <= budget
+            stages = steps if resident else min(5, (budget - rows) // stage)
+            if resident or stages >= 2:
+                rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
+                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
+                                          together=together, pieced=pieced, stream=stream,
+                                          resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
+    return found
+
+
+def wide_shape(budget, K, columns):
+    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
+    fits."""
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False)]
+    return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
+
+
+def full_shape(budget, K, H):
+    """Shape of a product whose block has whole rows of H columns."""
+    found = []
+    for CG in 1, 2, 4:
+        passes = blocks(H, 128 * CG)
+        found += _shapes(budget, K, CG, blocks(H, 16 * CG * passes) * 16, passes, True, K > H)
+    return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
+
+
+def product_functions(card, shape, repeat=1):
+    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows:
+
+    init(bar, t)                                        barriers, before a barrier of the block
+    rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
+    wait_rows(bar, turn, t), leave_rows(bar, t)         turn: how many tiles came before
+    fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
+                                                        tiles)
+    refill(base, bar, step, steps, ...)                 ... of the step that reuses the oldest stage, `lag` steps old
+    start(acc, base, bar, step, kp, keep, t)            waits for a step and multiplies; acc += where keep is not 0
+    done(acc), leave(bar, step, t)                      acc may be read; the stage may be refilled
+    """
+    BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
+    STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
+    PIECES, COLUMNS, ALL_COLUMNS, PIECED = K // KP, CG * N, shape.columns(), shape.pieced
+    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)      # steps by which warps may drift, about
+    EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
+    A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
+    A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
+    assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
+    wait = ptx.barrier_wait if BULK else ptx.barrier_test
+
+    @card.device
+    def fetch_columns(to, w, at, full, t):
+        if BULK:
+            if t == 0:
+                ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+        else:
+            for i in range(t, COLUMNS * KP // 16, THREADS):
+                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
+
+    @card.device
+    def fetch_piece(to, x, tile, piece, full, t):
+        """A piece of the rows of a tile: RG times 64 rows, or their groups of 8."""
+        if PIECED:
+            at, each, apart = int64(tile) * (16 * RG * K) + piece * (16 * KP), 64 * KP, 16 * K
+        else:
+            at, each, apart = int64(tile) * (16 * RG * K) + piece * (2 * KP), 8 * KP, 2 * K
+        if BULK:
+            for i in range(t, 64 * RG * KP // each, 32):
+                ptx.copy_bulk(to + i * each, x, at + i * apart, each, full)
+        else:
+            for i in range(t, 4 * RG * KP, THREADS):
+                ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
+
+    @card.device
+    def init(bar, t):
+        if t == 0:
+            for i in range(STAGES):
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
+                ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
+            for i in range(RG):
+                ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
+                ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+            if BULK:
+                ptx.barrier_fence()
+
+    @card.device
+    def rows(base, bar, turn, tile, x, t):
+        if not STREAM:
+            group, mine = t // ROW_THREADS, t % ROW_THREADS
+            full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+            if not BULK or mine == 0:
+                if turn > 0:
+                    wait(bar + ROWS_EMPTY + 8 * group, (turn - 1) & 1)
+                if BULK:
+                    ptx.barrier_expect(full, 64 * K)
+                    ptx.copy_bulk(to, x, at, 64 * K, full)
+                else:
+                    for i in range(mine, 4 * K, ROW_THREADS):
+                        ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
+                    ptx.copy_arrive(full)
+
+    @card.device
+    def wait_rows(bar, turn, t):
+        if not STREAM:
+            wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
+
+    @card.device
+    def leave_rows(bar, t):
+        if not STREAM and t & 31 == 0:
+            ptx.barrier_arrive(bar + ROWS_EMPTY + 8 * (t // ROW_THREADS))
+
+    @card.device
+    def fill(base, bar, step, first, every, x, w, at, t):
+        if not BULK or t < 32:
+            stage, piece, ahead = step % STAGES, step % PIECES, step // PIECES % PASSES
+            to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
+            if BULK:
+                if t == 0:
+                    ptx.barrier_expect(full, STAGE)
+                cuda.syncwarp()
+            if STREAM:
+                tile = first + step // (PIECES * PASSES * repeat) * every
+                fetch_piece(to, x, tile, piece, full, t)
+            fetch_columns(to + A_PART, w, at + (int64(piece) * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
+            if not BULK:
+                ptx.copy_arrive(full)
+
+    @card.device
+    def refill(base, bar, step, steps, first, every, x, w, at, t):
+        if not RESIDENT:
+            old = step - LAG
+            if (not BULK or t < 32) and old >= 0 and old + STAGES < steps:
+                wait(bar + EMPTY + 8 * (old % STAGES), old // STAGES & 1)
+                fill(base, bar, old + STAGES, first, every, x, w, at, t)
+
+    @card.device
+    def operands(base, bar, step, piece, t):
+        """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
+        group = t >> 7
+        if RESIDENT:
+            stage = step % STAGES
+            wait(bar + 8 * stage, 0)
+        else:
+            stage = step % STAGES
+            wait(bar + 8 * stage, step // STAGES & 1)
+        ring = base + AT_RING + stage * STAGE
+        b = ring + A_PART + (group % CG) * (N * KP)
+        if STREAM:
+            return ring + (group // CG) * (64 * KP), b
+        return base + (group // CG) * (64 * K) + piece * A_PIECE, b
+
+    if BULK:
+        product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
+        of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
+
+        @card.device
+        def start(acc, base, bar, step, piece, keep, t):
+            a, b = operands(base, bar, step, piece, t)
+            a_desc, b_desc = of_rows(ptx.here(a)), of_columns(ptx.here(b))
+            ptx.wgmma_fence()
+            product(acc, a_desc, b_desc, keep)
+            for k in range(1, KP // 32):
+                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+    else:
+        product = ptx.mma_tile(N, KP // 32, 8 * KP)
+
+        @card.device
+        def start(acc, base, bar, step, piece, keep, t):
+            a, b = operands(base, bar, step, piece, t)
+            if keep == 0:
+                for i in range(N // 2):
+                    acc[i] = 0
+            lane, matrix = t & 31, (t >> 3) & 3              # what load_matrix4 takes of this lane
+            row = (lane & 7) * 16
+            a = a + ((t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
+            product(acc, int32(a), int32(b + (matrix >> 1) * (8 * KP) + (matrix & 1) * 128 + row))
+
+        @card.device
+        def done(acc):
+            pass
+
+    @card.device
+    def leave(bar, step, t):
+        if not RESIDENT:
+            cuda.syncwarp()
+            if t & 31 == 0:
+                ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
+
+    return SimpleNamespace(init=init, rows=rows, wait_rows=wait_rows, leave_rows=leave_rows, fill=fill, refill=refill,
+                           start=start,
+                           done=done, leave=leave)
+
+
+def _place_function(cfg, RG):
+    """Device function place(tile, t) -> (row, member, slot, sign): the first of a thread's two rows (the other is 8
+    further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and that
+    one's sign."""
+    LENGTH = padded_length(cfg)
+    SLOTS, CG = members_of(64, LENGTH), GROUPS // RG
+
+    @device
+    def place(tile, t):
+        first = (tile * RG + (t >> 7) // CG) * 64
+        member, warp = first // LENGTH, first + ((t & 127) >> 5) * 16
+        slot = 0
+        if SLOTS > 1:
+            slot = warp // LENGTH - member
+        return int32(warp + ((t & 31) >> 2)), int32(member), int32(slot), int32(1 - 2 * ((member + slot) & 1))
+
+    return place, SLOTS
+
+
+# --- up: GELU of a product that is wider than the rows ----------------------------------------------------------------
+
+def _up_kernel(cfg, nz, card, KP):
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down
+    projection.
+
+    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 *
+    stride + row].
+    u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
+    plan: 0 packed words, 1 seed A, 2 overlay A, 3.. the bias (vector_function), 8, 9 seed and overlay of the input side
+    of the down projection."""
+    H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE, nz.silent
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
+    # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients;
+    # their factors
+    BIAS, BYTES, COEFFICIENT, FACTOR, TABLE = 128, 256, 288, 416, (288, 416, 544)[MODE]
+    TABLES = GROUPS * 2 * SLOTS * TABLE
+    # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
+    for COPIES in 32, 8, 4:
+        GELUS = 257 * COPIES
+        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
+        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP >= H):
+            break
+    RG, CG, PASSES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
+    RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
+    AT_TABLES = AT_GELU + GELUS
+    # blocks and words of a piece or a block; 16 columns
+    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
+    place, _ = _place_function(cfg, RG)
+    P = product_functions(card, shape)
+    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
+    noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz)
+    input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
+    vector = vector_function(cfg, nz, True)
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
+                                                     256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
+    UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
+    # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
+    INDEX = 1 << 17
+    LESS = 0 if COPIES == 32 else 0x48000000
+
+    @card.device
+    def begin_tile(acc, at, s0, s1):
+        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
+        address."""
+        for j in range(8):
+            n, b = four(at + j * 64), ptx.load_shared4(at + j * 64 + 4 * BIAS)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                c = b[k] if BASE else int32(0)
+                acc[i], acc[i + 2] = begin(s0, n[k], c), begin(s1, n[k], c)
+
+    @card.device
+    def unit_address(a, bias, at):
+        """Where GELU of a hidden unit lies."""
+        if BASE:
+            share = ptx.fma_sat(ptx.bits_float(a), float32(UNIT), float32(MIDDLE))
+            return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, float32(4), float32(INDEX))) - int32(LESS))
+                               * int32(4 * COPIES)) + at)
+        return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(4 * COPIES))
+                     + at)
+
+    @card.device
+    def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, seed):
+        """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
+        i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
+        for slot in range(SLOTS):
+            mine = uint32(seed + uint32((member + slot) >> 1))
+            stream, to = uint32(mine + uint32(plan[p + 1])), at + slot * TABLE + c
+            sm[to] = as_column(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i))
+            plus, minus = vector(weights, overlay, plan, p + 3, mine, i)
+            bias = minus if (member + slot) & 1 else plus
+            sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
+            # both forms: a branch here would make the products wait for each other
+            if not SILENT:
+                stream = uint32(mine + uint32(plan[p + 8]))
+                if MODE < 2:
+                    word = pack_quad(noise(stream, i))
+                    if c & 3 == 0:
+                        sm[at + slot * TABLE + BYTES + (c >> 2)] = word
+                if MODE > 0:
+                    entry = overlay[uint64(plan[p + 9] + i)]
+                    sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
+                    if MODE == 2:
+                        smf[to + FACTOR] = factor(entry, stream, i)
+
+    @card.device
+    def fold(pb, x, c, f):
+        """input_fold; in mode 1 with the running integer in 64ths, one shift less."""
+        return ptx.whole_64ths(int32(int32(x * c) + pb)) if MODE == 1 else input_fold(pb, x, c, f)
+
+    @device
+    @(written_out if MODE == 2 else card.written)            # those of mode 2 every compiler leaves
+    def folded(acc, smf, at_words, at, sums):
+        """Adds to sums what the hidden units in acc, in two rows, add to sb."""
+        pb = cuda.local.array(8, int32)
+        for g in range(2):                                   # 16 neighbouring i
+            for k in range(8):
+                pb[k] = 0
+            for sub in range(4):
+                j = 2 * sub + g
+                c = ptx.load_shared4(at + 4 * COEFFICIENT + j * 64)
+                for k in range(4):
+                    f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
+                    for half in range(2):
+                        pb[4 * half + k] = fold(pb[4 * half + k], acc[8 * j + half * 2 + (k >> 1) * 4 + (k & 1)], c[k],
+                                                f)
+            for half in range(2):
+                some = int32(int32(pb[4 * half] + pb[4 * half + 1]) + int32(pb[4 * half + 2] + pb[4 * half + 3]))
+                sums[half] = int32(sums[half] + (int32(some >> int32(6)) if MODE == 1 else some))
+
+    @cuda.jit(launch_bounds=THREADS)
+    @card.written
+    def up(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, gelu, x, sb, u):
+        sm, smf = cuda.shared.array(0, int32, 128), cuda.shared.array(0, float32, 128)
+        barriers = cuda.shared.array(BARRIER_WORDS, int64)
+        t = cuda.threadIdx.x
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side = lane & 3, group % CG
+        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
+        first, every, p = cuda.blockIdx.x, cuda.gridDim.x, call * PLAN
+        count = (tiles - 1 - first) // every + 1
+        steps = count * (PASSES * PIECES)
+        init(bar, t)
+        for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
+            sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
+        whole = int32(1)
+        for i in range(t, 4 * H, THREADS):
+            whole = int32(whole & whole_factor(overlay[plan[p + 9] + i]))
+        whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
+        rows(base, bar, 0, first, x, t)
+        for i in range(min(STAGES, steps)):
+            fill(base, bar, i, first, every, x, packed, at, t)
+        at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
+        here = AT_TABLES + group * (2 * SLOTS * TABLE)
+        acc, sums = cuda.local.array(64, int32), cuda.local.array(2, int32)
+        for i in range(64):
+            acc[i] = 0
+        row, member, slot, sign = place(first, t)
+        prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, seed)
+        s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+        ptx.named_barrier(1 + group, 128)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1)
+        step, odd = 0, 0
+        for turn in range(count):
+            tile = first + turn * every
+            wait_rows(bar, turn, t)
+            sums[0], sums[1] = 0, 0
+            for ahead in range(PASSES):
+                block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
+                to = (int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256
+                      + ((row >> 3) & 7) * (2 * KP) + lane)
+                last = ahead == PASSES - 1
+                for piece in range(PIECES - 1):
+                    start(acc, base, bar, step, piece, 1, t)
+                    done(acc)
+                    leave(bar, step, t)
+                    refill(base, bar, step, steps, first, every, x, packed, at, t)
+                    step += 1
+                start(acc, base, bar, step, PIECES - 1, 1, t)
+                if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
+                    row, member, slot, sign = place(tile + every, t)
+                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
+                        weights, overlay,
+                        seed)
+                if last:
+                    s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+                ptx.named_barrier(1 + group, 128)
+                done(acc)
+                leave(bar, step, t)
+                if last:
+                    leave_rows(bar, t)
+                    if turn + 1 < count:
+                        rows(base, bar, turn + 1, tile + every, x, t)
+                refill(base, bar, step, steps, first, every, x, packed, at, t)
+                step += 1
+                at_bytes = base + 4 * at_slot + q * 16
+                if not RAGGED or block < BLOCKS:
+                    for j in range(8):
+                        if not BASE:
+                            b = ptx.load_shared4(at_bytes + j * 64 + 4 * BIAS)
+                        c4 = int32(0)
+                        if whole and not SILENT:
+                            c4 = sm[uint32(at_slot + BYTES + 4 * j + q)]
+                        for half in range(2):
+                            for k in range(4):
+                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
+                            i = 8 * j + half * 2
+                            word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                            u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
+                            if not SILENT:
+                                sums[half] = ptx.dp4a(word, c4, sums[half])
+                    if MODE > 0 and not SILENT and not whole:
+                        folded(acc, smf, at_slot + q * 4, at_bytes, sums)
+                if last and not SILENT:
+                    mine = tile * (64 * RG) + (group // CG) * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
+                    for half in range(2):
+                        total = quad_sum(sums[half])
+                        if q == 0:
+                            cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
+                ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
+                odd = 1 - odd
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1)
+
+    return up, 4 * (AT_TABLES + TABLES), shape
+
+
+# --- products of full width: q, k, v; what is added to the residual stream --------------------------------------------
+
+@device
+def rounded(v, scale):
+    """clip(roundf(v * scale)) in the second byte of the result, without its conversion to an integer, which is slow:
+    what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down
+    to 256ths by the size of the sum.
+    Equal for every float32 up to 128."""
+    x = float32(float32(v) * scale)
+    return ptx.float_bits(ptx.add_down(ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
+
+
+@device
+def pack_rounded(a, b, c, d):
+    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
+
+
+def value_length(cfg):
+    """Positions of a row of v: whole tiles of the attention."""
+    length, tile = padded_length(cfg), attention_tile(cfg)
+    return blocks(length, tile) * tile
+
+
+def _full_kernel(cfg, nz, card, kind):
+    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
+    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
+
+    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices
+    of one row a channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold
+    them.
+    "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
+    plan, 8 entries a matrix: as _up_kernel's first. sb: [4][stride]; spill: what `layout` says."""
+    H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
+    QKV, DOWN = kind == "qkv", kind == "down"
+    K = 4 * H if DOWN else H
+    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
+    ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
+    ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
+    ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
+    SLOTS = members_of(64, LENGTH)
+    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
+    CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
+    BIAS, TABLE = CG * BIAS, CG * TABLE
+    GROUP = 2 * SLOTS * TABLE
+    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
+    place, _ = _place_function(cfg, RG)
+    AT_TABLES = shape.bytes // 4
+    AT_TOPS = AT_TABLES + TABLES
+    AT_ROPE = AT_TOPS + TOPS
+    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
+    P = product_functions(card, shape)
+    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
+    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    vector = vector_function(cfg, nz, True)
+
+    @card.device
+    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
+        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
+        on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
+        used."""
+        col = min(columns + min(c, CG * N - 1), H - 1)
+        for slot in range(SLOTS):
+            mine = uint32(seed + uint32((member + slot) >> 1))
+            stream = uint32(mine + uint32(plan[p + 1]))
+            sm[at + slot * TABLE + c] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
+            if DOWN:
+                plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
+                sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
+
+    @card.device
+    def turned(e, o, cos, sin):
+        half, less = int64(1) << int64(BIT - 1), int32(-sin)
+        return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
+                int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
+
+    @card.device
+    def rotate(acc, j, half, rope, at_shared, at_global, col):
+        """The rotary embedding of four neighbours, columns col..."""
+        if ROPE_SHARED:
+            r = ptx.load_shared4(at_shared + (col & (D - 1)) * 4)
+        else:
+            r = ptx.load4(rope, at_global + (col & (D - 1)))
+        i = 8 * j + 2 * half
+        acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
+        acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
+
+    @card.device
+    def extremes(acc, tops):
+        """tops: largest and smallest value so far of the two rows."""
+        for j in range(N // 8):
+            for half in range(2):
+                a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
+                tops[2 * half] = int32(max(max(tops[2 * half], a), b))
+                tops[2 * half + 1] = int32(min(min(tops[2 * half + 1], a), b))
+
+    @card.device
+    def scales(tops, sm, side, mine, q, barrier):
+        """amax_scale of the two rows; `mine`: the first one's number in the block."""
+        top0 = quad_max(int32(max(tops[0], int32(-tops[1]))))
+        top1 = quad_max(int32(max(tops[2], int32(-tops[3]))))
+        if CG > 1:
+            at = AT_TOPS + mine * CG
+            if q == 0:
+                sm[at + side], sm[at + 8 * CG + side] = top0, top1
+            ptx.named_barrier(barrier, CG * 128)
+            for k in range(CG):
+                top0, top1 = int32(max(top0, sm[at + k])), int32(max(top1, sm[at + 8 * CG + k]))
+        return amax_scale(top0), amax_scale(top1)
+
+    @card.device
+    def quantised(acc, scale0, scale1):
+        for j in range(N // 8):
+            for e in range(2):
+                acc[4 * j + e] = rounded(acc[4 * j + e], scale0)
+                acc[4 * j + 2 + e] = rounded(acc[4 * j + 2 + e], scale1)
+
+    @card.device
+    def store(acc, out, to, col):
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < H:
+                for half in range(2):
+                    i = 8 * j + 2 * half
+                    word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = word
+
+    @card.device
+    def store_transposed(acc, out, row, col, lane):
+        """Rows g, g ^ 1 and the two 8 further are neighbouring bytes."""
+        odd, q = (lane >> 2) & 1, lane & 3
+        first = row - (lane >> 2)
+        member, position = first // LENGTH, first % LENGTH
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < H:
+                i = 8 * j
+                left = pack_rounded(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
+                right = pack_rounded(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
+                other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                even_row, odd_row = (other, right) if odd else (left, other)
+                i = col + j * 16 + odd * 8 + q * 2
+                to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4)
+                      * 128
+                      + ((lane >> 3) & 3) * 4) >> 2
+                out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
+                out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
+
+    @cuda.jit(launch_bounds=THREADS)
+    @card.written
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
+             spill):
+        sm = cuda.shared.array(0, int32, 128)
+        barriers = cuda.shared.array(BARRIER_WORDS, int64)
+        t = cuda.threadIdx.x
+        group, lane = t >> 7, t & 31
+        q, side, rg, c = lane & 3, group % CG, group // CG, t % (CG * 128)
+        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
+        which, first, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        p, at = call * PLAN + which * 8, at + which * MATRIX_WORDS
+        count = 0
+        if first < tiles:
+            count = (tiles - 1 - first) // every + 1
+        steps = count * (PASSES * PIECES)
+        init(bar, t)
+        if ROPE_SHARED:
+            for i in range(t, LENGTH * D, THREADS):
+                sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
+        cuda.syncthreads()
+        if count > 0:
+            rows(base, bar, 0, first, x, t)
+        for i in range(min(STAGES, steps)):
+            fill(base, bar, i, first, every, x, packed, at, t)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
+        acc, tops = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
+        for i in range(ACC):
+            acc[i] = 0
+        at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
+        step = 0
+        for turn in range(count):
+            tile = first + turn * every
+            row, member, slot, sign = place(tile, t)
+            s0 = int32(sb[uint64((SB_AT + which) * stride + row)] * sign)
+            s1 = int32(sb[uint64((SB_AT + which) * stride + row + 8)] * sign)
+            to = int64(row >> 3) * (2 * H) + lane
+            wait_rows(bar, turn, t)
+            for i in range(4):
+                tops[i] = 0
+            for ahead in range(PASSES):
+                col = ahead * (CG * N) + side * N
+                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE)
+                for piece in range(PIECES - 1):
+                    start(acc, base, bar, step, piece, piece, t)
+                    done(acc)
+                    leave(bar, step, t)
+                    refill(base, bar, step, steps, first, every, x, packed, at, t)
+                    step += 1
+                start(acc, base, bar, step, PIECES - 1, PIECES - 1, t)
+                # while the tensor cores work
+                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)
+                ptx.named_barrier(1 + rg, CG * 128)
+                done(acc)
+                leave(bar, step, t)
+                if ahead == PASSES - 1:
+                    leave_rows(bar, t)
+                    if turn + 1 < count:
+                        rows(base, bar, turn + 1, tile + every, x, t)
+                refill(base, bar, step, steps, first, every, x, packed, at, t)
+                step += 1
+                at_noise = base + 4 * (buffer + slot * TABLE + side * N) + q * 16
+                for j in range(N // 16):
+                    if not RAGGED or col + 16 * j < H:
+                        n = four(at_noise + j * 64)
+                        if DOWN:
+                            b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
+                        for half in range(2):
+                            s = s0 if half == 0 else s1
+                            word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
+                            for k in range(4):
+                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                                if not QKV:
+                                    v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
+                                if DOWN:
+                                    v = int32(v + b[k])
+                                acc[i] = v
+                if QKV and which < 2:
+                    position = row % LENGTH
+                    at_shared = base + 4 * (AT_ROPE + position * ROPE_ROW)
+                    for j in range(N // 16):
+                        for half in range(2):
+                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
+                                   int64(min(position + 8 * half, T - 1) * D),
+                                   col + j * 16 + q * 4)
+                extremes(acc, tops)
+                if PASSES > 1 and ahead < PASSES - 1:
+                    for i in range(0, ACC, 4):
+                        ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
+                                   acc[i + 3])
+            scale0, scale1 = scales(tops, sm, side, rg * 64 + ((t & 127) >> 5) * 16 + (lane >> 2), q, 1 + rg)
+            for back in range(PASSES):
+                ahead = PASSES - 1 - back
+                if back > 0:
+                    for i in range(0, ACC, 4):
+                        a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
+                        acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
+                quantised(acc, scale0, scale1)
+                col = ahead * (CG * N) + side * N
+                if not QKV:
+                    store(acc, h, to, col)
+                elif which == 0:
+                    store(acc, q_out, to, col)
+                elif which == 1:
+                    store(acc, k_out, to, col)
+                else:
+                    store_transposed(acc, v_out, row, col, lane)
+
+    return full, 4 * (AT_ROPE + ROPE_WORDS), shape
+
+
+# --- head -------------------------------------------------------------------------------------------------------------
+
+def _head_kernel(cfg, nz, card):
+    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the
+    sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words
+    packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
+
+    The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
+    `slot_of`."""
+    H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
+    LOGIT, NOISE_SHIFT, ONES, SILENT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
+    MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
+    FARTHEST = (MOST << LOGIT) + ONES
+    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
+    # from 2^31)
+    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
+    STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
+    EXPS = (MOST + 1) * STRIDE
+    _, SLOTS = _place_function(cfg, 1)
+    TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
+    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V)
+    RG, CG, TILES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
+    RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
+    AT_TABLES = shape.bytes // 4
+    AT_PARTS = AT_TABLES + TABLES
+    place, _ = _place_function(cfg, RG)
+    P = product_functions(card, shape, 2)
+    init, rows, wait_rows, fill, refill = P.init, P.rows, P.wait_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
+    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
+    BASE = 0 if SILENT else BASE
+    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    position_loss = loss_function(cfg)
+
+    @card.device
+    def begin_tile(acc, at, s0, s1):
+        """Accumulators before the product: the noise of their columns, at a shared address."""
+        for j in range(8):
+            n = four(at + j * 64)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE)), begin(s1, n[k], int32(BASE))
+
+    @card.device
+    def slot_of(c):
+        """Where the noise of column c lies, so that the four columns of a thread in 16 are neighbours."""
+        return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
+
+    @card.device
+    def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
+        """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
+        if not SILENT:
+            known = v if not RAGGED or v < V else V - 1
+            entry = overlay[uint64(at_overlay + known)]
+            for m in range(SLOTS):
+                stream = uint32(seed + uint32((member + m) >> 1))
+                sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
+
+    @card.device
+    def weight(top, a, last, at):
+        """EXP of the distance from level a to the highest level with the highest logit."""
+        below = min(uint32(int32(top - a)), uint32(last))
+        if PLACED:
+            return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
+        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
+
+    @card.device
+    def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
+        dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+        for piece in range(H // 16):
+            dot = ptx.dp4a(x[uint64(at_x + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
+        n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
+        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
+
+    @card.device
+    def target(windows, unit, position):
+        return windows[unit * (T + 1) + min(position, T - 1) + 1]
+
+    @cuda.jit(launch_bounds=THREADS)
+    @card.written
+    def head(call, at_tiles, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+        sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
+        exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
+        barriers = cuda.shared.array(BARRIER_WORDS, int64)
+        t, tile = cuda.threadIdx.x, cuda.blockIdx.x
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side, rg = lane & 3, group % CG, group // CG
+        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
+        at, at_overlay = plan[call * PLAN], plan[call * PLAN + 2]
+        init(bar, t)
+        for i in range(t, EXPS, THREADS):
+            exp[i] = exps[i // STRIDE]
+        cuda.syncthreads()
+        rows(base, bar, 0, tile, x, t)
+        for i in range(min(STAGES, STEPS)):
+            fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
+        row, member, slot, sign = place(tile, t)
+        unit, position = (member + slot) >> 1, row % LENGTH
+        s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
+        seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
+        z0, z1 = int32(0), int32(0)
+        if unit < pairs:
+            at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
+            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, overlay, at_overlay, stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay,
+                              stream, q)
+        top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
+        total0, total1 = int64(0), int64(0)
+        acc = cuda.local.array(64, int32)
+        for i in range(64):
+            acc[i] = 0
+        here, at_exp, table = AT_TABLES + group * (2 * SLOTS * 128), int32((lane & (COPIES - 1))
+                                                                           * 4), ptx.shared_address(exp, 0)
+        if not PLACED:
+            at_exp, table = int32(at_exp + table), int32(0)
+        last = int32(table + int32(FARTHEST))
+        s0, s1 = as_row(s0), as_row(s1)
+        my_slot = slot_of(c)
+        at_noise = base + 4 * (here + slot * 128) + q * 16
+        prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
+        ptx.named_barrier(1 + group, 128)
+        begin_tile(acc, at_noise, s0, s1)
+        wait_rows(bar, 0, t)
+        step = 0
+        for ahead in range(2 * TILES):
+            block = ahead if ahead < TILES else ahead - TILES
+            odd = ahead & 1
+            for piece in range(PIECES - 1):
+                start(acc, base, bar, step, piece, 1, t)
+                done(acc)
+                leave(bar, step, t)
+                refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
+                step += 1
+            start(acc, base, bar, step, PIECES - 1, 1, t)
+            coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay,
+                    at_overlay, seed)
+            ptx.named_barrier(1 + group, 128)
+            done(acc)
+            leave(bar, step, t)
+            refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
+            step += 1
+            limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
+            if RAGGED and limit < 128:
+                for j in range(16):
+                    for e in range(2):
+                        if j * 8 + e >= limit:
+                            acc[4 * j + e] = HIDDEN
+                            acc[4 * j + 2 + e] = HIDDEN
+            if ahead < TILES:
+                for j in range(16):
+                    top0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1]))
+                    top1 = int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3]))
+                if ahead == TILES - 1:                       # from here on: the highest level with the same logit
+                    top0, top1 = quad_max(top0), quad_max(top1)
+                    if CG > 1:
+                        mine = AT_PARTS + (rg * 64 + (row & 63)) * CG
+                        if q == 0:
+                            sm[mine + side], sm[mine + 8 * CG + side] = top0, top1
+                        ptx.named_barrier(5 + rg, CG * 128)
+                        for k in range(CG):
+                            top0, top1 = int32(max(top0, sm[mine + k])), int32(max(top1, sm[mine + 8 * CG + k]))
+                        ptx.named_barrier(5 + rg, CG * 128)
+                    top0, top1 = int32(int32(top0 | int32(ONES)) + table), int32(int32(top1 | int32(ONES)) + table)
+            else:
+                e0, e1 = uint32(0), uint32(0)
+                for j in range(16):
+                    for e in range(2):
+                        i = 4 * j + e
+                        e0 = uint32(e0 + uint32(weight(top0, acc[i], last, at_exp)))
+                        e1 = uint32(e1 + uint32(weight(top1, acc[i + 2], last, at_exp)))
+                total0 += int64(e0)
+                total1 += int64(e1)
+                if RAGGED and limit < 128:                   # the hidden columns counted as the smallest weight
+                    hidden = 0
+                    for j in range(16):
+                        for e in range(2):
+                            hidden += 1 if j * 8 + e >= limit else 0
+                    total0 -= int64(hidden) * exp[MOST * STRIDE]
+                    total1 -= int64(hidden) * exp[MOST * STRIDE]
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 1)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 1)
+        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 2)
+        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 2)
+        if CG > 1:
+            mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
+            if q == 0:
+                wide[mine + side], wide[mine + 8 * CG + side] = total0, total1
+            ptx.named_barrier(5 + rg, CG * 128)
+            total0, total1 = int64(0), int64(0)
+            for k in range(CG):
+                total0 += wide[mine + k]
+                total1 += wide[mine + 8 * CG + k]
+        if q == 0 and side == 0 and unit < pairs and position < T:
+            less = int32(table + int32(BASE))
+            loss = position_loss(total0, int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            if position + 8 < T:
+                loss += position_loss(total1, int32(int32(top1 - less) >> int32(LOGIT)), z1)
+            cuda.atomic.add(losses, 2 * unit + ((member + slot) & 1), loss)
+
+    return head, 4 * (AT_PARTS + PARTS), shape
+
+
+# --- embedding and norm -----------------------------------------------------------------------------------------------
+
+def _embed_kernel(cfg, nz, card):
+    """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
+    four lanes a position.
+    plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    H, T, LENGTH, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.NOISE_SHIFT
+    vector = vector_function(cfg, nz, True)
+    noise, factor, NTT = nz.noise, nz.factor, cfg.NTT_MODE != 0
+    coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
+    POSITIONS, WORDS = min(LENGTH, 64), 3 * H
+
+    @cuda.jit(launch_bounds=256)
+    @card.written
+    def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
+        table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
+        factors = cuda.shared.array(H, float32)
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        if t < 2 and cuda.blockIdx.y == 0:
+            losses[2 * unit + t] = 0
+        stream = uint32(seed + uint32(H))
+        for i in range(t, H, 4 * POSITIONS):
+            table[i], table[H + i] = vector(weights, overlay, plan, p + 8, seed, i)
+            table[2 * H + i] = noise(stream, i)
+            factors[i] = factor(overlay[plan[p + 22] + i], stream, i)
+        cuda.syncthreads()
+        lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
+        if position < LENGTH:
+            at_window = unit * (T + 1)
+            token = windows[at_window + min(position, T - 1)]
+            n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
+            at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
+            at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
+            address = ptx.shared_address(table, (lane & 3) * 4)
+            x = cuda.local.array(8, int32)
+            coef = int32(0)
+            if NTT:
+                coef = coefficient(windows, at_window, min(position, T - 1))
+            for piece in range(H // 16):
+                word = packed[uint64(at_e + piece * 32)]
+                even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
+                c = ptx.load_shared4(address + piece * 64 + 8 * H)
+                for k in range(4):
+                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f)
+                                              * factors[piece * 16 + (lane & 3) * 4 + k]))
+                    e = byte(word, k)
+                    more = int32(0), int32(0)
+                    if NTT:
+                        more = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
+                    x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more[0]))
+                    x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more[1]))
+                h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
+                h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
+
+    return embed
+
+
+def _norm_kernel(cfg, nz, card, streams):
+    """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch
+    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
+    plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
+    H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
+    # then 2^-21 of |p| changes no quotient
+    FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
+    AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
+    FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
+    BYTES, THREADS_OF_H = streams * H // 4, blocks(H, 256) * 256
+    vector = vector_function(cfg, nz, True)
+    noise, factor, whole_factor = nz.noise, nz.factor, nz.whole
+    input_coefficient, input_term = nz.input_coefficient, nz.input_term
+
+    @card.device
+    def shared_bias(b):
+        """A bias as `normed` wants it."""
+        return ptx.float_bits(float32(float32(int32(b + int32(127))) * float32(1 / 254))) if FLOAT else b
+
+    @card.device
+    def normed(p, mean, reciprocal, b):
+        """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are
+        whole numbers, takes the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
+        if FLOAT:
+            f = float32(p)
+            whole = ptx.with_sign(float32(1 << 23), f)
+            quotient = float32(ptx.fma_toward_zero(f, reciprocal, whole) - whole)
+            share = ptx.fma_sat(quotient, float32(1 / 254), ptx.bits_float(b))
+            return ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
+        quotient = int32(uint32(abs(p)) // uint32(mean))
+        return clip(int32((quotient if p >= 0 else int32(-quotient)) + b))
+
+    @card.device
+    def sizes(word):
+        """Sum of the four |bytes|."""
+        negative = ptx.byte_permute(word, 0, 0xBA98)
+        return ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
+
+    @cuda.jit(launch_bounds=256)
+    @card.written
+    def norm(call, plan, weights, overlay, job, offset, stride, h, n, sb):
+        table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
+        packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        p = call * PLAN
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        whole = int32(1)
+        for i in range(t, THREADS_OF_H, 256):
+            if i < H:                                        # H is a multiple of 32: so for whole warps
+                table[i], table[H + i] = vector(weights, overlay, plan, p, seed, i)
+                even, odd = vector(weights, overlay, plan, p + 4, seed, i)
+                table[2 * H + i], table[3 * H + i] = shared_bias(even), shared_bias(odd)
+                for s in range(SUMMED):
+                    stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
+                    entry = overlay[plan[p + 13 + 2 * s] + i]
+                    whole = int32(whole & whole_factor(entry))
+                    table[AT_C + s * H + i] = input_coefficient(entry, stream, i)
+                    word = pack_quad(noise(stream, i))
+                    if t & 3 == 0:
+                        packed_noise[s * (H // 4) + (i >> 2)] = word
+                    if MODE == 2:
+                        factors[s * H + i] = factor(entry, stream, i)
+        whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
+        lane, warp = t & 31, cuda.blockIdx.y * 128 + (t >> 5) * 16
+        if warp < 2 * LENGTH:
+            member, row = warp // LENGTH, int64(unit) * (2 * LENGTH) + warp + (lane >> 2)
+            at = (row >> 3) * (2 * H) + lane
+            sums = cuda.local.array(6, int32)
+            x = cuda.local.array(4, int32)
+            for i in range(6):
+                sums[i] = 0
+            total0, total1 = int32(0), int32(0)
+            for piece in range(H // 16):
+                total0 = int32(total0 + sizes(h[uint64(at + piece * 32)]))
+                total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
+            mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
+            mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
+            # so that a quotient is never below the whole number that it is
+            above = float32(1 + 2.0 ** -22)
+            reciprocal0, reciprocal1 = float32(above / float32(mean0)), float32(above / float32(mean1))
+            address = ptx.shared_address(table, (lane & 3) * 4)
+            at_w = address + member * (4 * H)
+            for piece in range(H // 16):
+                w, b = ptx.load_shared4(at_w + piece * 64), ptx.load_shared4(at_w + 8 * H + piece * 64)
+                for half in range(2):
+                    word = h[uint64(at + half * (2 * H) + piece * 32)]
+                    mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
+                    for k in range(4):
+                        x[k] = normed(int32(byte(word, k) * w[k]), mean, reciprocal, b[k])
+                    word = pack4(x[0], x[1], x[2], x[3])
+                    n[uint64(at + half * (2 * H) + piece * 32)] = word
+                    if whole:
+                        for s in range(SUMMED):
+                            c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
+                            sums[3 * half + s] = ptx.dp4a(word, c4, sums[3 * half + s])
+                    else:
+                        for s in range(SUMMED):
+                            c = ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
+                            for k in range(4):
+                                f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
+                                sums[3 * half + s] = int32(sums[3 * half + s] + input_term(byte(word, k), c[k], f))
+            for half in range(2):
+                for s in range(streams):
+                    total = quad_sum(sums[3 * half + s])
+                    if (lane & 3) == 0:
+                        sb[s * stride + row + half * 8] = total
+                if (lane & 3) == 0:
+                    sb[3 * stride + row + half * 8] = 0
+
+    return norm
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+def attention_tile(cfg):
+    """Positions of keys and values that the attention takes at a time."""
+    return 64 if padded_length(cfg) > 32 else 32
+
+
+def _attention_kernel(cfg, nz, card):
+    """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16
+    positions, all heads.
+
+    Keys and values of a head come to shared memory TILE positions at a time while the tile before is used. A row's
+    scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last
+    tile, which is still at hand, back to the first. A score fragment of four column tiles is, byte for byte, an A
+    fragment over 32 positions (in the permuted order of v), so the weights go into the products of their byte limbs
+    without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
+    high + low. plan: 12 seed, 13 overlay."""
+    H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
+    LENGTH, POSITIONS, TILE = padded_length(cfg), value_length(cfg), attention_tile(cfg)
+    MOST, COPIES, LIMBS, LOWEST = exp_entries(cfg) - 1, exp_copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
+    EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1, TILE // 2
+    BELOW_ONE = 1 - 2.0 ** -22
+    MANY = LENGTH > 64                                       # more than one tile
+    SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
+    BYTES, STAGE = TILE * D, 2 * TILE * D                    # of keys, and of a stage
+    WARPS = min(4, LENGTH // 16)
+    # blocks of a multiprocessor: so many as registers allow
+    ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
+    factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, load4(nz)
+
+    @card.device
+    def fetch(to, k, v, member, step, per_head, tiles, t):
+        """Starts the copies of a step: keys of a tile, and values where they are wanted."""
+        head, r = step // per_head, step % per_head
+        tile = r if r < tiles else 2 * tiles - 2 - r
+        at_k = (int64(member) * LENGTH + tile * TILE >> 3) * (2 * H) + head * (2 * D)
+        at_v = (int64(member) * H + head * D) * (POSITIONS // 4) + tile * (2 * TILE)
+        for i in range(t, BYTES // 16, ALL):
+            ptx.copy_async16(int32(to + i * 16), k, at_k + (i // (D // 2)) * (2 * H) + (i % (D // 2)) * 4)
+            if not MANY or r >= tiles - 1:
+                ptx.copy_async16(int32(to + BYTES + i * 16), v,
+                                 at_v + (i // (TILE // 2)) * (2 * POSITIONS) + (i % (TILE // 2)) * 4)
+        ptx.copy_commit()
+
+    @card.device
+    def scores(s, query, at, wide):
+        """s[4 j ...] = products of the query with the keys at shared address `at`: of this lane for load_matrix4."""
+        for j in range(0, TILE // 8, 2):
+            if j < 4 or wide:
+                c, d = (int32(0), int32(0), int32(0), int32(0)), (int32(0), int32(0), int32(0), int32(0))
+                for i in range(D // 32):
+                    b = ptx.load_matrix4(int32(at + j * (8 * D) + i * 256))
+                    c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[0], b[1], c[0],
+                                   c[1], c[2], c[3])
+                    d = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[2], b[3], d[0],
+                                   d[1], d[2], d[3])
+                for e in range(4):
+                    s[4 * j + e], s[4 * j + 4 + e] = c[e], d[e]
+
+    @card.device
+    def largest(s, tops, first, position, wide):
+        """tops: the largest scores of the two rows so far; first: this lane's first column."""
+        for j in range(TILE // 8):
+            if j < 4 or wide:
+                for e in range(2):
+                    c = first + 8 * j + e
+                    tops[0] = int32(max(tops[0], s[4 * j + e])) if c <= position else tops[0]
+                    tops[1] = int32(max(tops[1], s[4 * j + 2 + e])) if c <= position + 8 else tops[1]
+
+    @card.device
+    def weigh(s, top0, top1, dens, exp, copy, first, position, wide):
+        """Scores become weights, whose sums are added to dens."""
+        for j in range(TILE // 8):
+            if j < 4 or wide:
+                for e in range(2):
+                    c = first + 8 * j + e
+                    d = uint32(min(uint32(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT)))), uint32(MOST)))
+                    w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                    w = w if c <= position else int32(0)
+                    s[4 * j + e] = w
+                    dens[0] = int32(dens[0] + w)
+                    d = uint32(min(uint32(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT)))), uint32(MOST)))
+                    w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
+                    w = w if c <= position + 8 else int32(0)
+                    s[4 * j + 2 + e] = w
+                    dens[1] = int32(dens[1] + w)
+
+    @card.device
+    def split(limbs, s, wide):
+        """The byte limbs of the weights as A fragments: limbs[(group of 32 * 3 + limb) * 4 + ...]."""
+        for g in range(TILE // 32):
+            if g == 0 or wide:
+                for n in range(LIMBS):
+                    pick = n * 0x11 + 0x40
+                    for i in range(4):
+                        m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
+                        limbs[(g * 3 + n) * 4 + i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
+                                                                      ptx.byte_permute(s[m + 4], s[m + 5],
+                                                                                       pick), 0x5410)
+
+    @card.device
+    def weighted(limbs, at, wide):
+        """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this
+        lane)."""
+        r = (int32(0), int32(0), int32(0), int32(0))
+        v = ptx.load_matrix4(at)
+        for i in range(LIMBS):
+            m = (LIMBS - 1 - i) * 4
+            r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
+            r = ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[0], v[1], r[0], r[1], r[2], r[3])
+            if TILE == 64 and wide:
+                m += 12
+                r = ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
+        return r
+
+    @card.device
+    def quotient(high, low, den, reciprocal):
+        """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is
+        right or one less."""
+        f = cuda.fma(float32(high), float32(65536), float32(low)) if MANY else float32(low)
+        num = int32(int32(high << int32(16)) + low)          # its remainder fits int32, so it need not
+        size = int32(num if f >= float32(0) else int32(-num))
+        q = int32(ptx.float_bits(ptx.fma_down(abs(f), reciprocal, float32(1 << 23))) - int32(0x4B000000))
+        q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
+        return q if f >= float32(0) else int32(-q)
+
+    @card.device
+    def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
+        """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
+        rows."""
+        c = four(at_c)
+        x = cuda.local.array(4, int32)
+        for half in range(2):
+            for k in range(4):
+                m = at + (k >> 1) * 4 + half * 2 + (k & 1)
+                x[k] = quotient(high[m] if MANY else int32(0), low[m], dens[half], reciprocals[half])
+                f = factors[at_f + k] if MODE == 2 else float32(0)
+                sums[half] = int32(sums[half] + input_term(x[k], c[k], f))
+            a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
+
+    @cuda.jit(launch_bounds=(128, RESIDENT))
+    @card.written
+    def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
+        sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
+        exp = cuda.shared.array(EXPS, int32)
+        coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
+        t, member, mine = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y
+        lane, warp = t & 31, t >> 5
+        base, matrix = ptx.shared_address(sm, 0), lane >> 3
+        tiles = mine + 1 if MANY else 1
+        per_head = 2 * tiles - 1
+        steps = HEADS * per_head
+        fetch(base, k_in, v_in, member, 0, per_head, tiles, t)
+        for i in range(t, EXPS, ALL):
+            exp[i] = exps[i // COPIES]
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + (member >> 1)))
+                        + uint32(plan[call * PLAN + 12]))
+        for i in range(t, H, ALL):
+            entry = overlay[plan[call * PLAN + 13] + i]
+            coefficient[i] = input_coefficient(entry, stream, i)
+            if MODE == 2:
+                factors[i] = factor(entry, stream, i)
+        position = mine * 64 + warp * 16 + (lane >> 2)
+        row = int64(member) * LENGTH + position
+        works = mine * 64 + warp * 16 < LENGTH
+        at, first = (row >> 3) * (2 * H) + lane, (lane & 3) * 2
+        wide_at_last = int32(warp & 3) >= 2                  # sees more than 32 positions of the last tile
+        copy = lane & (COPIES - 1)
+        at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
+        at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
+        at_v = base + BYTES + lane * 16
+        query, s, limbs = cuda.local.array(QUERY, int32), cuda.local.array(SCORES, int32), cuda.local.array(24, int32)
+        high, low = cuda.local.array(SUMS, int32), cuda.local.array(SUMS, int32)
+        tops, dens, sums = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
+        reciprocals = cuda.local.array(2, float32)
+        sums[0], sums[1] = 0, 0
+        for step in range(steps):
+            head, r, here = step // per_head, step % per_head, (step & 1) * STAGE
+            tile = r if r < tiles else 2 * tiles - 2 - r
+            wide, column = wide_at_last or tile < mine, tile * TILE + first
+            if step + 1 < steps:
+                fetch(base + STAGE - here, k_in, v_in, member, step + 1, per_head, tiles, t)
+            else:
+                ptx.copy_commit()
+            ptx.copy_wait_but_one()
+            cuda.syncthreads()
+            if works:
+                if r == 0:
+                    tops[0], tops[1], dens[0], dens[1] = int32(LOWEST), int32(LOWEST), 0, 0
+                    for i in range(D // 32):
+                        where = at + (head * (D // 16) + 2 * i) * 32
+                        query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
+                        query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
+                    for i in range(SUMS):
+                        high[i], low[i] = 0, 0
+                scores(s, query, at_k + here, wide)
+                if r < tiles:
+                    largest(s, tops, column, position, wide)
+                if r == tiles - 1:
+                    tops[0], tops[1] = int32(quad_max(tops[0]) >> int32(SHIFT)), int32(quad_max(tops[1])
+                                                                                       >> int32(SHIFT))
+                if r >= tiles - 1:
+                    weigh(s, tops[0], tops[1], dens, exp, copy, column, position, wide)
+                    split(limbs, s, wide)
+                    if MANY:
+                        for d in range(D // 8):
+                            w = weighted(limbs, int32(at_v + here + d * (8 * TILE)), wide)
+                            for e in range(4):
+                                low[4 * d + e] = int32(low[4 * d + e] + int32(w[e] & int32(0xFFFF)))
+                                high[4 * d + e] = int32(high[4 * d + e] + int32(w[e] >> int32(16)))
+                if r == per_head - 1:
+                    for half in range(2):
+                        dens[half] = quad_sum(dens[half])
+                        reciprocals[half] = float32(float32(BELOW_ONE) / float32(dens[half]))
+                    for d in range(D // 16):
+                        if not MANY:
+                            for n in range(2):
+                                w = weighted(limbs, int32(at_v + here + (2 * d + n) * (8 * TILE)), wide)
+                                for e in range(4):
+                                    low[4 * n + e] = w[e]
+                        channel = head * D + d * 16
+                        finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
+                               channel + (lane & 3) * 4, factors,
+                               a, at + (channel >> 4) * 32, sums)
+            cuda.syncthreads()
+        for half in range(2):
+            total = quad_sum(sums[half])
+            if works and (lane & 3) == 0:
+                sb[row + 8 * half] = total
+
+    return attention, 2 * STAGE + 512
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+def _pack_kernel(cfg):
+    """A canonical matrix [K / 4, N, 4] as a product takes it: [K / width][padded / 8][width / 16][core matrices of one
+    row a column], see the top. kind: 0 square, 1 up, 2 down, 3 head."""
+    H = cfg.HIDDEN_DIM
+
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, kind, n, padded, width):
+        i, K = cuda.grid(1), H
+        if kind == 2:
+            K = 4 * H
+        if i < padded * (K // 4):
+            piece, rest = i // (padded * width // 4), i % (padded * width // 4)
+            block, rest = rest // (2 * width), rest % (2 * width)
+            col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
+            if kind < 3:
+                col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            known = col < n
+            if kind == 1:
+                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+            if kind == 2:
+                k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
+            packed[target + i] = weights[source + k4 * n + col] if known else 0
+
+    return pack
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
+NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
+UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, A32, A32)
+FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
+ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
+HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
+PACK_TYPES = (A32, A32) + 6 * (int64,)
+
+
+class Noisy:
+    """The noisy forward pass of a configuration on a Card."""
+
+    def __init__(self, cfg, packing, card, silent):
+        self.cfg, nz = cfg, build_noise(cfg, silent)
+        self.kernels = []
+
+        def add(made, signature):
+            made = made if isinstance(made, tuple) else (made, 0)
+            self.kernels.append((made[0], signature, made[1]))
+            return made
+
+        self.embed = add(_embed_kernel(cfg, nz, card), EMBED_TYPES)
+        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
+        self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
+        self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
+        self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
+        self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
+        self.pack = add(_pack_kernel(cfg), PACK_TYPES)
+        self.at, self.copies, end = {}, [], packing.bytes
+        used = {"embedding": (3, self.head), "w_o": (0, self.full["o"])}
+        used |= {name: (0, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
+        used |= {name: (1, self.up) for name in ("w_up", "w_emb_mlp_up")}
+        used |= {name: (2, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
+        for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
+            kind, (_, _, shape) = used[t.name]
+            self.at[t.name, t.layer] = end // 4
+            self.copies.append((t.weights // 4, end // 4, kind, t.cols, shape.columns(), shape.KP))
+            end += t.rows * shape.columns()
+        self.packed_bytes = end
+
+    def layout(self, pairs):
+        """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
+        cfg, H = self.cfg, self.cfg.HIDDEN_DIM
+        rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
+        members = blocks(rows, padded_length(cfg))
+        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _,
+                    shape in self.full.values())
+        sizes = dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
+                     v=members * H * value_length(cfg), spill=max(spill, 4))
+        out, end = {}, 0
+        for name, size in sizes.items():
+            out[name] = (end, end + size)
+            end = aligned(end + size)
+        return out, rows, end
+
+    def launch_pack(self, stream, weights, packed):
+        for source, target, kind, columns, padded, width in self.copies:
+            words = padded * (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM // 4
+            self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target,
+                                                          kind, columns,
+                                                          padded, width)
+
+    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
+               losses):
+        """Enqueues the whole pass over so many pairs."""
+        layout, stride, _ = self.layout(pairs)
+        part = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
+        h, n, sb, u, q, k, v, spill = (part[name] for name in ("h", "n", "sb", "u", "q", "k", "v", "spill"))
+        packed, length = packed.view(np.int32), padded_length(self.cfg)
+        rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
+
+        def norm(call, streams):
+            self.norms[streams][0][(pairs, blocks(2 * length, 128)), 256, stream](
+                call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
+
+        def full(kind, call, name, layer, x):
+            kernel, shared, shape = self.full[kind]
+            tiles = blocks(rows, 64 * shape.RG)
+            grid = min(tiles, processors // 3) * 3 if kind == "qkv" else min(tiles, processors)
+            kernel[grid, THREADS, stream, shared](
+                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
+                tables.rope, x, sb, h, q, k, v, spill)
+
+        def mlp(calls, up, down, layer):
+            kernel, shared, shape = self.up
+            tiles = blocks(rows, 64 * shape.RG)
+            kernel[min(tiles, processors), THREADS, stream, shared](
+                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
+                tables.gelu, n, sb, u)
+            full("down", calls.down, down, layer, u)
+
+        self.embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
+            plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
+        norm(plan.embed, 1)
+        mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        for i, layer in enumerate(plan.layers):
+            norm(layer.ln_1, 3)
+            full("qkv", layer.qkv, "w_q", i, n)
+            kernel, shared = self.attention
+            kernel[(2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, shared](
+                layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
+            full("o", layer.o, "w_o", i, n)
+            norm(layer.ln_2, 1)
+            mlp(layer.mlp, "w_up", "w_down", i)
+        norm(plan.ln_f, 1)
+        kernel, shared, shape = self.head
+        kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
+            plan.head, self.at["embedding", 0], tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps,
+            n, sb, losses)

@@ -1,0 +1,74 @@
+"""The constants of the update (SPEC 9) and the rates by token; the rules themselves are in `model.rules`."""
+
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+
+ADAMW, SGD, MUON, ZTEST = range(4)
+
+# Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a
+# fixed order:   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first
+# (transposed where there are more rows)   |m|: element i of X, row after row, goes into chain i mod MUON_PARTS of
+# squares; the chains are then added in halves, first to last   MUON_ROUNDS times:  A = X X^T,  B = fma(c, A A, b A),  X
+# = a X + B X;  a product's element is one chain over k = 0, 1, ...   acc = fma(-lr, fma(w, decay, X * size), acc), then
+# the threshold rule of SPEC 9 `size`, 0.2 sqrt(longer side), makes a step about as long as one of AdamW (J. Liu et al.
+# 2025).
+MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
+MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
+
+
+class Optimizer(NamedTuple):
+    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON, or ZTEST (lr is then
+    the smallest vote that moves a weight, a whole number)."""
+    rule: int
+    lr: float
+    beta1: float
+    one_less_beta1: float
+    beta2: float
+    one_less_beta2: float
+    eps: float
+    decay: float
+    momentum: float
+    size: float
+
+
+def least_vote(cfg, alpha):
+    """The size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t * isqrt(pairs)
+    * 256, where t / 16 is the quantile of the normal distribution, and 256 the variance of a product of two draws (1
+    for signs). A whole number."""
+    t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
+    return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
+
+
+def constants(cfg, lr, t):
+    """The Optimizer constants of one Tensor for what cfg.learning_rate gives."""
+    rule = MUON if cfg.USE_MUON and t.hidden else {"adamw": ADAMW, "sgd": SGD, "ztest": ZTEST}[cfg.OPTIMIZER]
+    scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
+    rate = np.float32(np.float32(lr) * np.float32(scale)) if scale != 1.0 else np.float32(lr)
+    if rule == SGD:
+        rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
+    elif rule == ZTEST:
+        rate = np.float32(least_vote(cfg, lr))
+    b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
+    one = np.float32(1)
+    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS),
+                     np.float32(cfg.ADAM_WEIGHT_DECAY),
+                     np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+
+
+def token_rates(cfg, tokens):
+    """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in
+    the training data / RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded
+    correctly: the same bits everywhere. Raises ValueError where there are no data."""
+    if tokens is None:
+        raise ValueError("RARE_TOKENS needs the training data: name them with -D INPUT_FILE=...")
+    piece = 1 << 24
+    counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
+    return np.sqrt(np.minimum(1.0, counts / (len(tokens) * cfg.RARE_TOKENS))).astype(np.float32)
+
+
+def muon_coefficients(cfg):
+    """float32 a, b, c of the Newton-Schulz iteration."""
+    return tuple(map(np.float32, MUON_COEFFICIENTS[cfg.MUON_NS]))

@@ -1,0 +1,310 @@
+"""The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
+
+A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its
+arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit. This module needs neither. A switch
+is an argument of the builder, a number is an argument of the rule.
+
+Every integer result is cast, because numba's own rules of promotion differ between its targets.
+"""
+
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+
+class Arithmetic(NamedTuple):
+    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never
+    contracted."""
+    i32: Callable               # casts; integers wrap
+    u32: Callable
+    f32: Callable
+    trunc: Callable = None      # int32 of a float32, toward zero, saturating
+    trunc_64th: Callable = None  # int32 / 64, toward zero
+    divide: Callable = None     # divide(p, d): int32 p / int32 d, toward zero, for |p| < 2^23 and d > 0
+    log2_floor: Callable = None  # of a positive int64
+    sqrt: Callable = None
+    fma: Callable = None
+    add: Callable = None
+    sub: Callable = None
+    mul: Callable = None
+    div: Callable = None
+
+
+def draw_rules(jit, target, gaussian):
+    """Random numbers (SPEC 2); gaussian: DEVICE_GAUSSIAN or HOST_GAUSSIAN."""
+    i32, u32 = target.i32, target.u32
+
+    @jit
+    def hash32(seed, i):
+        """uint32; seed and i are taken modulo 2^32."""
+        x = u32(u32(seed) + u32(u32(i) * u32(0x9E3779B9)))
+        x = u32(x ^ u32(x >> u32(16)))
+        x = u32(x * u32(0x85EBCA6B))
+        x = u32(x ^ u32(x >> u32(13)))
+        x = u32(x * u32(0xC2B2AE35))
+        return u32(x ^ u32(x >> u32(16)))
+
+    @jit
+    def term(r, mask):
+        """Bit 0 of r is the sign, 1 for plus; the bits above it are the magnitude."""
+        size = i32(u32(r >> u32(1)) & u32(mask))
+        return size if r & u32(1) else i32(-size)
+
+    @jit
+    def draw(r, mask):
+        """int32, fits int8: the noise that a hash r gives; mask: of the magnitude."""
+        if gaussian:
+            return i32(i32(term(r, mask) + term(u32(r >> u32(5)), mask)) + term(u32(r >> u32(10)), mask))
+        return term(r, mask)
+
+    return SimpleNamespace(hash32=hash32, draw=draw)
+
+
+def factor_rules(jit, target, mode):
+    """What the noise-scale overlay makes of noise (SPEC 4); mode: ADAPTIVE_NOISE_MODE."""
+    i32, u32, f32, trunc, trunc_64th, sqrt, fma = (
+        target.i32, target.u32, target.f32, target.trunc, target.trunc_64th, target.sqrt, target.fma)
+    hash32 = draw_rules(jit, target, 0).hash32
+
+    @jit
+    def sixty_fourths(overlay):
+        """int32: the factor of mode 1 in 64ths."""
+        return i32(min(max(i32(overlay), i32(0)), i32(64)))
+
+    @jit
+    def factor(overlay, seed, i):
+        """float32: the factor of SPEC 4; seed of the noise stream that it scales."""
+        if mode == 0:
+            return f32(1)
+        if mode == 1:
+            return f32(f32(sixty_fourths(overlay)) * f32(1 / 64))
+        tail = f32(f32(f32(hash32(u32(u32(seed) + u32(100000)), i)) + f32(1)) / f32(4294967296))
+        scale = f32(f32(i32(i32(overlay) + i32(127))) / f32(255))
+        return f32(scale / f32(sqrt(tail)))
+
+    @jit
+    def scaled(p, overlay, seed, i):
+        """int32: trunc(p * factor), p an integer below 2^24 in size."""
+        if mode == 0:
+            return i32(p)
+        if mode == 1:
+            size = i32(i32(abs(i32(p)) * sixty_fourths(overlay)) >> i32(6))
+            return size if p >= 0 else i32(-size)
+        return trunc(f32(f32(i32(p)) * factor(overlay, seed, i)))
+
+    @jit
+    def input_coefficient(n, overlay):
+        """int32: the noise n of an input as `input_term` and `input_fold` take it, in 64ths in mode 1."""
+        return i32(n * sixty_fourths(overlay)) if mode == 1 else i32(n)
+
+    @jit
+    def input_term(x, c, f):
+        """int32: trunc(x * noise * factor), a term of sb; c: input_coefficient; f: the factor, used in mode 2."""
+        p = i32(x * c)
+        if mode == 0:
+            return p
+        if mode == 1:
+            return trunc_64th(p)
+        return trunc(f32(f32(p) * f))
+
+    @jit
+    def input_fold(pb, x, c, f):
+        """int32: the next running integer pb of a down projection."""
+        p = i32(x * c)
+        if mode == 0:
+            return i32(pb + p)
+        if mode == 1:
+            return trunc_64th(i32(p + i32(pb << i32(6))))
+        return trunc(fma(f32(p), f, f32(pb)))
+
+    @jit
+    def table_term(a, factor_a, b, factor_b):
+        """int32: trunc(a * b * factor_a * factor_b), noise of an element of a table whose columns are looked up."""
+        return trunc(f32(f32(f32(i32(a * b)) * factor_a) * factor_b))
+
+    return SimpleNamespace(factor=factor, scaled=scaled, input_coefficient=input_coefficient, input_term=input_term,
+                           input_fold=input_fold, table_term=table_term)
+
+
+def loss_rule(jit, target, exact):
+    """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units."""
+    i64, u32, u64, log2_floor = np.int64, np.uint32, np.uint64, target.log2_floor
+
+    @jit
+    def loss(total, top, target, bit, unit):
+        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`.
+
+        log2 of Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
+        e = i64(log2_floor(total))
+        distance = i64(top) - i64(target)
+        if not exact:
+            return (((e - bit) * 16) >> 1) + distance
+        m = u32(u64(total) << u64(31 - e) if e <= 31 else u64(total) >> u64(e - 31))
+        fraction = i64(0)
+        for _ in range(16):
+            square = u64(u64(m) * u64(m))                    # from 2^62 on; one: from 2^63 on
+            one = u64(square >> u64(63))
+            m = u32(square >> u64(32)) if one else u32(square >> u64(31))
+            fraction = 2 * fraction + i64(one)
+        return (((((e - bit) << 16) + fraction) * unit) >> 32) + distance * 256
+
+    return loss
+
+
+def norm_rules(jit, target):
+    """Clips and divisions of both models (SPEC 5, 7, 8)."""
+    i32, f32, trunc, divide = target.i32, target.f32, target.trunc, target.divide
+
+    @jit
+    def clip(x):
+        """int32: x between -127 and 127."""
+        return i32(min(max(i32(x), i32(-127)), i32(127)))
+
+    @jit
+    def normed(x, weight, bias, mean):
+        """int32: an element of ln(x); weight, bias: as the member sees them; mean: of the |x|, at least 1."""
+        return clip(i32(divide(i32(i32(x) * weight), mean) + bias))
+
+    @jit
+    def quotient(y, d, reciprocal):
+        """int32: clip(y / d rounded down); reciprocal: float32(1 / d).
+
+        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the
+        error of the product cannot reach the next one."""
+        inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
+        return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
+
+    @jit
+    def gate(x, h):
+        """int32, 0 to 254: how far a gate is open; x, h: what the layer's input and its state (with the bias) give."""
+        return i32(clip(i32(x + h)) + i32(127))
+
+    @jit
+    def gated(f, h):
+        """int32: the state h as far as the gate f lets it pass."""
+        return i32(i32(f * h) >> i32(8))
+
+    @jit
+    def next_state(f, h, candidate):
+        """int32: the state after a position."""
+        return i32(h + i32(i32(f * i32(candidate - h)) >> i32(8)))
+
+    return SimpleNamespace(clip=clip, normed=normed, quotient=quotient, gate=gate, gated=gated, next_state=next_state)
+
+
+def update_rules(jit, target):
+    """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
+    i32, f32, fma, add, sub, mul, div, sqrt = (
+        target.i32, target.f32, target.fma, target.add, target.sub, target.mul, target.div, target.sqrt)
+
+    @jit
+    def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
+        """(m, v, acc) after a vote."""
+        g = f32(i32(-vote))
+        m = fma(m, beta1, mul(g, one_less_beta1))
+        v = fma(mul(g, g), one_less_beta2, mul(v, beta2))
+        u = div(m, add(sqrt(v), eps))
+        return m, v, fma(f32(-rate), fma(f32(weight), decay, u), acc)
+
+    @jit
+    def sgd(vote, acc, rate):
+        """acc after a vote."""
+        return fma(f32(vote), rate, acc)
+
+    @jit
+    def muon(direction, size, weight, acc, rate, decay):
+        """acc after a step in Muon's direction; size: the length of a step (`Optimizer`)."""
+        return fma(f32(-rate), fma(f32(weight), decay, mul(direction, size)), acc)
+
+    @jit
+    def whole_step(weight, acc):
+        """(move, acc): the whole step -1, 0 or 1 that acc has gathered, and what is left of it."""
+        move = i32(0)
+        if acc >= f32(1):
+            move = i32(1 if weight < 127 else 0)
+            acc = sub(acc, f32(1)) if move else f32(1)
+        elif acc <= f32(-1):
+            move = i32(-1 if weight > -127 else 0)
+            acc = add(acc, f32(1)) if move else f32(-1)
+        return move, acc
+
+    @jit
+    def ztest(vote, weight, least):
+        """The move -1, 0 or 1; least: the smallest vote that moves a weight."""
+        move = i32(0)
+        if vote > 0 and vote >= least:
+            move = i32(1 if weight < 127 else 0)
+        elif vote < 0 and -vote >= least:
+            move = i32(-1 if weight > -127 else 0)
+        return move
+
+    return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
+
+
+def sampling_rules(jit, target):
+    """The choice of a token (SPEC 10)."""
+    f32, trunc, sub, div, i64 = target.f32, target.trunc, target.sub, target.div, np.int64
+
+    @jit
+    def score(z, seen, penalty):
+        """float32: a logit (int32), less the presence penalty where the token was seen."""
+        return sub(f32(z), penalty) if seen else f32(z)
+
+    @jit
+    def share(exps, last, score, top, temp, floor):
+        """int64: the weight of a token in the draw; exps: EXP, whose last index is `last`; floor: `Sampling.floor`."""
+        d = i64(trunc(div(sub(score, top), temp)))
+        return i64(exps[min(i64(last), -d)]) if d >= floor else i64(0)
+
+    return SimpleNamespace(score=score, share=share)
+
+
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+INITIAL_SEED = 42
+
+# of Python ints
+hash32 = draw_rules(lambda rule: rule, Arithmetic(int, lambda x: x & 0xFFFFFFFF, float), False).hash32
+
+
+def first_seed(cfg):
+    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash
+    is one to one."""
+    return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
+
+
+def next_seed(seed, step, reuse=1):
+    """Seed of step + 1 from the seed of `step`, which is kept for `reuse` steps (0: for ever)."""
+    return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
+
+
+def uniform_noise(draws, mask, gaussian):
+    """int8 noise from an array of uint32 draws: `draw_rules`, of all at once."""
+    def term(sign_bit, shift):
+        magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
+        return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
+    return term(0, 1) + term(5, 6) + term(10, 11) if gaussian else term(0, 1)
+
+
+# --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
+
+def window_start(first, pair, pairs_a_group, stride, starts):
+    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the
+    share of the group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many
+    windows there are."""
+    return (first + pair // pairs_a_group * stride) % starts
+
+
+def window_starts(cfg, n_tokens, step, first_pair, pairs):
+    """int64 [pairs]: first token of each pair's window; a step goes on by a window from the one before."""
+    stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
+    each = np.arange(first_pair, first_pair + pairs, dtype=np.int64)
+    return window_start(step * cfg.SEQ_LEN, each, cfg.GROUP_SIZE // 2, stride, n_tokens - cfg.SEQ_LEN)
+
+
+def windows(cfg, tokens, step, first_pair, pairs):
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before
+    its beginning), then its inputs and targets."""
+    starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
+    return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)

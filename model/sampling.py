@@ -1,0 +1,37 @@
+"""The settings of generation in the units of the kernels, and its random numbers (SPEC 10)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from model.rules import hash32
+
+
+class Sampling(NamedTuple):
+    temp: np.float32        # 0 is greedy
+    floor: int              # smallest trunc((z - top) / temp) that is kept
+    penalty: np.float32     # logit units taken once from every token seen
+
+
+def settings(cfg, temp=None, min_p=None, penalty=None):
+    """Sampling settings in the kernels' units; None: the configuration's. Penalty in nats."""
+    temp, min_p, penalty = (default if given is None else given for given, default in
+                            ((temp, cfg.SAMPLING_TEMP), (min_p, cfg.SAMPLING_MIN_P),
+                             (penalty, cfg.SAMPLING_PRESENCE_PENALTY)))
+    unit = np.float32(cfg.SOFTMAX_EXP_SCALE)
+    floor = int(np.float32(np.log(np.float32(min_p))) * unit) if min_p > 0 else -(1 << 31)
+    return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))
+
+
+def checked_prompt(cfg, prompt):
+    """int32 [n]: the tokens of a prompt. Raises ValueError (one line) for one that is empty or not of this
+    vocabulary."""
+    prompt = np.array(prompt, np.int64).ravel()
+    if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
+        raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
+    return prompt.astype(np.int32)
+
+
+def random(seed, position):
+    """The uint32 that draws the token after `position` of a sequence sampled under `seed` (SPEC 10)."""
+    return np.uint32(hash32(seed + 999 + 555 * position, 0))
