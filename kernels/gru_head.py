@@ -75,7 +75,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     def largest(acc, i, s, n, top, c):
         """The larger of top and four noisy sums of columns c..., as the bits of floats."""
         for e in range(4):
-            v = ptx.as_bits(noisy(acc[i + (e & 1) + 4 * (e >> 1)], s, n[e]))
+            v = ptx.float_bits(noisy(acc[i + (e & 1) + 4 * (e >> 1)], s, n[e]))
             if RAGGED and c + e >= V:
                 v = int32(LEAST)
             top = max(top, v)
@@ -147,7 +147,14 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     def weigh_part(i, acc, s, at_noise, most, exps, total, c):
         weigh_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), most, exps, total, int32(c + i * 16))
 
+    @device
+    def settle(r, top, most):
+        """From the largest noisy sum of row r to its logit, and that in every byte of a word."""
+        top[r] = logit(ptx.bits_float(quad_max(top[r])))
+        most[r] = ptx.byte_permute(top[r], 0, 0)
+
     enter_all, largest_all, weigh_all = unrolled(TILES, enter), unrolled(2, largest_part), unrolled(2, weigh_part)
+    settle_all = unrolled(ROWS, settle)
 
     @cuda.jit(launch_bounds=THREADS)
     def stream_head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
@@ -194,9 +201,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                     words[(mine + AT_NOISE) // 4 + i] = word
                 cuda.syncwarp()
                 if step == PARTS:
-                    for r in range(ROWS):
-                        top[r] = logit(ptx.as_float(quad_max(top[r])))
-                        most[r] = ptx.byte_permute(top[r], 0, 0)
+                    settle_all(top, most)
                 at_weights = origin(int32(base + (step % STAGES) * BYTES), packed, at, t)
                 for half in range(STAGE // 32):
                     product(acc, n, at_weights, half * (32 * H), start)

@@ -114,10 +114,10 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     def disturbed(word, j, other, f, own, own_factor, sign):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
-            return ptx.fma_down(own_factor, ptx.as_float(other), ptx.as_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.as_float(f)))
+            return ptx.fma_down(own_factor, ptx.bits_float(other), ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
+        d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
         v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> int32(N)))
-        return ptx.as_float(int32(clip(v) + int32(BITS + 128)))
+        return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
 
     @device
     def embedded(x, packed, at, address, own, own_factor, q):
@@ -176,10 +176,10 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 if first_layer:
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 2]))
                     if MODE == 0:
-                        words[(mine + AT_OTHER) // 4 + i] = ptx.as_bits(float32(noise(stream, i)))
+                        words[(mine + AT_OTHER) // 4 + i] = ptx.float_bits(float32(noise(stream, i)))
                     else:
                         words[(mine + AT_OTHER) // 4 + i] = noise(stream, i)
-                        words[(mine + AT_OTHER) // 4 + H + i] = ptx.as_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i], stream, i))
+                        words[(mine + AT_OTHER) // 4 + H + i] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i], stream, i))
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)

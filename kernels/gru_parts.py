@@ -71,14 +71,14 @@ def clip_functions(cc, within):
             if native:
                 @device
                 def clipped(a, b, c, d):
-                    y, z = ptx.byte_permute(ptx.as_bits(a), ptx.as_bits(b), first), ptx.byte_permute(ptx.as_bits(c), ptx.as_bits(d), second)
+                    y, z = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
                     return max2(min2(y, HIGH2), LOW2), max2(min2(z, HIGH2), LOW2)
             else:
                 @device
                 def clipped(a, b, c, d):
                     a, b = ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
                     c, d = ptx.maximum(ptx.minimum(c, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
-                    return (ptx.byte_permute(ptx.as_bits(a), ptx.as_bits(b), first), ptx.byte_permute(ptx.as_bits(c), ptx.as_bits(d), second))
+                    return (ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second))
             return clipped
         return make
 
@@ -107,15 +107,15 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     if floats:
         @device
         def word(noise, entry, stream, c):
-            return ptx.as_bits(float32(scaled(noise, entry, stream, c)))
+            return ptx.float_bits(float32(scaled(noise, entry, stream, c)))
 
         @device
         def factor(total, member):
-            return ptx.as_bits(float32(float32(int32(-total) if member else total) * float32(2.0 ** -N)))
+            return ptx.float_bits(float32(float32(int32(-total) if member else total) * float32(2.0 ** -N)))
 
         @device
         def noisy(acc, s, n):
-            return ptx.fma_down(ptx.as_float(s), ptx.as_float(n), ptx.as_float(acc))
+            return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
         def word(noise, entry, stream, c):
@@ -128,7 +128,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
         @device
         def noisy(acc, s, n):
             y = int32(acc + int32(int32(s * n) >> int32(N)))
-            return ptx.as_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
+            return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
 
     @device
     def pairs_of(a, b, c, d):
@@ -171,7 +171,7 @@ def input_functions(cfg, nz, inputs, lanes):
             here = at // 4 + (k * lanes + lane) * 4 + e
             words[here] = input_coefficient(entry, stream, i)
             if MODE == 2:
-                words[here + ALL // 4] = ptx.as_bits(factor(entry, stream, i))
+                words[here + ALL // 4] = ptx.float_bits(factor(entry, stream, i))
 
         @device
         def add(word, address, k, lane, total):
@@ -179,7 +179,7 @@ def input_functions(cfg, nz, inputs, lanes):
             if MODE == 2:
                 f = ptx.load_shared4(int32(address + ALL + k * (16 * lanes) + lane * 16))
                 for e in range(4):
-                    total = int32(total + input_term(byte(word, e), c[e], ptx.as_float(f[e])))
+                    total = int32(total + input_term(byte(word, e), c[e], ptx.bits_float(f[e])))
             else:
                 for e in range(4):
                     total = int32(total + input_term(byte(word, e), c[e], float32(0)))
@@ -201,9 +201,9 @@ def norm_functions(cfg, nz, cc, streams):
     def fill(words, at, weights, overlay, plan, p, seed, i):
         even, odd = vector(weights, overlay, plan, p, seed, i)
         a, b = float32(clip(even)), float32(clip(odd))
-        words[at // 4 + i], words[at // 4 + H + i] = ptx.as_bits(a), ptx.as_bits(b)
-        words[at // 4 + 2 * H + i], words[at // 4 + 3 * H + i] = (ptx.as_bits(float32(a * float32(-(MAGIC + 128)))),
-                                                                ptx.as_bits(float32(b * float32(-(MAGIC + 128)))))
+        words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
+        words[at // 4 + 2 * H + i], words[at // 4 + 3 * H + i] = (ptx.float_bits(float32(a * float32(-(MAGIC + 128)))),
+                                                                ptx.float_bits(float32(b * float32(-(MAGIC + 128)))))
 
     @device
     def part(x, n, first, m, k, address, q, reciprocal):
@@ -212,7 +212,7 @@ def norm_functions(cfg, nz, cc, streams):
         w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
         u = cuda.local.array(4, float32)
         for e in range(4):
-            f = cuda.fma(ptx.as_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.as_float(w[e]), ptx.as_float(v[e]))
+            f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]), ptx.bits_float(v[e]))
             u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
         y, z = clipped(u[0], u[1], u[2], u[3])
         n[first + 2 * k + m] = ptx.bytes4(y, z)

@@ -410,6 +410,7 @@ def copy_async16(ctx, address, source, index):
 
 
 copy_commit = _statement("cp.async.commit_group;")
+copy_wait_all = _statement("cp.async.wait_group 0;")          # every committed group of this thread has landed
 copy_wait_but_one = _statement("cp.async.wait_group 1;")      # all but the newest
 
 
