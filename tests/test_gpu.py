@@ -11,7 +11,6 @@ import pytest
 from numba import cuda, uint32
 
 import egg_config
-import egg_kernels
 import kit
 from engine import cuda_engine
 from engine import kernel_cache
