@@ -19,6 +19,7 @@ from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
 from kernels import gru_hopper
 from model import integer_tables
+from kernels import gru_narrow
 from model import parameters
 from kernels import ptx
 from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
@@ -706,7 +707,7 @@ class _Pass:
     """The forward pass with or without noise: its kernels and their launches."""
 
     def __init__(self, cfg, noisy, shared_limit, silent=False):
-        self.cfg, self.noisy, self.kernels = cfg, noisy, []
+        self.cfg, self.noisy, self.kernels, self.packers, self.packed_bytes = cfg, noisy, [], [], 0      # nothing beyond the common packing
         nz, losses = build_noise(cfg, silent), A64 if noisy else AF64
         self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
 
@@ -805,14 +806,20 @@ class Forward:
         self.cfg = cfg
         self._packing = Packing(cfg)
         self._plan = _Plan(cfg, self._packing)
-        fast = gru_hopper.fits(cfg, cc, shared_limit)
-        self._noisy = gru_hopper.Hopper(cfg, self._packing, silent) if fast else _Pass(cfg, True, shared_limit, silent)
+        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
+            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+        if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
+            self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
+        elif gru_narrow.fits(cfg, cc, shared_limit):
+            self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
+        else:
+            self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
         self._token, self._logits, self._gather = _token_kernel(cfg), logits_kernel(cfg), _gather_kernel()
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes if fast else self._packing.bytes, cfg.HIDDEN_DIM
-        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if fast and k[0] is self._noisy.pack[0]]
+        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes or self._packing.bytes, cfg.HIDDEN_DIM
         states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
-        self.kernels = {"load": pack, "step": self._noisy.kernels + states, "validate": self._clean.kernels,
+        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers, "step": self._noisy.kernels + states,
+                        "validate": self._clean.kernels,
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):

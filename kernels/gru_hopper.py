@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
-from kernels import ptx
+from kernels import gru_head, gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
 from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, byte, clip, quad_max, quad_sum, vector_function
 from kernels.rules import build_noise, device, loss_function
@@ -35,7 +35,7 @@ HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # tw
 def fits(cfg, cc, shared_limit):
     """Whether this path serves a configuration on a device."""
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-    return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.ADAPTIVE_NOISE_MODE) == (H, 256, 0)
+    return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE) == (H, 0)
             and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFT <= 8
             and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFT)) < 2 ** 31)
 
@@ -636,19 +636,18 @@ def _mlp_kernel(cfg, nz):
     return mlp, AT_TABLES + GROUPS * SIZE
 
 
-def _pack_kernel():
-    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16."""
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, depth, n, size):
-        i = cuda.grid(1)
-        if i < size:
-            chunk, i = i // (n * depth // 4), i % (n * depth // 4)
-            block, rest = i // (2 * depth), i % (2 * depth)
-            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
-            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
-            packed[target + chunk * (n * depth // 4) + i] = weights[source + k4 * n + column]
+def _load_tile(cfg):
+    """What gru_head.head_kernel loads rows with."""
+    T = cfg.SEQ_LEN
 
-    return pack
+    @device
+    def load_tile(x, source, unit, position, q):
+        for m in range(2):
+            for w in range(4):
+                r = ptx.load4(source, (int64(unit) * (2 * T) + m * T + position) * (H // 4) + w * 16 + q * 4)
+                for k in range(4):
+                    x[8 * w + 2 * k + m] = int32(r[k] ^ int32(SIGNS))
+    return load_tile
 
 
 # --- the pass ------------------------------------------------------------------------------------------------------------------------
@@ -657,7 +656,6 @@ EMBED_TYPES = (int64, A32, A32, A32, int64, int64, AU32, int64, A32, A64)
 WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64, A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
 MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")        # in this order: what a kernel uses lies together
 
 
@@ -674,14 +672,20 @@ class Hopper:
             return kernel, shared
 
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
-        self.gates, self.head = (add(_wide_kernel(cfg, nz, head), WIDE_TYPES) for head in (False, True))
+        self.gates = add(_wide_kernel(cfg, nz, False), WIDE_TYPES)
+        self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None     # 256 logits stay in registers
+        if self.stream:
+            self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)), gru_head.TYPES)
+        else:
+            self.head = add(_wide_kernel(cfg, nz, True), WIDE_TYPES)
         self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
-        self.pack = add(_pack_kernel(), PACK_TYPES)
-        self.at, self.copies, end = {}, [], packing.bytes
+        self.pack = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES)
+        self.packers, self.at, self.copies, end = [self.kernels[-1]], {}, [], packing.bytes
         for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
             self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, t.size // 4))
-            end += t.size
+            padded = gru_head.columns(cfg) if t.name == "head" else t.cols
+            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, padded, t.rows * padded // 4))
+            end += t.rows * padded
         self.packed_bytes = end
 
     def layout(self, units, n):
@@ -691,7 +695,7 @@ class Hopper:
 
     def launch_pack(self, stream, weights, packed):
         for copy in self.copies:
-            self.pack[0][blocks(copy[4], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
+            self.pack[0][blocks(copy[5], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
                per_group, begin, keep, losses):
@@ -718,4 +722,9 @@ class Hopper:
                 layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates,
                 x, mine, per_group, begin)
             over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
-        wide(self.head, plan.norm_f, plan.head, "head", 0)
+        if self.stream is None:
+            return wide(self.head, plan.norm_f, plan.head, "head", 0)
+        kernel, shared = self.head
+        grid = min(processors, blocks(units * gru_head.tasks(self.cfg, self.stream), self.stream.warps))
+        kernel[grid, 32 * self.stream.warps, stream, shared](plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay, tokens,
+                                                             width, skip, job, offset, units, tables.exps, x, losses)

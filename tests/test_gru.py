@@ -381,22 +381,58 @@ def test_where_the_fast_path_serves():
     from kernels import gru_hopper
     limit = kit.CARDS[9, 0] * 1024
     assert gru_hopper.fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
-    assert not gru_hopper.fits(egg_config.make(**FAST), (8, 0),
-                               limit) and not gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
-    for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
-                              (dict(SIGMA_SHIFT=5), False),
-                              (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False),
-                              (dict(VOCAB_SIZE=257), False),
-                              (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False),
-                              (dict(MLP_RELU=1, N_LAYERS=1), True)):
+    assert not gru_hopper.fits(egg_config.make(**FAST), (8, 0), limit) and not gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False), (dict(SIGMA_SHIFT=5), False),
+                              (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False), (dict(VOCAB_SIZE=8192), True),
+                              (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False), (dict(MLP_RELU=1, N_LAYERS=1), True)):
         assert gru_hopper.fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-@pytest.mark.parametrize("constants, cards", [(SMALL, kit.CARDS), (FAST, [(9, 0)])], ids=["general", "fast"])
-def test_every_kernel_compiles(constants, cards, compiler):
+# widths beyond those of kernels.gru_narrow; a vocabulary for kernels.gru_head, on registers and on bytes
+WIDE, STREAMED, FAST_STREAMED = {**SMALL, "HIDDEN_DIM": 288}, {**SMALL, "VOCAB_SIZE": 1100}, {**FAST, "VOCAB_SIZE": 1100}
+
+
+def test_which_path_serves():
+    from kernels import gru
+    for constants, cc, name in ((WIDE, (9, 0), "_Pass"), (SMALL, (8, 6), "Narrow"), (SMALL, (9, 0), "Narrow"), (STREAMED, (12, 0), "Narrow"),
+                                (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Narrow"),
+                                ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Narrow")):
+        assert type(gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)._noisy).__name__ == name, (constants, cc)
+    with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
+        gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
+
+
+@pytest.mark.parametrize("width", range(64, 257, 32))
+def test_quotients_by_a_multiplication_are_exact(width):
+    """Every divisor that a narrow model can have, every sum whose quotient is not clipped, in float32 as the kernels have it."""
+    from kernels import gru_parts
+    for point in range(8):
+        for inputs in (width, 4 * width):
+            d = parameters.divisor(egg_config.make(MODEL="gru", FIXED_POINT=point), inputs)
+            for add in (0, 128):
+                bits, a, c = gru_parts.floor_constants(d, add)
+                y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200)
+                sums = np.int32(bits) + y.astype(np.int32)
+                # float64 holds the product exactly; what is rounded off below is far less than 1 / d
+                got = np.floor(sums.view(np.float32).astype(np.float64) * a + c)
+                assert np.array_equal(got, gru_parts.BASE + add + y // d), (d, add)
+
+
+def test_narrow_models_fit_every_card():
+    from kernels import gru_narrow
+    for cc, limit in kit.CARDS.items():
+        for width in range(64, 257, 32):
+            for mode in range(3):
+                for V in (256, 1024, 262144):
+                    cfg = egg_config.make(MODEL="gru", HIDDEN_DIM=width, ADAPTIVE_NOISE_MODE=mode, VOCAB_SIZE=V)
+                    assert gru_narrow.fits(cfg, cc, limit * 1024), (cc, width, mode, V)
+
+
+@pytest.mark.parametrize("constants", [WIDE, SMALL, STREAMED, FAST], ids=["general", "narrow", "streamed head", "fast"])
+def test_every_kernel_compiles(constants, compiler):
     """Those of the forward pass."""
-    kit.hold_against_cards(compiler, constants, cards, forward_only=True)
+    kit.hold_against_cards(compiler, constants, [(9, 0)] if constants is FAST else kit.CARDS, forward_only=True)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
@@ -417,8 +453,8 @@ EXTREMES = (
     dict(HIDDEN_DIM=320, N_LAYERS=1, SEQ_LEN=513, STATE_TOKENS=700, CHUNK_SIZE=4, POPULATION_SIZE=8, GROUP_SIZE=8),
     # the fast path: every switch it has, and rows that end within a tile
     dict(FAST, MLP_RELU=1, DEVICE_MASK=42, SIGMA_SHIFT_VECTOR=4),
-    dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132,
-         DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
+    dict(FAST, VOCAB_SIZE=2000, SEQ_LEN=37),
+    dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132, DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
          SIGMA_SHIFT=2, LOSS="deggs"),
 )
 
@@ -477,7 +513,7 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [SMALL, FAST], ids=["general", "fast"])
+@pytest.mark.parametrize("shape", [WIDE, SMALL, STREAMED, FAST], ids=["general", "narrow", "streamed head", "fast"])
 def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the
     same chunk."""

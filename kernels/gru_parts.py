@@ -1,0 +1,302 @@
+"""What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes (kernels.gru_narrow,
+kernels.gru_head): quotients, input noise, norms, products with mma.sync.
+
+A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as accumulators (the columns of the
+packed matrices are permuted for that), as bytes, and as the left operand of the next product. A word of bytes [16 columns k][row] is
+x[2 k + row].
+
+Quotients are made by the float units, which have twice the rate of the integer ones. An accumulator begins with the bits of the float
+MAGIC, so its bits as a float are MAGIC + sum. One fused multiply-add that rounds down adds floor(s * n / 2^N), s the sum sb with the
+member's sign and n the noise of the column; a second one gives BASE + quotient, whose bytes 1 and 2 are 0x4000 + the quotient rounded down.
+`floor_constants` finds its constants and tries every sum that counts. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more than
+LIMIT_K inputs), integers add the noise first.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from kernels.parts import A32, byte, clip, quad_sum, vector_function
+from kernels.rules import device
+from kernels import ptx
+from model import parameters
+
+MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
+BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
+LIMIT_K = 260                               # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
+SIGNS = 0x80808080 - (1 << 32)
+PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64, int64)
+
+
+def both(x):
+    """A word of two int16 x."""
+    word = (x & 0xFFFF) * 0x10001
+    return word - (1 << 32) if word >> 31 else word
+
+
+def loudest(cfg):
+    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+
+
+def floor_constants(d, add):
+    """(bits, a, c): for the float m with these bits, floor((m + y) * a + c) = BASE + add + floor(y / d) for every whole y within 130 d.
+    a, c: float32 values. Raises ValueError where there are none."""
+    near, scale = np.float32(1 / d), 1 << 40                 # a and c are multiples of 2^-40
+    critical = [(k * d - less, BASE + add + k - less) for k in range(-129, 131) for less in (0, 1)]
+    for shift in range(64):
+        for a in (near, np.nextafter(near, np.float32(1)), np.nextafter(near, np.float32(0))):
+            middle = np.float32(BASE + add - (MAGIC + shift) * float(a) + 0.5 / d)
+            for c in (middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))):
+                whole_a, whole_c = float(a) * scale, float(c) * scale
+                if whole_a % 1 == 0 and whole_c % 1 == 0 and all(
+                        ((MAGIC + shift + y) * int(whole_a) + int(whole_c)) // scale == want for y, want in critical):
+                    return BITS + shift, float(a), float(c)
+    raise ValueError(f"no constants for a divisor of {d}")
+
+
+def clip_functions(cc, within):
+    """(low, middle): device functions that clip four floats to lowest..highest and return two words of two int16. low: floats MAGIC + k, the
+    words hold k. middle: floats BASE + k and a fraction, the words hold OFFSET + k. within: no k of `middle` is beyond 2^14."""
+    NATIVE = cc[0] >= 9
+    pairs = ptx.int16_pairs(cc)
+    min2, max2 = pairs.min2, pairs.max2
+
+    def clip_of(base, first, second, native):
+        def make(lowest, highest):
+            LOW, HIGH = float(base + lowest), float(base + highest)
+            LOW2, HIGH2 = (both(lowest), both(highest)) if base == MAGIC else (both(OFFSET + lowest), both(OFFSET + highest))
+
+            if native:
+                @device
+                def clipped(a, b, c, d):
+                    y, z = ptx.byte_permute(ptx.as_bits(a), ptx.as_bits(b), first), ptx.byte_permute(ptx.as_bits(c), ptx.as_bits(d), second)
+                    return max2(min2(y, HIGH2), LOW2), max2(min2(z, HIGH2), LOW2)
+            else:
+                @device
+                def clipped(a, b, c, d):
+                    a, b = ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
+                    c, d = ptx.maximum(ptx.minimum(c, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
+                    return (ptx.byte_permute(ptx.as_bits(a), ptx.as_bits(b), first), ptx.byte_permute(ptx.as_bits(c), ptx.as_bits(d), second))
+            return clipped
+        return make
+
+    return clip_of(MAGIC, 0x5410, 0x5410, NATIVE), clip_of(BASE, 0x6521, 0x6521, NATIVE and within)
+
+
+def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
+    """Device functions of a product over `inputs`:
+
+    word(noise, entry, stream, c)   what the table of column noise holds of a column
+    factor(sum, member)             the sum sb with the member's sign, as `pairs` wants it
+    noisy(acc, s, n)                the sum with its noise, a float that rises with it
+    pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
+    pairs(acc, i, s, n)             the same of the four columns that begin at acc[i]
+    start                           the int32 with which the accumulators begin
+    """
+    MODE, N, D = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, parameters.divisor(cfg, inputs)
+    MOST = 130 * D
+    floats = MODE != 2 and inputs <= LIMIT_K
+    beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> N)
+    START, A, C = floor_constants(D, add)
+    middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
+    clipped = middle(add + lowest, add + 127)
+    scaled = nz.scaled
+
+    if floats:
+        @device
+        def word(noise, entry, stream, c):
+            return ptx.as_bits(float32(scaled(noise, entry, stream, c)))
+
+        @device
+        def factor(total, member):
+            return ptx.as_bits(float32(float32(int32(-total) if member else total) * float32(2.0 ** -N)))
+
+        @device
+        def noisy(acc, s, n):
+            return ptx.fma_down(ptx.as_float(s), ptx.as_float(n), ptx.as_float(acc))
+    else:
+        @device
+        def word(noise, entry, stream, c):
+            return scaled(noise, entry, stream, c)
+
+        @device
+        def factor(total, member):
+            return int32(-total) if member else total
+
+        @device
+        def noisy(acc, s, n):
+            y = int32(acc + int32(int32(s * n) >> int32(N)))
+            return ptx.as_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
+
+    @device
+    def pairs_of(a, b, c, d):
+        return clipped(ptx.fma_down(a, float32(A), float32(C)), ptx.fma_down(b, float32(A), float32(C)),
+                       ptx.fma_down(c, float32(A), float32(C)), ptx.fma_down(d, float32(A), float32(C)))
+
+    @device
+    def pairs(acc, i, s, n):
+        return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]), noisy(acc[i + 5], s, n[3]))
+
+    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs, start=START if floats else 0)
+
+
+def input_bytes(cfg, inputs, lanes):
+    """Bytes of a table of input noise, a warp."""
+    return inputs // 16 * lanes * (4, 16, 32)[cfg.ADAPTIVE_NOISE_MODE]
+
+
+def input_functions(cfg, nz, inputs, lanes):
+    """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among them (4: the rows of a
+    tile are of one pair; 32: every lane has its own):
+
+    fill(words, bytes_, at, k, lane, e, stream, entry, i)    sets that of input i = 16 k + 4 q + e
+    add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
+    """
+    MODE, ALL = cfg.ADAPTIVE_NOISE_MODE, inputs // 16 * lanes * 16
+    noise, factor, input_coefficient, input_term = nz.noise, nz.factor, nz.input_coefficient, nz.input_term
+
+    if MODE == 0:
+        @device
+        def fill(words, bytes_, at, k, lane, e, stream, entry, i):
+            bytes_[at + (k * lanes + lane) * 4 + e] = noise(stream, i)
+
+        @device
+        def add(word, address, k, lane, total):
+            return ptx.dp4a(word, ptx.read_shared(int32(address + k * (4 * lanes) + lane * 4)), total)
+    else:
+        @device
+        def fill(words, bytes_, at, k, lane, e, stream, entry, i):
+            here = at // 4 + (k * lanes + lane) * 4 + e
+            words[here] = input_coefficient(entry, stream, i)
+            if MODE == 2:
+                words[here + ALL // 4] = ptx.as_bits(factor(entry, stream, i))
+
+        @device
+        def add(word, address, k, lane, total):
+            c = ptx.load_shared4(int32(address + k * (16 * lanes) + lane * 16))
+            if MODE == 2:
+                f = ptx.load_shared4(int32(address + ALL + k * (16 * lanes) + lane * 16))
+                for e in range(4):
+                    total = int32(total + input_term(byte(word, e), c[e], ptx.as_float(f[e])))
+            else:
+                for e in range(4):
+                    total = int32(total + input_term(byte(word, e), c[e], float32(0)))
+            return total
+
+    return fill, add
+
+
+def norm_functions(cfg, nz, cc, streams):
+    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
+
+    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H bytes."""
+    H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
+    SIZE = input_bytes(cfg, H, 4)
+    vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
+    clipped = clip_functions(cc, True)[1](-127, 127)
+
+    @device
+    def fill(words, at, weights, overlay, plan, p, seed, i):
+        even, odd = vector(weights, overlay, plan, p, seed, i)
+        a, b = float32(clip(even)), float32(clip(odd))
+        words[at // 4 + i], words[at // 4 + H + i] = ptx.as_bits(a), ptx.as_bits(b)
+        words[at // 4 + 2 * H + i], words[at // 4 + 3 * H + i] = (ptx.as_bits(float32(a * float32(-(MAGIC + 128)))),
+                                                                ptx.as_bits(float32(b * float32(-(MAGIC + 128)))))
+
+    @device
+    def part(x, n, first, m, k, address, q, reciprocal):
+        """n[first + ...] of 16 columns of row m."""
+        word, at = x[2 * k + m], int32(address + m * (4 * H) + k * 64 + q * 16)
+        w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
+        u = cuda.local.array(4, float32)
+        for e in range(4):
+            f = cuda.fma(ptx.as_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.as_float(w[e]), ptx.as_float(v[e]))
+            u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
+        y, z = clipped(u[0], u[1], u[2], u[3])
+        n[first + 2 * k + m] = ptx.bytes4(y, z)
+
+    @device
+    def norm(x, n, at_n, m, address, at_inputs, q):
+        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
+        total = int32(0)
+        for k in range(2 * STEPS):
+            total = ptx.distance4(x[2 * k + m], int32(SIGNS), total)
+        mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
+        reciprocal = ptx.reciprocal(float32(mean))
+        first, second = int32(0), int32(0)
+        for k in range(2 * STEPS):
+            part(x, n, at_n, m, k, address, q, reciprocal)
+            first = add(n[at_n + 2 * k + m], at_inputs, k, q, first)
+            if streams > 1:
+                second = add(n[at_n + 2 * k + m], int32(at_inputs + SIZE), k, q, second)
+        return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
+
+    return fill, norm
+
+
+def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
+    """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on, into shared memory if
+    they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of them that begin `at` bytes further."""
+    multiply, ROW = ptx.mma_product(columns, steps, resident, keep, tiles), 32 * steps
+
+    @device
+    def bring(base, packed, first, size, t):
+        if resident:
+            for i in range(t * 16, size, threads * 16):
+                ptx.copy_async16(int32(base + i), packed, first + i // 4)
+            ptx.copy_commit()
+            ptx.copy_wait_all()
+
+    if resident:
+        @device
+        def origin(base, packed, first, t):
+            return int32(base + (t & 7) * 16 + ((t >> 3) & 1) * 128 + ((t >> 4) & 1) * (8 * ROW))
+
+        @device
+        def product(acc, a, at_weights, at, start):
+            multiply(acc, a, int32(at_weights + at), start)
+    else:
+        @device
+        def origin(base, packed, first, t):
+            return ptx.global_address(packed, first + (t & 31))
+
+        @device
+        def product(acc, a, at_weights, at, start):
+            multiply(acc, a, int64(at_weights + at), start)
+    return bring, origin, product
+
+
+def unrolled(count, body):
+    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A compiler would not unroll
+    a loop with a large body, and arrays that it indexes would not stay in registers."""
+    names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
+    calls = "".join(f"        body({k}, {names})\n" for k in range(count))
+    made = {}
+    exec(f"def make(body):\n    def run({names}):\n{calls}    return run\n", made)
+    return device(made["make"](body))
+
+
+@device
+def begin_with(start, value):
+    """start = four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
+    zero = int32(cuda.gridDim.z - 1)
+    for i in range(4):
+        start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
+
+
+def pack_kernel():
+    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16 and
+    padded with zeros."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, depth, n, padded, size):
+        i = cuda.grid(1)
+        if i < size:
+            chunk, j = i // (padded * depth // 4), i % (padded * depth // 4)
+            block, rest = j // (2 * depth), j % (2 * depth)
+            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
+            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
+            packed[target + i] = weights[source + k4 * n + column] if column < n else 0
+
+    return pack
