@@ -57,7 +57,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
     "load", "step" (evaluate and update), "validate", "generate" and "digest".
 
-    silent: evaluation without noise (egg_kernels.build_noise)."""
+    silent: evaluation without noise (kernels.rules.build_noise)."""
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.py_func.__name__, k, signature, shared) for k, signature, shared in some]
