@@ -93,9 +93,9 @@ def _norm_function(streams):
                 weight = ptx.load_shared4(int32(ln + w * 256 + k * 64 + q * 16))
                 for e in range(4):
                     # x w / mean, half a unit of x w up and half of the quotient down, to the nearest whole number: rounded down
-                    f = float32(ptx.as_float(ptx.byte_permute(word, 0x4B000000, 0x7440 + e)) - float32(8388736))
-                    f = cuda.fma(float32(f * ptx.as_float(weight[e])), reciprocal, nudge)
-                    t[e] = ptx.as_bits(float32(f + float32(12582912)))
+                    f = float32(ptx.bits_float(ptx.byte_permute(word, 0x4B000000, 0x7440 + e)) - float32(8388736))
+                    f = cuda.fma(float32(f * ptx.bits_float(weight[e])), reciprocal, nudge)
+                    t[e] = ptx.float_bits(float32(f + float32(12582912)))
                 word = ptx.bytes4(ptx.clip2(ptx.byte_permute(t[0], t[1], 0x5410)), ptx.clip2(ptx.byte_permute(t[2], t[3], 0x5410)))
                 x[8 * w + 2 * k + half] = word
                 first = ptx.dp4a(word, b1[k], first)
@@ -169,8 +169,8 @@ def _fill_function(cfg, nz, streams):
         slot = unit & 1
         for i in range(c, H, 128):
             even, odd = vector(weights, overlay, plan, p, seed, i)
-            words[at_ln // 4 + slot * (2 * H) + i] = ptx.as_bits(float32(clip(even)))
-            words[at_ln // 4 + slot * (2 * H) + H + i] = ptx.as_bits(float32(clip(odd)))
+            words[at_ln // 4 + slot * (2 * H) + i] = ptx.float_bits(float32(clip(even)))
+            words[at_ln // 4 + slot * (2 * H) + H + i] = ptx.float_bits(float32(clip(odd)))
             for s in range(streams):
                 bytes_[at_b + (slot * streams + s) * H + place(i)] = noise(uint32(seed + uint32(plan[p + 4 + 2 * s])), i)
     return fill
