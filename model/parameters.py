@@ -15,16 +15,6 @@ import numpy as np
 from model import optimizers
 from model.rules import INITIAL_SEED, first_seed, uniform_noise
 
-# names that moved: for callers that name this module still; it goes when none does
-from model.fitness_digits import chunk_fitness, pack_ternary, packed_size, unpack_ternary                  # noqa
-from model.integer_tables import exp_table, gelu_table, log_unit, rope_table                               # noqa
-from model.optimizers import ADAMW, MUON, MUON_COEFFICIENTS, MUON_EPS, MUON_PARTS, MUON_ROUNDS, MUON_SIZE   # noqa
-from model.optimizers import SGD, ZTEST, Optimizer, constants as optimizer                                 # noqa
-from model.optimizers import least_vote, muon_coefficients, token_rates                                    # noqa
-from model.rules import hash32, next_seed, window_starts, windows                                          # noqa
-from model.sampling import Sampling, checked_prompt, random as sampling_random, settings as sampling       # noqa
-# end of names that moved
-
 
 class Param(NamedTuple):
     """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a
