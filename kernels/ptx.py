@@ -45,7 +45,8 @@ def _operation(text, result, operands, doc, side_effect=False):
     sig = result(*operands)
     makers = {
         0: lambda ctx: (sig, codegen), 1: lambda ctx, a: (sig, codegen), 2: lambda ctx, a, b: (sig, codegen),
-        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen), 5: lambda ctx, a, b, c, d, e: (sig, codegen),
+        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen), 5: lambda ctx, a, b, c, d,
+        e: (sig, codegen),
     }
     f = intrinsic(makers[len(operands)])
     f.__doc__ = doc
@@ -135,8 +136,9 @@ def int16_pairs(cc):
         return SimpleNamespace(add2=add2, min2=min2, max2=max2)
     both, words = types.int32, (types.int32,) * 2
     return SimpleNamespace(
-        add2=_operation("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; add.u32 t, t, u; xor.b32 u, $1, $2; "
-                        "and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }", both, words, add2.__doc__),
+        add2=_operation("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
+                        "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }",
+                        both, words, add2.__doc__),
         min2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmin2.s32.s32.s32 $0, $1, $2, z; }", both, words, min2.__doc__),
         max2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmax2.s32.s32.s32 $0, $1, $2, z; }", both, words, max2.__doc__))
 
@@ -166,15 +168,15 @@ mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
 
 
 def mma_product(columns, steps, shared, keep=False, tiles=1):
-    """Intrinsic f(acc, a, b, start): acc = start + 16 * `tiles` rows x `columns` (a multiple of 16) over 32 * `steps` of K, of one warp,
-    cc >= 8.0; with `keep` acc + the product.
+    """Intrinsic f(acc, a, b, start): acc = start + 16 * `tiles` rows x `columns` (a multiple of 16) over 32 * `steps`
+    of K, of one warp, cc >= 8.0; with `keep` acc + the product.
 
-    start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every tile.
-    a: a local int32 array of 4 * steps for each 16 rows, as in wgmma_product. acc: a local array of columns / 2 for each 16 rows:
-    acc[4 j], acc[4 j + 1] = row g, columns 8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8.
-    b: core matrices of 32 * steps bytes a row, one row a column of the product: where this lane reads, a shared address (int32, with
-    `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16 inputs further, 2 and 3 eight columns) or a
-    global one (int64: that of word `lane`)."""
+    start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every
+    tile. a: a local int32 array of 4 * steps for each 16 rows, as in wgmma_product. acc: a local array of columns / 2
+    for each 16 rows: acc[4 j], acc[4 j + 1] = row g, columns 8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same
+    in row g + 8. b: core matrices of 32 * steps bytes a row, one row a column of the product: where this lane reads, a
+    shared address (int32, with `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16
+    inputs further, 2 and 3 eight columns) or a global one (int64: that of word `lane`)."""
     each, row = columns // 2, 32 * steps
     count = each * tiles
 
@@ -193,7 +195,8 @@ def mma_product(columns, steps, shared, keep=False, tiles=1):
             cells = cells_of(0, count)
             operands = [builder.load(c) for c in cells] if keep else []
             at_a = count + len(operands)
-            operands += [builder.load(c) for c in cells_of(1, 4 * steps * tiles)] + [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
+            operands += [builder.load(c) for c in cells_of(1, 4 * steps * tiles)]
+            operands += [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
             at_b = at_a + 4 * steps * tiles
             text = ["{ .reg .b32 b0, b1, b2, b3;"]
             for j in range(columns // 16):
@@ -202,17 +205,20 @@ def mma_product(columns, steps, shared, keep=False, tiles=1):
                     if shared:
                         text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [${at_b}+{at}];")
                     else:
-                        text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];" for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
+                        text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];"
+                                for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
                     for tile in range(tiles):
                         for half in range(2):
                             here = each * tile + 8 * j + 4 * half
                             old = quad(here if k else count + here if keep else at_b + 1)
-                            text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {quad(here)}, {quad(at_a + 4 * (steps * tile + k))}, "
+                            text.append("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+                                        f"{quad(here)}, {quad(at_a + 4 * (steps * tile + k))}, "
                                         f"{{b{2 * half},b{2 * half + 1}}}, {old};")
             text.append("}")
-            constraints = (["=r"] * count + ([str(i) for i in range(count)] if keep else []) + ["r"] * (4 * steps * tiles)
-                           + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"])
-            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands], ",".join(constraints), side_effect=True)
+            constraints = (["=r"] * count + ([str(i) for i in range(count)] if keep else [])
+                           + ["r"] * (4 * steps * tiles) + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"])
+            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands],
+                     ",".join(constraints), side_effect=True)
             r = builder.call(f, operands)
             for i, c in enumerate(cells):
                 builder.store(builder.extract_value(r, i), c)
@@ -240,7 +246,8 @@ load_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,),
                          "An int32 at a shared address. For tables only: nothing orders it but its address.")
 
 
-read_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,), "The same, in order with stores.", side_effect=True)
+read_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,), "The same, in order with stores.",
+                         side_effect=True)
 
 
 @intrinsic
@@ -333,7 +340,8 @@ def prefetch(ctx, array, index):
     return sig, codegen
 
 
-store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
+store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.",
+                          side_effect=True)
 store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
                            "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
 def mma_tile(columns, steps, stride):

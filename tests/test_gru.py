@@ -394,22 +394,26 @@ def test_where_the_fast_path_serves():
 
 
 # widths beyond those of kernels.gru_narrow; a vocabulary for kernels.gru_head, on registers and on bytes
-WIDE, STREAMED, FAST_STREAMED = {**SMALL, "HIDDEN_DIM": 288}, {**SMALL, "VOCAB_SIZE": 1100}, {**FAST, "VOCAB_SIZE": 1100}
+WIDE, STREAMED = {**SMALL, "HIDDEN_DIM": 288}, {**SMALL, "VOCAB_SIZE": 1100}
+FAST_STREAMED = {**FAST, "VOCAB_SIZE": 1100}
 
 
 def test_which_path_serves():
     from kernels import gru
-    for constants, cc, name in ((WIDE, (9, 0), "_Pass"), (SMALL, (8, 6), "Narrow"), (SMALL, (9, 0), "Narrow"), (STREAMED, (12, 0), "Narrow"),
+    for constants, cc, name in ((WIDE, (9, 0), "_Pass"), (SMALL, (8, 6), "Narrow"), (SMALL, (9, 0), "Narrow"),
+                                (STREAMED, (12, 0), "Narrow"),
                                 (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Narrow"),
                                 ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Narrow")):
-        assert type(gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)._noisy).__name__ == name, (constants, cc)
+        forward = gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
+        assert type(forward._noisy).__name__ == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
         gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
 
 
 @pytest.mark.parametrize("width", range(64, 257, 32))
 def test_quotients_by_a_multiplication_are_exact(width):
-    """Every divisor that a narrow model can have, every sum whose quotient is not clipped, in float32 as the kernels have it."""
+    """Every divisor that a narrow model can have, every sum whose quotient is not clipped, in float32 as the kernels
+    have it."""
     from kernels import gru_parts
     for point in range(8):
         for inputs in (width, 4 * width):
