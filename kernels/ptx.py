@@ -333,7 +333,6 @@ def prefetch(ctx, array, index):
     return sig, codegen
 
 
-store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.", side_effect=True)
 store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
                            "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
 def mma_tile(columns, steps, stride):
