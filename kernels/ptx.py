@@ -340,10 +340,10 @@ def prefetch(ctx, array, index):
     return sig, codegen
 
 
-store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.",
-                          side_effect=True)
 store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
                            "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
+
+
 def mma_tile(columns, steps, stride):
     """Intrinsic f(acc, a, b): acc += 16 rows x `columns` over 32 * `steps` of K, a warp, from core matrices in shared
     memory.
