@@ -1,15 +1,16 @@
 """The recurrent model (engine.cpu_gru) on CUDA, with the interface of egg_kernels.Forward and the same bits as the CPU.
 
-A layer reads the whole window before the next begins. Then only two of its six products follow the positions one by one; the others
-are plain matrix products over all members times positions, whose weights are fetched once for 128 rows. Position after position they
-would be fetched for every token: 4.8 MB times 100 positions a block of members, far beyond what the second-level cache can give.
-The products with the state are one kernel a layer: a block has the states of some sequences in shared memory and takes them through all
-positions; U_f and U_h (128 KB at H = 256) come from the caches, tile by tile in the order of the tensor cores.
+A layer reads the whole window before the next begins. Then only two of its six products follow the positions one by
+one; the others are plain matrix products over all members times positions, whose weights are fetched once for 128 rows.
+Position after position they would be fetched for every token: 4.8 MB times 100 positions a block of members, far beyond
+what the second-level cache can give. The products with the state are one kernel a layer: a block has the states of some
+sequences in shared memory and takes them through all positions; U_f and U_h (128 KB at H = 256) come from the caches,
+tile by tile in the order of the tensor cores.
 
-Row = (pair, member, position), as in egg_kernels: a pair ("unit") is 2 n consecutive rows for n positions, without noise two
-sequences. x, the gates, the candidates and the logits lie row by row; what is multiplied lies as core matrices (kernels.ptx). What is not
-recurrent runs over some units at a time, so that what passes between its kernels stays in the second-level cache.
-"""
+Row = (pair, member, position), as in egg_kernels: a pair ("unit") is 2 n consecutive rows for n positions, without
+noise two sequences. x, the gates, the candidates and the logits lie row by row; what is multiplied lies as core
+matrices (kernels.ptx). What is not recurrent runs over some units at a time, so that what passes between its kernels
+stays in the second-level cache. """
 
 import math
 from types import SimpleNamespace
@@ -29,17 +30,20 @@ from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Packing, blo
 from kernels.rules import build_noise, device, loss_function
 
 A16 = types.Array(int16, 1, "C")
-SLICE = 40960               # rows that go through products, sums and norms together: 4 H times as many bytes fit the cache at H = 256
-STATE_ROWS = (32, 16)        # sequences a block of the recurrence may take, the most that shared memory allows; 32 leave room for a second block
+# rows that go through products, sums and norms together: 4 H times as many bytes fit the cache at H = 256
+SLICE = 40960
+# sequences a block of the recurrence may take, the most that shared memory allows; 32 leave room for a second block
+STATE_ROWS = (32, 16)
 
 
-# --- small device functions ------------------------------------------------------------------------------------------------------
+# --- small device functions -------------------------------------------------------------------------------------------
 
 @device
 def quotient(y, d, reciprocal):
     """clip(y / d rounded down): see engine.cpu_gru.quotient."""
     inside = int32(max(int32(-127 * d), min(int32(127 * d), y)))
-    return int32(ptx.trunc_f32(float32(float32(float32(int32(inside + int32(128 * d))) + float32(0.5)) * reciprocal)) - int32(128))
+    above = float32(float32(int32(inside + int32(128 * d))) + float32(0.5))
+    return int32(ptx.trunc_f32(float32(above * reciprocal)) - int32(128))
 
 
 def divide_function(d):
@@ -72,11 +76,11 @@ def high(pair):
     return int32(int32(pair) >> int32(8))
 
 
-# --- everything but the recurrence -------------------------------------------------------------------------------------------------
+# --- everything but the recurrence ------------------------------------------------------------------------------------
 
 def _gather_kernel():
-    """The tokens from which the state of every group is made. Launch blocks of 256 over streams * n; stream g is the g-th group that the
-    pairs from job[1] + offset on belong to (the last ones may repeat a pair)."""
+    """The tokens from which the state of every group is made. Launch blocks of 256 over streams * n; stream g is the
+    g-th group that the pairs from job[1] + offset on belong to (the last ones may repeat a pair)."""
     @cuda.jit(launch_bounds=256)
     def gather(windows, width, n, pairs, per_group, streams, job, offset, tokens):
         i = cuda.grid(1)
@@ -88,8 +92,8 @@ def _gather_kernel():
 
 
 def _embed_kernel(cfg, nz, noisy):
-    """x = the embedding, a warp a row. Launch [units, ceil(2 n / 8)], 256 threads. plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the
-    token's and of the hidden side. Position p of window i is tokens[i * width + skip + p]."""
+    """x = the embedding, a warp a row. Launch [units, ceil(2 n / 8)], 256 threads. plan: 0 packed, 1 and 2 seeds, 3 and
+    4 overlays of the token's and of the hidden side. Position p of window i is tokens[i * width + skip + p]."""
     H, SHIFT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT
     noise, factor = nz.noise, nz.factor
 
@@ -130,8 +134,8 @@ def _embed_kernel(cfg, nz, noisy):
 
 
 def _norm_kernel(cfg, nz, noisy, streams):
-    """out = ln(x) as core matrices, and its sums sb with `streams` input noises. Launch [units, ceil(2 n / 128)], 256 threads; four lanes
-    share a row. plan: 0 ln (vector_function), 4.. seed and overlay of each stream."""
+    """out = ln(x) as core matrices, and its sums sb with `streams` input noises. Launch [units, ceil(2 n / 128)], 256
+    threads; four lanes share a row. plan: 0 ln (vector_function), 4.. seed and overlay of each stream."""
     H, MODE = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
     STREAMS = streams if noisy else 0
     AT_F = (2 + streams) * H
@@ -200,7 +204,8 @@ def _norm_kernel(cfg, nz, noisy, streams):
 
 
 def _inner_sums_kernel(cfg, nz):
-    """sb of u, the inside of the MLP, core matrices of 4 H bytes a row. Launch as _norm_kernel. plan: 0 seed, 1 overlay."""
+    """sb of u, the inside of the MLP, core matrices of 4 H bytes a row. Launch as _norm_kernel. plan: 0 seed, 1
+    overlay."""
     K, MODE = 4 * cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
     factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
 
@@ -236,11 +241,12 @@ def _inner_sums_kernel(cfg, nz):
 
 
 def _product_kernel(cfg, nz, noisy, kind):
-    """q = x W with noise, divided and clipped. kind "rows": out[z * beyond + row * line + c], for any number of columns up to `line`;
-    "inner": 4 H columns as core matrices, MLP_RELU; "down": from 4 H inputs, out = clip(out + q) in rows of H.
+    """q = x W with noise, divided and clipped. kind "rows": out[z * beyond + row * line + c], for any number of columns
+    up to `line`; "inner": 4 H columns as core matrices, MLP_RELU; "down": from 4 H inputs, out = clip(out + q) in rows
+    of H.
 
-    Launch [row tiles, column tiles, matrices z], 256 threads. plan, 4 entries a matrix: 0 packed words, 1 seed A, 2 overlay A. rows: those
-    of `out` that there are. beyond, line in bytes. sb int32 [z][stride]."""
+    Launch [row tiles, column tiles, matrices z], 256 threads. plan, 4 entries a matrix: 0 packed words, 1 seed A, 2
+    overlay A. rows: those of `out` that there are. beyond, line in bytes. sb int32 [z][stride]."""
     H, T, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT
     K, N = (4 * H, H) if kind == "down" else (H, 4 * H)
     UNITS, KC, LOWEST = units_in_tile(cfg), chunk(K), 0 if cfg.MLP_RELU and kind == "inner" else -127
@@ -249,7 +255,8 @@ def _product_kernel(cfg, nz, noisy, kind):
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(parameters.divisor(cfg, K))
     fetch, _, walk = tile_functions(K, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled on every card.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
+    # on every card.
 
     @device
     def finish(acc, r, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line):
@@ -308,8 +315,9 @@ def _product_kernel(cfg, nz, noisy, kind):
 
 
 def _losses_kernel(cfg, noisy):
-    """The loss of every row of logits, int8 [rows, line]; a warp a row, blocks of eight. With noise it is added to losses int64 [pairs, 2];
-    without, losses float64 [rows] is set to its cross-entropy in nats. The target of position p is tokens[... + skip + p + 1]."""
+    """The loss of every row of logits, int8 [rows, line]; a warp a row, blocks of eight. With noise it is added to
+    losses int64 [pairs, 2]; without, losses float64 [rows] is set to its cross-entropy in nats. The target of position
+    p is tokens[... + skip + p + 1]."""
     V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
     SUM = int64 if noisy else float64
     position_loss = loss_function(cfg)
@@ -340,7 +348,7 @@ def _losses_kernel(cfg, noisy):
     return position_losses
 
 
-# --- the recurrence ------------------------------------------------------------------------------------------------------------------
+# --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def recur_bytes(cfg, noisy, rows):
     """Dynamic shared memory of a block: state, gated state, two biases a sequence; four noise streams a pair."""
@@ -348,17 +356,20 @@ def recur_bytes(cfg, noisy, rows):
 
 
 def _recur_kernel(cfg, nz, noisy, rows_a_block):
-    """One layer's state through n positions, rows_a_block sequences a block: x = clip(x + h) in place. Launch [blocks], 256 threads.
+    """One layer's state through n positions, rows_a_block sequences a block: x = clip(x + h) in place. Launch [blocks],
+    256 threads.
 
-    gates, candidates: W_f n and W_h n, rows of H; what f + 127 becomes is kept in place of the gates until the state needs it. plan:
-    0 b_f, 4 b_h (vector_function); 8, 12: packed words, seed A, overlay A, seed B of U_f and U_h; 16, 17 their overlays B.
-    states int8 [sequences or groups, H]: where `begin`, sequence s begins with that of its group (per_group pairs; the first pair is
-    job[1] + offset); where `keep`, it goes there in the end."""
+    gates, candidates: W_f n and W_h n, rows of H; what f + 127 becomes is kept in place of the gates until the state
+    needs it. plan: 0 b_f, 4 b_h (vector_function); 8, 12: packed words, seed A, overlay A, seed B of U_f and U_h; 16,
+    17 their overlays B. states int8 [sequences or groups, H]: where `begin`, sequence s begins with that of its group
+    (per_group pairs; the first pair is job[1] + offset); where `keep`, it goes there in the end."""
     H, MODE, SHIFT, ROWS = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, rows_a_block
     TILES, PAIRS, COLUMNS = ROWS // 16, ROWS // 2, (H + 255) // 256
-    PAST, BIAS, NOISE = ROWS * H, 2 * ROWS * H, 4 * ROWS * H                     # bytes: where they begin in shared memory
+    # bytes: where they begin in shared memory
+    PAST, BIAS, NOISE = ROWS * H, 2 * ROWS * H, 4 * ROWS * H
     divide = divide_function(parameters.divisor(cfg, H))
-    vector, noise, factor, scaled, input_term = vector_function(cfg, nz, noisy), nz.noise, nz.factor, nz.scaled, nz.input_term
+    vector, noise, factor, scaled, input_term = vector_function(cfg, nz,
+                                                                noisy), nz.noise, nz.factor, nz.scaled, nz.input_term
     ACC = TILES * 16
 
     @device
@@ -391,7 +402,8 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
 
     @device
     def multiply(acc, address, packed, at, lane):
-        """acc[(i * 4 + j) * 4 + ...] = rows 16 i of the matrix at a shared address times columns 8 j of the packed one from word `at`."""
+        """acc[(i * 4 + j) * 4 + ...] = rows 16 i of the matrix at a shared address times columns 8 j of the packed one
+        from word `at`."""
         matrix = int32(lane >> 3)
         a_at = int32(address + int32(lane & 7) * 16 + (matrix & 1) * (8 * H) + (matrix >> 1) * 128)
         for i in range(ACC):
@@ -405,17 +417,19 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 a = ptx.load_matrix4(int32(a_at + i * (16 * H) + k * 256))
                 for j in range(4):
                     m = (i * 4 + j) * 4
-                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
+                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], acc[m], acc[m + 1], acc[m + 2],
+                                   acc[m + 3])
                     acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
 
-    # A thread has rows 16 i + g and 8 further, of 8 columns, of every i < TILES; one call an i, as larger loops over acc would not be
-    # unrolled.
+    # A thread has rows 16 i + g and 8 further, of 8 columns, of every i < TILES; one call an i, as larger loops over
+    # acc would not be unrolled.
 
     @device
     def disturbed(v, row, c, s, which, bytes_, stream, overlay, at_overlay):
         """The quotient of a product v of row and column c."""
         if noisy:
-            a = scaled(int32(bytes_[NOISE + (which * PAIRS + (row >> 1)) * H + c]), overlay[at_overlay + c], uint32(stream + uint32(row >> 1)), c)
+            a = scaled(int32(bytes_[NOISE + (which * PAIRS + (row >> 1)) * H + c]), overlay[at_overlay + c],
+                       uint32(stream + uint32(row >> 1)), c)
             v = int32(v + int32(int32(s * a) >> int32(SHIFT)))
         return divide(v)
 
@@ -443,7 +457,8 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
         return int32(h + int32(int32(int32(f & int32(255)) * int32(new - h)) >> int32(8)))
 
     @device
-    def advance(acc, i, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n, position, lane):
+    def advance(acc, i, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n,
+                position, lane):
         """The new state, and x."""
         for half in range(2):
             row = i * 16 + half * 8 + (lane >> 2)
@@ -464,7 +479,8 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                     x[at + (c >> 1)] = two_bytes(clip(int32(low(both) + h)), clip(int32(high(both) + h2)))
 
     @cuda.jit(launch_bounds=256)
-    def recur(call, plan, weights, packed, overlay, tokens, width, skip, n, sequences, count, job, offset, gates, candidates, x, states,
+    def recur(call, plan, weights, packed, overlay, tokens, width, skip, n, sequences, count, job, offset, gates,
+              candidates, x, states,
               per_group, begin, keep):
         bytes_, words = cuda.shared.array(0, types.int8), cuda.shared.array(0, int32)
         sb = cuda.shared.array(ROWS, int32)
@@ -482,8 +498,10 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
             if noisy:
                 for which in range(2):
                     at = p + 8 + 4 * which
-                    bytes_[NOISE + (2 * which * PAIRS + pair) * H + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 1])), c)
-                    bytes_[NOISE + ((2 * which + 1) * PAIRS + pair) * H + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 3])), c)
+                    bytes_[NOISE + (2 * which * PAIRS + pair) * H
+                           + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 1])), c)
+                    bytes_[NOISE + ((2 * which + 1) * PAIRS + pair) * H
+                           + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 3])), c)
         for i in range(t, ROWS * H, 256):
             row, c = i // H, i % H
             sequence, h = min(first + row, sequences - 1), int32(0)
@@ -511,12 +529,16 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 if col0 < H:
                     multiply(acc, address, packed, plan[p + 8] + (col0 >> 3) * (2 * H), lane)
                     stream, at_overlay = uint32(seed + uint32(plan[p + 9])), plan[p + 10]
-                    gate(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane)
+                    gate(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position,
+                         lane)
                     if TILES > 1:
-                        gate(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane)
+                        gate(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
+                             position, lane)
                     if TILES > 2:
-                        gate(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane)
-                        gate(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane)
+                        gate(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
+                             position, lane)
+                        gate(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
+                             position, lane)
             cuda.syncthreads()
             if noisy:
                 sums(words, bytes_, PAST, 3, uint32(seed + uint32(plan[p + 15])), overlay, plan[p + 17], sb, t)
@@ -526,12 +548,16 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 if col0 < H:
                     multiply(acc, int32(address + PAST), packed, plan[p + 12] + (col0 >> 3) * (2 * H), lane)
                     stream, at_overlay = uint32(seed + uint32(plan[p + 13])), plan[p + 14]
-                    advance(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n, position, lane)
+                    advance(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
+                            sequences, n, position, lane)
                     if TILES > 1:
-                        advance(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n, position, lane)
+                        advance(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
+                                sequences, n, position, lane)
                     if TILES > 2:
-                        advance(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n, position, lane)
-                        advance(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n, position, lane)
+                        advance(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
+                                sequences, n, position, lane)
+                        advance(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
+                                sequences, n, position, lane)
             cuda.syncthreads()
         if keep:
             for i in range(t, ROWS * H, 256):
@@ -542,12 +568,12 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
     return recur, recur_bytes(cfg, noisy, ROWS)
 
 
-# --- one token at a time, without noise ----------------------------------------------------------------------------------------------
+# --- one token at a time, without noise -------------------------------------------------------------------------------
 
 def _token_kernel(cfg):
-    """ln_f of the last layer's output after one more token: out int8 [H]. One block of 1024 threads; a thread is a channel. calls int32:
-    rows of the plan: embed, then for each layer gates, recur, inner, down, then the head's norm; norms begin a row of the plan with
-    their weights. states int8 [L, H] go on."""
+    """ln_f of the last layer's output after one more token: out int8 [H]. One block of 1024 threads; a thread is a
+    channel. calls int32: rows of the plan: embed, then for each layer gates, recur, inner, down, then the head's norm;
+    norms begin a row of the plan with their weights. states int8 [L, H] go on."""
     H, L, LOWEST = cfg.HIDDEN_DIM, cfg.N_LAYERS, 0 if cfg.MLP_RELU else -127
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
     divide, divide_down = divide_function(parameters.divisor(cfg, H)), divide_function(parameters.divisor(cfg, 4 * H))
@@ -563,13 +589,15 @@ def _token_kernel(cfg):
 
     @cuda.jit(launch_bounds=1024)
     def token(calls, plan, weights, packed, tokens, at, states, out):
-        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, types.int8)     # three vectors of H bytes, or one of 4 H after one
+        # three vectors of H bytes, or one of 4 H after one
+        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, types.int8)
         y = cuda.shared.array(H4, int32)
         part = cuda.shared.array(32, int32)
         t, id_ = cuda.threadIdx.x, tokens[at[0]]
         x = int32(0)
         if t < H:
-            x = byte(packed[plan[calls[0] * PLAN] + (id_ >> 3) * (2 * H) + (t >> 4) * 32 + (id_ & 7) * 4 + ((t >> 2) & 3)], t & 3)
+            x = byte(packed[plan[calls[0] * PLAN] + (id_ >> 3) * (2 * H) + (t >> 4) * 32 + (id_ & 7) * 4
+                            + ((t >> 2) & 3)], t & 3)
         for layer in range(L):
             gates, recur = calls[1 + 4 * layer] * PLAN, calls[2 + 4 * layer] * PLAN
             inner, down = calls[3 + 4 * layer] * PLAN, calls[4 + 4 * layer] * PLAN
@@ -638,7 +666,7 @@ def logits_kernel(cfg):
     return logits
 
 
-# --- the forward pass ----------------------------------------------------------------------------------------------------------------
+# --- the forward pass -------------------------------------------------------------------------------------------------
 
 GATHER_TYPES = (A32, int64, int64, int64, int64, int64, AU32, int64, A32)
 EMBED_TYPES = (int64, A32, A32, A8, A32, int64, int64, int64, int64, AU32, int64, A32)              # and losses
@@ -647,7 +675,8 @@ SUMS_TYPES = (int64, A32, A8, AU32, int64, int64, A32, A32)
 PRODUCT_TYPES = (int64, A32, A32, A8, AU32, int64, int64, int64, int64, A32, A32, A16, int64, int64)
 LOSSES_TYPES = (A8, int64)                                                                          # and exps,
 LOSSES_MORE = (A32, int64, int64, int64, int64, int64)                                               # ... and losses
-RECUR_TYPES = (int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, AU32, int64, A16, A16, A16, A8, int64, int64, int64)
+RECUR_TYPES = (int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, AU32, int64, A16, A16, A16, A8, int64,
+               int64, int64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, A8, A8)
 
 
@@ -665,7 +694,8 @@ class _Plan:
                 norm_1=self._normed("ln_1", layer, "w_f", "w_h"), norm_2=self._normed("ln_2", layer, "w_up"),
                 gates=self._products(layer, "ln_1", "w_f", "w_h"), inner=self._products(layer, "ln_2", "w_up"),
                 down=self._products(layer, "ln_2", "w_down"), sums=self._add(w_down.seed_b, w_down.overlay_b),
-                recur=self._add(*self._vector("b_f", layer), *self._vector("b_h", layer), *self._matrix("u_f", layer), u_f.seed_b,
+                recur=self._add(*self._vector("b_f", layer), *self._vector("b_h", layer), *self._matrix("u_f", layer),
+                                u_f.seed_b,
                                 *self._matrix("u_h", layer), u_h.seed_b, u_f.overlay_b, u_h.overlay_b)))
         self.norm_f, self.head = self._normed("ln_f", 0, "head"), self._products(0, "ln_f", "head")
 
@@ -707,7 +737,8 @@ class _Pass:
     """The forward pass with or without noise: its kernels and their launches."""
 
     def __init__(self, cfg, noisy, shared_limit, silent=False):
-        self.cfg, self.noisy, self.kernels, self.packers, self.packed_bytes = cfg, noisy, [], [], 0      # nothing beyond the common packing
+        # nothing beyond the common packing
+        self.cfg, self.noisy, self.kernels, self.packers, self.packed_bytes = cfg, noisy, [], [], 0
         nz, losses = build_noise(cfg, silent), A64 if noisy else AF64
         self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
 
@@ -718,21 +749,25 @@ class _Pass:
 
         self.embed = add(_embed_kernel(cfg, nz, noisy), EMBED_TYPES + (losses,))
         self.norm_two, self.norm_one = (add(_norm_kernel(cfg, nz, noisy, streams), NORM_TYPES) for streams in (2, 1))
-        self.to_rows, self.to_inner, self.to_down = (add(_product_kernel(cfg, nz, noisy, kind), PRODUCT_TYPES) for kind in ("rows", "inner", "down"))
+        self.to_rows, self.to_inner, self.to_down = (add(_product_kernel(cfg, nz, noisy, kind),
+                                                         PRODUCT_TYPES) for kind in ("rows", "inner", "down"))
         if noisy:
             self.sums = add(_inner_sums_kernel(cfg, nz), SUMS_TYPES)
         self.recur = add(_recur_kernel(cfg, nz, noisy, self.state_rows), RECUR_TYPES)
-        self.losses = add(_losses_kernel(cfg, noisy), LOSSES_TYPES + (A32 if noisy else AF64,) + LOSSES_MORE + (losses,))
+        self.losses = add(_losses_kernel(cfg, noisy),
+                          LOSSES_TYPES + (A32 if noisy else AF64,) + LOSSES_MORE + (losses,))
 
     def launch_pack(self, stream, weights, packed):
         """What it needs is in the common packing."""
 
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and last the total of bytes."""
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and last
+        the total of bytes."""
         H, V = self.cfg.HIDDEN_DIM, self.cfg.VOCAB_SIZE
         rows, some = units * 2 * n, max(1, min(units, SLICE // (2 * n)))
         padded = blocks(some * 2 * n, TILE) * TILE
-        sizes = dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H, u=max(padded * 4 * H, some * 2 * n * blocks(V, TILE) * TILE),
+        sizes = dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H,
+                     u=max(padded * 4 * H, some * 2 * n * blocks(V, TILE) * TILE),
                      sb=8 * padded)
         out, end = {}, 0
         for name, size in sizes.items():
@@ -740,10 +775,12 @@ class _Pass:
             end = aligned(end + size)
         return out, some, padded, end
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
+    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
+               scratch, states,
                per_group, begin, keep, losses):
-        """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (without noise of two rows each). losses None: no head.
-        states int8 [L, streams, H]: see _recur_kernel; per_group is then that of the noisy pass."""
+        """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (without noise of two rows each).
+        losses None: no head. states int8 [L, streams, H]: see _recur_kernel; per_group is then that of the noisy
+        pass."""
         cfg, H = self.cfg, self.cfg.HIDDEN_DIM
         layout, some, padded, _ = self.layout(units, n)
         part = {name: scratch[a:b] for name, (a, b) in layout.items()}
@@ -757,19 +794,22 @@ class _Pass:
         def norm(which, call, first, count_):
             kernel, shared = which
             kernel[(count_, blocks(rows_a_unit, 128)), 256, stream, shared](
-                call, tables.plan, weights, overlay, job, offset + first, n, padded, words["x"][first * rows_a_unit * (H // 4):], words["n"], words["sb"])
+                call, tables.plan, weights, overlay, job, offset + first, n, padded,
+                words["x"][first * rows_a_unit * (H // 4):], words["n"], words["sb"])
 
         def product(which, call, first, count_, x, columns, matrices, out, beyond, line):
             kernel, shared = which
             rows = count_ * rows_a_unit
             kernel[(blocks(rows, TILE), blocks(columns, TILE), matrices), 256, stream, shared](
-                call, tables.plan, packed, overlay, job, offset + first, columns, rows, padded, x, words["sb"], out, beyond, line)
+                call, tables.plan, packed, overlay, job, offset + first, columns, rows, padded, x, words["sb"], out,
+                beyond, line)
 
         def rows_of(name, first):
             return part[name][first * rows_a_unit * H:].view(np.int16)
 
         self.embed[0][(units, blocks(rows_a_unit, 8)), 256, stream](
-            plan.embed, tables.plan, packed, overlay, tokens, width, skip, n, count, job, offset, words["x"], dummy if losses is None else losses)
+            plan.embed, tables.plan, packed, overlay, tokens, width, skip, n, count, job, offset, words["x"],
+            dummy if losses is None else losses)
         for i, layer in enumerate(plan.layers):
             beyond = layout["candidates"][0] - layout["gates"][0]
             for first, count_ in slices():
@@ -779,23 +819,28 @@ class _Pass:
             kernel, shared = self.recur
             mine = states[i * (states.size // cfg.N_LAYERS):(i + 1) * (states.size // cfg.N_LAYERS)]
             kernel[blocks(2 * units, self.state_rows), 256, stream, shared](
-                layer.recur, tables.plan, weights, packed, overlay, tokens, width, skip, n, 2 * units, count, job, offset, rows_of("gates", 0),
+                layer.recur, tables.plan, weights, packed, overlay, tokens, width, skip, n, 2 * units, count, job,
+                offset, rows_of("gates", 0),
                 rows_of("candidates", 0), rows_of("x", 0), mine, per_group, begin, keep)
             for first, count_ in slices():
                 norm(self.norm_one, layer.norm_2, first, count_)
-                product(self.to_inner, layer.inner, first, count_, words["n"], 4 * H, 1, part["u"].view(np.int16), 0, 4 * H)
+                product(self.to_inner, layer.inner, first, count_, words["n"], 4 * H, 1, part["u"].view(np.int16), 0,
+                        4 * H)
                 if self.noisy:
                     kernel, shared = self.sums
-                    kernel[(count_, blocks(rows_a_unit, 128)), 256, stream, shared](layer.sums, tables.plan, overlay, job, offset + first, n,
+                    kernel[(count_, blocks(rows_a_unit, 128)), 256, stream, shared](layer.sums, tables.plan, overlay,
+                                                                                    job, offset + first, n,
                                                                                   words["u"], words["sb"])
                 product(self.to_down, layer.down, first, count_, words["u"], H, 1, rows_of("x", first), 0, H)
         for first, count_ in slices() if losses is not None else ():
             line, rows = blocks(cfg.VOCAB_SIZE, TILE) * TILE, count_ * rows_a_unit
             norm(self.norm_one, plan.norm_f, first, count_)
-            product(self.to_rows, plan.head, first, count_, words["n"], cfg.VOCAB_SIZE, 1, part["u"].view(np.int16), 0, line)
+            product(self.to_rows, plan.head, first, count_, words["n"], cfg.VOCAB_SIZE, 1, part["u"].view(np.int16), 0,
+                    line)
             done = first if self.noisy else 2 * first
             self.losses[0][blocks(rows, 8), 256, stream](
-                part["u"], line, tables.exps if self.noisy else tables.clean_exps, tokens[done * width:], width, skip, n, rows, count - done,
+                part["u"], line, tables.exps if self.noisy else tables.clean_exps, tokens[done * width:], width, skip,
+                n, rows, count - done,
                 losses[2 * first if self.noisy else first * rows_a_unit:])
 
 
@@ -818,7 +863,8 @@ class Forward:
         self._token, self._logits, self._gather = _token_kernel(cfg), logits_kernel(cfg), _gather_kernel()
         self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes or self._packing.bytes, cfg.HIDDEN_DIM
         states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
-        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers, "step": self._noisy.kernels + states,
+        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers,
+                        "step": self._noisy.kernels + states,
                         "validate": self._clean.kernels,
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
@@ -829,7 +875,8 @@ class Forward:
         self._tables = SimpleNamespace(
             plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
             exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]), clean_exps=cuda.to_device(clean),
-            no_job=cuda.to_device(np.zeros(2, np.uint32)), no_floats=cuda.to_device(np.zeros(1)), no_ints=cuda.to_device(np.zeros(1, np.int64)),
+            no_job=cuda.to_device(np.zeros(2, np.uint32)), no_floats=cuda.to_device(np.zeros(1)),
+            no_ints=cuda.to_device(np.zeros(1, np.int64)),
             no_states=cuda.to_device(np.zeros(cfg.N_LAYERS, np.int8)))
 
     def _parts(self, pairs):
@@ -839,7 +886,9 @@ class Forward:
         scratch = self._noisy.layout(pairs, cfg.SEQ_LEN)[-1]
         if streams:
             scratch = max(scratch, self._clean.layout(blocks(streams, 2), cfg.STATE_TOKENS)[-1])
-        return streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(2 * blocks(streams, 2) * cfg.N_LAYERS * cfg.HIDDEN_DIM), scratch
+        return streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(2 * blocks(streams,
+                                                                                    2) * cfg.N_LAYERS
+                                                                                    * cfg.HIDDEN_DIM), scratch
 
     def scratch_bytes(self, pairs):
         return sum(self._parts(pairs)[1:]) if pairs else 0
@@ -855,18 +904,23 @@ class Forward:
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
         before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
-        tokens, states, work = scratch[:token_bytes], scratch[token_bytes:token_bytes + state_bytes], scratch[token_bytes + state_bytes:]
+        tokens, states, work = scratch[:token_bytes], scratch[token_bytes:token_bytes
+                                                              + state_bytes], scratch[token_bytes + state_bytes:]
         if streams:
             tokens, units = tokens.view(np.int32), blocks(streams, 2)
             states = states[:2 * units * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._gather[blocks(streams * before, 256), 256, stream](windows, width, before, pairs, per_group, streams, job, offset, tokens)
-            self._clean.launch(stream, self._plan, tables, weights, packed, overlay, tokens, before, 0, before, streams, job, offset, units,
+            self._gather[blocks(streams * before, 256), 256, stream](windows, width, before, pairs, per_group, streams,
+                                                                     job, offset, tokens)
+            self._clean.launch(stream, self._plan, tables, weights, packed, overlay, tokens, before, 0, before, streams,
+                               job, offset, units,
                                work, states, per_group, 0, 1, None)
-        self._noisy.launch(stream, self._plan, tables, weights, packed, overlay, windows, width, before, cfg.SEQ_LEN, pairs, job, offset, pairs,
+        self._noisy.launch(stream, self._plan, tables, weights, packed, overlay, windows, width, before, cfg.SEQ_LEN,
+                           pairs, job, offset, pairs,
                            work, states if streams else tables.no_states, per_group, int(streams > 0), 0, losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, length + 1, 0, length, count,
+        self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, length + 1, 0, length,
+                           count,
                            self._tables.no_job, 0, blocks(count, 2), scratch, self._tables.no_states, 1, 0, 0, nats)
 
     def cache_bytes(self, positions):
@@ -874,5 +928,7 @@ class Forward:
 
     def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
         cfg, packed = self.cfg, packed.view(np.int32)
-        self._token[1, 1024, stream, 5 * cfg.HIDDEN_DIM](self._tables.calls, self._tables.plan, weights, packed, tokens, at, cache, scratch)
-        self._logits[blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["head", 0] // 4, packed, scratch.view(np.int32), logits)
+        self._token[1, 1024, stream, 5 * cfg.HIDDEN_DIM](self._tables.calls, self._tables.plan, weights, packed, tokens,
+                                                         at, cache, scratch)
+        self._logits[blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["head", 0] // 4, packed,
+                                                              scratch.view(np.int32), logits)

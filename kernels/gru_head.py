@@ -1,9 +1,9 @@
-"""The head of the recurrent model with noise, for vocabularies whose logits a warp cannot keep, on every card: the vocabulary passes by twice,
-for the largest logits and for the sums, and no logit leaves the registers.
+"""The head of the recurrent model with noise, for vocabularies whose logits a warp cannot keep, on every card: the
+vocabulary passes by twice, for the largest logits and for the sums, and no logit leaves the registers.
 
-A warp takes a task at a time: both members of a pair at eight (TILES 1) or sixteen positions (2). The warps of a block go through the
-vocabulary together, STAGE columns at a time, which lie in a ring of shared memory. The target's logit is a dot product of its own.
-"""
+A warp takes a task at a time: both members of a pair at eight (TILES 1) or sixteen positions (2). The warps of a block
+go through the vocabulary together, STAGE columns at a time, which lie in a ring of shared memory. The target's logit is
+a dot product of its own. """
 
 from types import SimpleNamespace
 
@@ -15,7 +15,8 @@ from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, quad_max, quad_sum
 from kernels.rules import device, loss_function
 
 STAGE, STAGES = 64, 3                       # columns of a stage; stages of the ring
-ENTRIES = 256                               # of the table of exponentials; the last is 0, for columns beyond the vocabulary
+# of the table of exponentials; the last is 0, for columns beyond the vocabulary
+ENTRIES = 256
 TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
 
 
@@ -25,7 +26,8 @@ def columns(cfg):
 
 
 def size_of(cfg, limit):
-    """Shared memory of the kernel: rows of a task in 16 (0: it does not fit), warps of a block, bytes of a warp's tables, all bytes."""
+    """Shared memory of the kernel: rows of a task in 16 (0: it does not fit), warps of a block, bytes of a warp's
+    tables, all bytes."""
     H = cfg.HIDDEN_DIM
     tiles, ring = 2 if H <= 256 else 1, STAGES * STAGE * H
     table = 16 * H + input_bytes(cfg, H, 4) + 4 * STAGE
@@ -44,7 +46,8 @@ def tasks(cfg, size):
 def head_kernel(cfg, nz, cc, size, load_rows):
     """Adds the losses of the pairs to losses int64 [pairs, 2]. Launch [blocks] of size.warps warps.
 
-    load_rows(x, source, unit, position, q): device function that sets x, words [16 columns k][member] of bytes + 128, of a lane.
+    load_rows(x, source, unit, position, q): device function that sets x, words [16 columns k][member] of bytes + 128,
+    of a lane.
     at: packed word of the matrix (kernels.gru_narrow packs it so), `columns` columns. plan rows: as in kernels.gru."""
     H, T, STEPS, V, TILES, W = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, size.tiles, size.warps
     THREADS, WORDS, ALL, ACC, ROWS = 32 * W, H // 8, H // 8 * TILES, 16 * TILES, 2 * TILES
@@ -57,7 +60,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
     fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    word_of, factor, noisy, pairs_of, START = quotients.word, quotients.factor, quotients.noisy, quotients.pairs_of, quotients.start
+    word_of, factor, noisy = quotients.word, quotients.factor, quotients.noisy
+    pairs_of, START = quotients.pairs_of, quotients.start
     _, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, True, False, TILES)
     position_loss = loss_function(cfg)
 
@@ -84,7 +88,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     @device
     def weigh(acc, i, s, n, most, exps, c):
         """The sum of the exponentials of four logits of columns c..."""
-        y, z = pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]), noisy(acc[i + 5], s, n[3]))
+        y, z = pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
+                        noisy(acc[i + 5], s, n[3]))
         d = int32(most - ptx.bytes4(y, z))
         if RAGGED and c + 4 > V:
             d = int32(d | int32(int32(-1) << int32(8 * max(V - c, 0)))) if V > c else int32(-1)
@@ -121,7 +126,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     enter_rows = unrolled(2, enter_row)
 
     @device
-    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, n, s, top, total, target):
+    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, n,
+              s, top, total, target):
         position = min(position0 + 8 * tile, T - 1)
         load_rows(row_x, x, unit, position, q)
         token = tokens[at_token + position + 1]
@@ -157,7 +163,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     settle_all = unrolled(ROWS, settle)
 
     @cuda.jit(launch_bounds=THREADS)
-    def stream_head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
+    def stream_head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps,
+                    x, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -169,7 +176,8 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         acc, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
         begin_with(start, START)
         row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(ALL, int32)
-        s, top, most, total, target = (cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32),
+        s, top, most, total, target = (cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32),
+                                       cuda.local.array(ROWS, int32),
                                        cuda.local.array(ROWS, int64), cuda.local.array(ROWS, int32))
         every = int64(units) * TASKS
         for first_task in range(cuda.blockIdx.x * W, every, cuda.gridDim.x * W):
@@ -183,11 +191,13 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             fetch(base, packed, at, 1, t)
             for i in range(lane, H, 32):
                 fill_norm(words, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN + 5] + i]
+                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
+                                                                                                + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit, position0, table, q, row_x, n,
+            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit,
+                      position0, table, q, row_x, n,
                       s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()

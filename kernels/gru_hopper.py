@@ -1,15 +1,16 @@
-"""The noisy forward pass of the recurrent model on cc 9.0 where H = 256, on bytes: wgmma kernels whose activations stay in registers.
+"""The noisy forward pass of the recurrent model on cc 9.0 where H = 256, on bytes: wgmma kernels whose activations stay
+in registers.
 
-`kernels.gru` has the general path, which serves everything else, decides, and documents rows, calls and plan. A layer is three kernels:
-gates (ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down). A warpgroup takes 64 rows at a time. A thread of it holds rows
-g and g + 8 of its warp's 16 and of every 16 columns the four 4 q..., as accumulators (columns of the packed matrices are permuted for
-that, see kernels.hopper), as bytes, and as the left operand of the next product, so that between norm and product, and between up and down,
-nothing leaves the registers. What lies in device memory lies in the order in which threads hold it: column 64 w + 16 k + 4 q + e of a
-row is byte 64 w + 16 q + 4 k + e, so 16 bytes go at once.
+`kernels.gru` has the general path, which serves everything else, decides, and documents rows, calls and plan. A layer
+is three kernels: gates (ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down). A warpgroup takes 64 rows at a
+time. A thread of it holds rows g and g + 8 of its warp's 16 and of every 16 columns the four 4 q..., as accumulators
+(columns of the packed matrices are permuted for that, see kernels.hopper), as bytes, and as the left operand of the
+next product, so that between norm and product, and between up and down, nothing leaves the registers. What lies in
+device memory lies in the order in which threads hold it: column 64 w + 16 k + 4 q + e of a row is byte 64 w + 16 q + 4
+k + e, so 16 bytes go at once.
 
-A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column noise, divisor 2^D
-and noise shift N: the upper half of a word, and two of them are clipped by one instruction.
-"""
+A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
+noise, divisor 2^D and noise shift N: the upper half of a word, and two of them are clipped by one instruction. """
 
 import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
@@ -23,7 +24,8 @@ from kernels.rules import build_noise, device, loss_function
 H = 256
 LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most
 SHARED = 227 * 1024
-HALF = H * H // 2                           # bytes of 128 columns of a square matrix, and of every other stage of weights
+# bytes of 128 columns of a square matrix, and of every other stage of weights
+HALF = H * H // 2
 ROWS, LINE = 64, 32                         # of a tile; words of a line of the cache: the rows of a tile are 128 lines
 PAIRS = 32                                  # of a block of the recurrence
 WIDE, MLP = 3, 2                            # warpgroups of a block
@@ -40,7 +42,7 @@ def fits(cfg, cc, shared_limit):
             and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFT)) < 2 ** 31)
 
 
-# --- small device functions ------------------------------------------------------------------------------------------------------
+# --- small device functions -------------------------------------------------------------------------------------------
 
 @device
 def unsigned_byte(word, k):
@@ -49,8 +51,8 @@ def unsigned_byte(word, k):
 
 @device
 def quotients(acc, i, s, n, unit):
-    """The quotients of four columns, not clipped, as two words of int16; unit = 256 (of a constant ptxas would make shifts, which the
-    busier units take)."""
+    """The quotients of four columns, not clipped, as two words of int16; unit = 256 (of a constant ptxas would make
+    shifts, which the busier units take)."""
     a, b = int32(int32(acc[i] * unit) + int32(s * n[0])), int32(int32(acc[i + 1] * unit) + int32(s * n[1]))
     c, d = int32(int32(acc[i + 4] * unit) + int32(s * n[2])), int32(int32(acc[i + 5] * unit) + int32(s * n[3]))
     return ptx.byte_permute(a, b, 0x7632), ptx.byte_permute(c, d, 0x7632)
@@ -72,8 +74,8 @@ def load_row(x, half, source, row, q):
 
 
 def _norm_function(streams):
-    """Device function: x[2 k + half] becomes ln of that row, for weights (float bits) at shared address ln and input noises (bytes) at b and
-    b + H; returns the sums sb."""
+    """Device function: x[2 k + half] becomes ln of that row, for weights (float bits) at shared address ln and input
+    noises (bytes) at b and b + H; returns the sums sb."""
     @device
     def norm(x, half, ln, b, q):
         total = int32(0)
@@ -92,11 +94,13 @@ def _norm_function(streams):
                 word = int32(x[8 * w + 2 * k + half] ^ int32(SIGNS))
                 weight = ptx.load_shared4(int32(ln + w * 256 + k * 64 + q * 16))
                 for e in range(4):
-                    # x w / mean, half a unit of x w up and half of the quotient down, to the nearest whole number: rounded down
+                    # x w / mean, half a unit of x w up and half of the quotient down, to the nearest whole number:
+                    # rounded down
                     f = float32(ptx.bits_float(ptx.byte_permute(word, 0x4B000000, 0x7440 + e)) - float32(8388736))
                     f = cuda.fma(float32(f * ptx.bits_float(weight[e])), reciprocal, nudge)
                     t[e] = ptx.float_bits(float32(f + float32(12582912)))
-                word = ptx.bytes4(ptx.clip2(ptx.byte_permute(t[0], t[1], 0x5410)), ptx.clip2(ptx.byte_permute(t[2], t[3], 0x5410)))
+                word = ptx.bytes4(ptx.clip2(ptx.byte_permute(t[0], t[1], 0x5410)),
+                                  ptx.clip2(ptx.byte_permute(t[2], t[3], 0x5410)))
                 x[8 * w + 2 * k + half] = word
                 first = ptx.dp4a(word, b1[k], first)
                 if streams > 1:
@@ -116,11 +120,11 @@ def _where_function(cfg):
     return where
 
 
-# --- embedding ---------------------------------------------------------------------------------------------------------------------
+# --- embedding --------------------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz):
-    """x = the embedding, and zero losses. Launch [pairs], 256 threads; half a warp has a row, a lane the same columns of every row.
-    plan and windows as kernels.gru._embed_kernel."""
+    """x = the embedding, and zero losses. Launch [pairs], 256 threads; half a warp has a row, a lane the same columns
+    of every row. plan and windows as kernels.gru._embed_kernel."""
     T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
     noise = nz.noise
 
@@ -144,17 +148,18 @@ def _embed_kernel(cfg, nz):
                 word = packed[uint64(at + k * 32)]
                 for i in range(4):
                     v[i] = int32(int32(byte(word, i) << int32(8)) + int32(own * other[4 * k + i]))
-                e[k] = ptx.bytes4(ptx.clip2(ptx.byte_permute(v[0], v[1], 0x6521)), ptx.clip2(ptx.byte_permute(v[2], v[3], 0x6521)))
+                e[k] = ptx.bytes4(ptx.clip2(ptx.byte_permute(v[0], v[1], 0x6521)),
+                                  ptx.clip2(ptx.byte_permute(v[2], v[3], 0x6521)))
             ptx.store4(x, (int64(unit) * (2 * T) + here) * (H // 4) + w * 16 + q * 4, e[0], e[1], e[2], e[3])
 
     return embed
 
 
-# --- gates and candidates; the head --------------------------------------------------------------------------------------------------
+# --- gates and candidates; the head -----------------------------------------------------------------------------------
 
 def _tables(streams, columns):
-    """Shared tables of a warpgroup, each of two pairs, the even and the odd one: bytes at which they lie (noise of the columns int32, weights
-    of the norm float [member], input noise as bytes), and all of them."""
+    """Shared tables of a warpgroup, each of two pairs, the even and the odd one: bytes at which they lie (noise of the
+    columns int32, weights of the norm float [member], input noise as bytes), and all of them."""
     ln = 8 * columns
     b = ln + 16 * H
     return ln, b, b + 2 * H * streams
@@ -172,22 +177,25 @@ def _fill_function(cfg, nz, streams):
             words[at_ln // 4 + slot * (2 * H) + i] = ptx.float_bits(float32(clip(even)))
             words[at_ln // 4 + slot * (2 * H) + H + i] = ptx.float_bits(float32(clip(odd)))
             for s in range(streams):
-                bytes_[at_b + (slot * streams + s) * H + place(i)] = noise(uint32(seed + uint32(plan[p + 4 + 2 * s])), i)
+                bytes_[at_b + (slot * streams + s) * H + place(i)] = noise(uint32(seed + uint32(plan[p + 4 + 2 * s])),
+                                                                           i)
     return fill
 
 
 def _wide_kernel(cfg, nz, head):
-    """gates, candidates = W_f n, W_h n with n = ln_1(x), each row in the order of the threads; with `head` the losses of the logits of ln_f(x).
-    Launch [blocks] of WIDE warpgroups; each takes `each` tiles of 64 rows in a row, the matrices stay in shared memory.
+    """gates, candidates = W_f n, W_h n with n = ln_1(x), each row in the order of the threads; with `head` the losses
+    of the logits of ln_f(x). Launch [blocks] of WIDE warpgroups; each takes `each` tiles of 64 rows in a row, the
+    matrices stay in shared memory.
 
-    at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as _product_kernel.
-    There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
+    at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as
+    _product_kernel. There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
     MATRICES = 1 if head else 2
     GROUPS, THREADS, T, N = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.NOISE_SHIFT
     AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
     AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
-    noise, fill, norm, where = nz.noise, _fill_function(cfg, nz, MATRICES), _norm_function(MATRICES), _where_function(cfg)
+    noise, fill, norm, where = nz.noise, _fill_function(cfg, nz,
+                                                        MATRICES), _norm_function(MATRICES), _where_function(cfg)
     product, descriptor, position_loss = ptx.wgmma_product(128, H // 32, True, False), _descriptor(), loss_function(cfg)
 
     @device
@@ -229,7 +237,8 @@ def _wide_kernel(cfg, nz, head):
             cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
 
     @cuda.jit(launch_bounds=THREADS)
-    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens, width, skip, units, exps, losses):
+    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens,
+             width, skip, units, exps, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
         t = cuda.threadIdx.x
@@ -262,7 +271,8 @@ def _wide_kernel(cfg, nz, head):
                 ptx.named_barrier(1 + group, 128)
                 for unit in range(max(low, loaded + 1), high + 1):
                     seed = uint32(seed0 + uint32(unit))
-                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN, c)
+                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN,
+                         c)
                     for i in range(c, COLUMNS, 128):
                         stream = uint32(seed + uint32(plan[call * PLAN + (i // H) * 4 + 1]))
                         words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << int32(8 - N))
@@ -271,15 +281,18 @@ def _wide_kernel(cfg, nz, head):
             unit0, member0 = where(row)
             unit1, member1 = where(row + 8)
             at_ln, at_b = base + mine + AT_LN, base + mine + AT_B
-            f0, h0 = norm(n, 0, int32(at_ln + (unit0 & 1) * (8 * H) + member0 * (4 * H)), int32(at_b + (unit0 & 1) * (MATRICES * H)), q)
-            f1, h1 = norm(n, 1, int32(at_ln + (unit1 & 1) * (8 * H) + member1 * (4 * H)), int32(at_b + (unit1 & 1) * (MATRICES * H)), q)
+            f0, h0 = norm(n, 0, int32(at_ln + (unit0 & 1) * (8 * H) + member0 * (4 * H)),
+                          int32(at_b + (unit0 & 1) * (MATRICES * H)), q)
+            f1, h1 = norm(n, 1, int32(at_ln + (unit1 & 1) * (8 * H) + member1 * (4 * H)),
+                          int32(at_b + (unit1 & 1) * (MATRICES * H)), q)
             n0, n1 = int32(base + mine + (unit0 & 1) * (4 * COLUMNS)), int32(base + mine + (unit1 & 1) * (4 * COLUMNS))
             s0, s1 = int32(-f0) if member0 else f0, int32(-f1) if member1 else f1
             if head:
                 for part in range(2):
                     product(acc, n, descriptor(int32(base + part * HALF)))
                     for j in range(2):
-                        quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0, out1, 8 * part + 4 * j)
+                        quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0,
+                                out1, 8 * part + 4 * j)
                 at_exps = int32(base + AT_EXPS + lane * 4)
                 add_loss(out0, row, unit0, member0, tokens, width, skip, units, at_exps, losses, q)
                 add_loss(out1, row + 8, unit1, member1, tokens, width, skip, units, at_exps, losses, q)
@@ -288,7 +301,8 @@ def _wide_kernel(cfg, nz, head):
                 for part in range(4):
                     product(acc, n, descriptor(int32(base + part * HALF)))
                     for j in range(2):
-                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out, to + 16 * j)
+                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out,
+                              to + 16 * j)
                     n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
                     if part == 1:
                         s0, s1, to = int32(-h0) if member0 else h0, int32(-h1) if member1 else h1, to - 64
@@ -296,16 +310,19 @@ def _wide_kernel(cfg, nz, head):
     return wide, AT_EXPS + (256 * 32 * 4 if head else 0)
 
 
-# --- the recurrence ------------------------------------------------------------------------------------------------------------------
+# --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def _recur_kernel(cfg, nz):
-    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of 512 threads; a block has 32 pairs, rows g and
-    g + 8 of a warp are the members of one, a warpgroup has 64 columns. U_f and U_h, 64 KB each, stay in shared memory.
+    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of 512 threads; a block has 32
+    pairs, rows g and g + 8 of a warp are the members of one, a warpgroup has 64 columns. U_f and U_h, 64 KB each, stay
+    in shared memory.
 
-    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as words."""
+    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as
+    words."""
     T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
     AT_H, AT_P, AT_OWN = 2 * H * H, 2 * H * H + ROWS * H, 2 * H * H + 2 * ROWS * H
-    A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6    # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
+    # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
+    A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6
     OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
     noise, vector = nz.noise, vector_function(cfg, nz, True)
     product, descriptor = ptx.wgmma_product(64, H // 32, False, False), _descriptor()
@@ -317,7 +334,8 @@ def _recur_kernel(cfg, nz):
     @device
     def spread(word):
         """Four bytes of noise as quotients() wants them."""
-        return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)), int32(byte(word, 2) << int32(8 - N)),
+        return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)),
+                int32(byte(word, 2) << int32(8 - N)),
                 int32(byte(word, 3) << int32(8 - N)))
 
     @device
@@ -357,7 +375,8 @@ def _recur_kernel(cfg, nz):
         return ptx.add2(h, ptx.byte_permute(a, b, 0x6521))
 
     @cuda.jit(launch_bounds=512)
-    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x, states, per_group, begin):
+    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
+              states, per_group, begin):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         sums = cuda.shared.array(SUMS, int32)        # [of h, of p][row][warpgroup]
         barriers = cuda.shared.array(1, int64)
@@ -370,7 +389,8 @@ def _recur_kernel(cfg, nz):
         if t == 0:
             ptx.barrier_init(bar, 1)
             ptx.barrier_fence()
-        cuda.syncthreads()                           # racecheck takes the initialisation, a uniform instruction, for that of lane 31
+        # racecheck takes the initialisation, a uniform instruction, for that of lane 31
+        cuda.syncthreads()
         if t == 0:
             ptx.barrier_expect(bar, 2 * H * H)
             ptx.copy_bulk(base, packed, at, 2 * H * H, bar)
@@ -390,11 +410,13 @@ def _recur_kernel(cfg, nz):
         for k in range(8):
             h[k] = 0
         if begin and tokens[at_token] != 0:
-            state = ((int64(job[1]) + offset + mine) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4) + group * 16 + q
+            state = ((int64(job[1]) + offset + mine) // per_group
+                     - (int64(job[1]) + offset) // per_group) * (H // 4) + group * 16 + q
             for k in range(4):
                 h[2 * k] = states[state + k * 4]
                 h[2 * k + 1] = h[2 * k]
-        at_word = base + (warp * 2) * (8 * H) + group * 512 + g * 16 + q * 4       # of the thread's words in h and p: rows g, and 8 H bytes further
+        # of the thread's words in h and p: rows g, and 8 H bytes further
+        at_word = base + (warp * 2) * (8 * H) + group * 512 + g * 16 + q * 4
         s0, s1 = int32(0), int32(0)
         b = own(base, B_F, t)
         for k in range(4):
@@ -411,7 +433,8 @@ def _recur_kernel(cfg, nz):
         acc = cuda.local.array(32, int32)
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
-        line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE      # of a row of its sequence
+        # of a row of its sequence
+        line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE
         for position in range(T):
             ahead = line + min(position + AHEAD, T - 1) * (H // 4)
             if group == 0:
@@ -458,7 +481,8 @@ def _recur_kernel(cfg, nz):
                     y = ptx.clip2(ptx.add2(ptx.clip2(y), ptx.add2(ptx.low2(old), ptx.low2(bias))))
                     z = ptx.clip2(ptx.add2(ptx.clip2(z), ptx.add2(ptx.high2(old), ptx.high2(bias))))
                     i = 2 * k + half
-                    even, odd, h_low, h_high = int32(f[i] & int32(EVEN)), int32(f[i] & int32(ODD)), ptx.low2(h[i]), ptx.high2(h[i])
+                    even, odd = int32(f[i] & int32(EVEN)), int32(f[i] & int32(ODD))
+                    h_low, h_high = ptx.low2(h[i]), ptx.high2(h[i])
                     y, z = less(y, h_low), less(z, h_high)
                     y = moved(h_low, ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd))
                     z = moved(h_high, ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd))
@@ -479,14 +503,15 @@ def _recur_kernel(cfg, nz):
     return recur, AT_OWN + 8 * OWN
 
 
-# --- the MLP ---------------------------------------------------------------------------------------------------------------------------
+# --- the MLP ----------------------------------------------------------------------------------------------------------
 
 def _mlp_kernel(cfg, nz):
-    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch [blocks] of MLP warpgroups; each takes `each` tiles of 64 rows in a row. They
-    read the weights as they stream by: for every 128 inner values their columns of W_up and their rows of W_down, 32 KB each.
+    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch [blocks] of MLP warpgroups; each takes `each` tiles of 64
+    rows in a row. They read the weights as they stream by: for every 128 inner values their columns of W_up and their
+    rows of W_down, 32 KB each.
 
-    at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down, call_sums as in
-    kernels.gru."""
+    at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down,
+    call_sums as in kernels.gru."""
     N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, MLP, 5, 2, 8, 4 * H
     THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
     DOWN_SHIFT, LOW = parameters.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
@@ -524,7 +549,8 @@ def _mlp_kernel(cfg, nz):
             s, n, at = (s0, n0, row) if half == 0 else (s1, n1, row + 8)
             out = cuda.local.array(4, int32)
             for k in range(4):
-                i, c, word = 32 * w + 8 * k + 2 * half, ptx.load_shared4(int32(n + w * 256 + k * 64 + q * 16)), old[8 * w + 2 * k + half]
+                i, c, word = 32 * w + 8 * k + 2 * half, ptx.load_shared4(int32(n + w * 256 + k * 64 + q
+                                                                               * 16)), old[8 * w + 2 * k + half]
                 a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
                 b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
                 out[k] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(word), a)), ptx.clip2(ptx.add2(ptx.high2(word), b)))
@@ -537,7 +563,8 @@ def _mlp_kernel(cfg, nz):
         return at + ((step & 1) * CHUNKS + (step >> 1)) * (STAGE // 4)
 
     @cuda.jit(launch_bounds=THREADS)
-    def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, tiles, each, x):
+    def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, tiles, each,
+            x):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(BARRIERS, int64)      # full, empty
         t = cuda.threadIdx.x
@@ -558,7 +585,8 @@ def _mlp_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
-        total = int32(each * STEPS)                          # the last blocks go through the motions beyond the last tile, for the other warpgroup
+        # the last blocks go through the motions beyond the last tile, for the other warpgroup
+        total = int32(each * STEPS)
         step, stage, phase, old, old_phase = int32(0), int32(0), int32(0), int32(0), int32(0)
         sums, acc, u = cuda.local.array(128, int32), cuda.local.array(64, int32), cuda.local.array(16, int32)
         for turn in range(each):
@@ -572,13 +600,16 @@ def _mlp_kernel(cfg, nz):
             if high > loaded:
                 for unit in range(max(low, loaded + 1), high + 1):
                     seed = uint32(seed0 + uint32(unit))
-                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN, c)
+                    fill(words, bytes_, mine + AT_LN, mine + AT_B, unit, seed, weights, overlay, plan, call_norm * PLAN,
+                         c)
                     for i in range(c, INNER, 128):
                         stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
                         words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << int32(8 - N))
-                        bytes_[mine + AT_INNER + (unit & 1) * INNER + place(i)] = noise(uint32(seed + uint32(plan[call_sums * PLAN])), i)
+                        bytes_[mine + AT_INNER + (unit & 1) * INNER
+                               + place(i)] = noise(uint32(seed + uint32(plan[call_sums * PLAN])), i)
                     for i in range(c, H, 128):
-                        words[(mine + AT_DOWN) // 4 + (unit & 1) * H + i] = noise(uint32(seed + uint32(plan[call_down * PLAN + 1])), i)
+                        words[(mine + AT_DOWN) // 4 + (unit & 1) * H
+                              + i] = noise(uint32(seed + uint32(plan[call_down * PLAN + 1])), i)
                 ptx.named_barrier(1 + group, 128)
                 loaded = high
             n = cuda.local.array(32, int32)
@@ -609,7 +640,8 @@ def _mlp_kernel(cfg, nz):
                         down(sums, u, descriptor_128(int32(base + stage * STAGE)))
                     if lane == 0:
                         ptx.barrier_arrive(bar + EMPTY + 8 * stage)
-                    if t == 0 and step >= LAG and step - LAG + STAGES < total:           # refill the stage of LAG steps ago
+                    # refill the stage of LAG steps ago
+                    if t == 0 and step >= LAG and step - LAG + STAGES < total:
                         ptx.barrier_wait(bar + EMPTY + 8 * old, old_phase)
                         ptx.barrier_expect(bar + 8 * old, STAGE)
                         ptx.copy_bulk(base + old * STAGE, packed, source(at, step - LAG + STAGES), STAGE, bar + 8 * old)
@@ -650,13 +682,15 @@ def _load_tile(cfg):
     return load_tile
 
 
-# --- the pass ------------------------------------------------------------------------------------------------------------------------
+# --- the pass ---------------------------------------------------------------------------------------------------------
 
 EMBED_TYPES = (int64, A32, A32, A32, int64, int64, AU32, int64, A32, A64)
-WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64, A32, A64)
+WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64,
+              A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")        # in this order: what a kernel uses lies together
+# in this order: what a kernel uses lies together
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
 
 
 class Hopper:
@@ -673,7 +707,8 @@ class Hopper:
 
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
         self.gates = add(_wide_kernel(cfg, nz, False), WIDE_TYPES)
-        self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None     # 256 logits stay in registers
+        # 256 logits stay in registers
+        self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None
         if self.stream:
             self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)), gru_head.TYPES)
         else:
@@ -681,10 +716,12 @@ class Hopper:
         self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
         self.pack = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES)
         self.packers, self.at, self.copies, end = [self.kernels[-1]], {}, [], packing.bytes
-        for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
+        for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES),
+                        key=lambda t: (t.layer, MATRICES.index(t.name))):
             self.at[t.name, t.layer] = end // 4
             padded = gru_head.columns(cfg) if t.name == "head" else t.cols
-            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, padded, t.rows * padded // 4))
+            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, padded,
+                                t.rows * padded // 4))
             end += t.rows * padded
         self.packed_bytes = end
 
@@ -697,15 +734,18 @@ class Hopper:
         for copy in self.copies:
             self.pack[0][blocks(copy[5], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
+    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
+               scratch, states,
                per_group, begin, keep, losses):
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
-        packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n, ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
+        packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n,
+                                                                  ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
         def over_tiles(which, groups, *args):
             kernel, shared = which
             each = blocks(tiles, groups * processors)
-            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed, overlay, job, offset,
+            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed,
+                                                                               overlay, job, offset,
                                                                           tiles, each, *args[-1])
 
         def wide(which, call_norm, call, name, layer):
@@ -719,12 +759,14 @@ class Hopper:
             part = states.size // self.cfg.N_LAYERS
             mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
             kernel[blocks(units, PAIRS), 512, stream, shared](
-                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates,
+                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job,
+                offset, gates, candidates,
                 x, mine, per_group, begin)
             over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
         if self.stream is None:
             return wide(self.head, plan.norm_f, plan.head, "head", 0)
         kernel, shared = self.head
         grid = min(processors, blocks(units * gru_head.tasks(self.cfg, self.stream), self.stream.warps))
-        kernel[grid, 32 * self.stream.warps, stream, shared](plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay, tokens,
+        kernel[grid, 32 * self.stream.warps, stream, shared](plan.norm_f, plan.head, self.at["head", 0], tables.plan,
+                                                             weights, packed, overlay, tokens,
                                                              width, skip, job, offset, units, tables.exps, x, losses)

@@ -1,14 +1,16 @@
 """The noisy forward pass of narrow recurrent models on every card: a warp owns rows, and no warp waits for another.
 
-`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of. A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
-MLP (ln_2, up, down); the head ends the pass. The weights of a kernel stay in shared memory where they fit, else they come from the caches.
-A warp takes 16 rows at a time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position. A thread
-holds rows g and g + 8, and of every 16 columns the four 4 q..., as accumulators (the columns of the packed matrices are permuted for that),
-as bytes, and as the left operand of the next product. So nothing but x, gates and candidates leaves the registers between two products.
+`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of. A layer is three
+kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down); the head ends the pass.
+The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16 rows at a
+time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position. A thread
+holds rows g and g + 8, and of every 16 columns the four 4 q..., as accumulators (the columns of the packed matrices are
+permuted for that), as bytes, and as the left operand of the next product. So nothing but x, gates and candidates leaves
+the registers between two products.
 
-In device memory row (pair, position, member) is row ((pair / 8 * T + position) * 2 + member) * 8 + pair % 8, and column 32 b + 16 i + 4 q + e of
-a row is byte 32 b + 8 q + 4 i + e: what a thread holds of 32 columns is 8 bytes. x lies there as x + 128.
-"""
+In device memory row (pair, position, member) is row ((pair / 8 * T + position) * 2 + member) * 8 + pair % 8, and column
+32 b + 16 i + 4 q + e of a row is byte 32 b + 8 q + 4 i + e: what a thread holds of 32 columns is 8 bytes. x lies there
+as x + 128. """
 
 from types import SimpleNamespace
 
@@ -64,16 +66,19 @@ def _load_tile(cfg):
     return load_tile
 
 
-# --- shared memory ----------------------------------------------------------------------------------------------------------------
+# --- shared memory ----------------------------------------------------------------------------------------------------
 
 def _sizes(cfg, limit):
-    """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a block, all bytes."""
+    """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a
+    block, all bytes."""
     H, V = cfg.HIDDEN_DIM, blocks(cfg.VOCAB_SIZE, 32) * 32
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
-    plans = dict(                                            # weights, tables of a warp, what all warps share, most warps (for their registers)
+    # weights, tables of a warp, what all warps share, most warps (for their registers)
+    plans = dict(
         gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
         recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
-        mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0, 16 if H <= 64 else 12 if H <= 128 else 8),
+        mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
+             16 if H <= 64 else 12 if H <= 128 else 8),
         head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
     if cfg.VOCAB_SIZE > LARGEST_V:
         del plans["head"]
@@ -84,19 +89,21 @@ def _sizes(cfg, limit):
         warps = min(most, (free - (weights if resident else 0)) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
         out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps,
-                                    bytes=(weights if resident else 0) + more + warps * table, at=(weights if resident else 0) + more)
+                                    bytes=(weights if resident else 0) + more + warps * table,
+                                    at=(weights if resident else 0) + more)
     if cfg.VOCAB_SIZE > LARGEST_V:
         out["head"] = gru_head.size_of(cfg, limit)
     return out
 
 
-# --- gates and candidates ------------------------------------------------------------------------------------------------------------
+# --- gates and candidates ---------------------------------------------------------------------------------------------
 
 def _gates_kernel(cfg, nz, cc, size, first_layer):
-    """gates, candidates = W_f n, W_h n with n = ln_1(x); in the first layer x is the embedding, which is stored. Launch [blocks] of
-    size.warps warps; a warp takes one pair after the other.
+    """gates, candidates = W_f n, W_h n with n = ln_1(x); in the first layer x is the embedding, which is stored. Launch
+    [blocks] of size.warps warps; a warp takes one pair after the other.
 
-    at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in kernels.gru."""
+    at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
+    kernels.gru."""
     H, T, N, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_LN, AT_B = 8 * H, 24 * H
@@ -114,7 +121,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     def disturbed(word, j, other, f, own, own_factor, sign):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
-            return ptx.fma_down(own_factor, ptx.bits_float(other), ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
+            return ptx.fma_down(own_factor, ptx.bits_float(other),
+                                ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
         d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
         v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> int32(N)))
         return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
@@ -131,7 +139,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 for m in range(2):
                     u = cuda.local.array(4, float32)
                     for j in range(4):
-                        u[j] = disturbed(e[i], j, other[j], f[j], own, float32(-own_factor) if m and MODE == 0 else own_factor, int32(1 - 2 * m))
+                        u[j] = disturbed(e[i], j, other[j], f[j], own,
+                                         float32(-own_factor) if m and MODE == 0 else own_factor, int32(1 - 2 * m))
                     y, z = clipped(u[0], u[1], u[2], u[3])
                     x[2 * k + m] = ptx.bytes4(y, z)
 
@@ -146,7 +155,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             ptx.store2(out, (row + 8 * m) * (H // 4) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
 
     @cuda.jit(launch_bounds=THREADS)
-    def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, x, f_out,
+    def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
+                             skip, job, offset, units, x, f_out,
                              h_out, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
@@ -169,9 +179,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 k, l, e = i >> 4, (i >> 2) & 3, i & 3
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
                 for z in range(2):
-                    stream, entry = uint32(seed + uint32(plan[call * PLAN + 4 * z + 1])), overlay[plan[call * PLAN + 4 * z + 2] + i]
+                    stream = uint32(seed + uint32(plan[call * PLAN + 4 * z + 1]))
+                    entry = overlay[plan[call * PLAN + 4 * z + 2] + i]
                     words[mine // 4 + z * H + i] = word_of(noise(stream, i), entry, stream, i)
-                    stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4 + 2 * z])), overlay[plan[call_norm * PLAN + 5 + 2 * z] + i]
+                    stream = uint32(seed + uint32(plan[call_norm * PLAN + 4 + 2 * z]))
+                    entry = overlay[plan[call_norm * PLAN + 5 + 2 * z] + i]
                     fill_input(words, bytes_, mine + AT_B + z * TILE_B, k, l, e, stream, entry, i)
                 if first_layer:
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 2]))
@@ -179,7 +191,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                         words[(mine + AT_OTHER) // 4 + i] = ptx.float_bits(float32(noise(stream, i)))
                     else:
                         words[(mine + AT_OTHER) // 4 + i] = noise(stream, i)
-                        words[(mine + AT_OTHER) // 4 + H + i] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i], stream, i))
+                        words[(mine + AT_OTHER) // 4 + H
+                              + i] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i], stream, i))
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
@@ -192,10 +205,12 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                         own_factor = float32(float32(own) * float32(2.0 ** -N))
                     else:
                         own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
-                    embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor, q)
+                    embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
+                             q)
                     for m in range(2):
                         for b in range(STEPS):
-                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m], row_x[4 * b + 2 + m])
+                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m],
+                                       row_x[4 * b + 2 + m])
                 else:
                     load_rows(row_x, x, row, q)
                 f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
@@ -212,16 +227,18 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     return gates_and_candidates, size.bytes
 
 
-# --- the recurrence ------------------------------------------------------------------------------------------------------------------
+# --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def _recur_kernel(cfg, nz, cc, size):
-    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp takes eight pairs after
-    eight others, lane 4 g + q has columns of pair g.
+    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
+    takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
-    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as words."""
+    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as
+    words."""
     H, T, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns]; then input noise
+    # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
+    # then input noise
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
@@ -236,7 +253,8 @@ def _recur_kernel(cfg, nz, cc, size):
 
     @device
     def gated(y, z, h):
-        """f * h >> 8 as bytes; y, z: f as int16. A product of bytes is a dot product of which all but one term is hidden by a mask."""
+        """f * h >> 8 as bytes; y, z: f as int16. A product of bytes is a dot product of which all but one term is
+        hidden by a mask."""
         even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
         a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
         c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
@@ -256,7 +274,8 @@ def _recur_kernel(cfg, nz, cc, size):
     def gate(acc, b, i, table, lane, s0, s1, old, h, f, past):
         """f and the gated state of 16 columns."""
         k = 2 * b + i
-        n, bias = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
+        n, bias = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_F + k
+                                                                                                     * 512 + lane * 16))
         for m in range(2):
             y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
             word = old[2 * k + m]
@@ -270,13 +289,15 @@ def _recur_kernel(cfg, nz, cc, size):
     def advance(acc, b, i, table, lane, s0, s1, old, h, f, x):
         """The new state and x of 16 columns."""
         k = 2 * b + i
-        n, bias = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
+        n, bias = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_H + k
+                                                                                                     * 512 + lane * 16))
         for m in range(2):
             y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
             word, j = old[2 * k + m], 2 * k + m
             y = max2(min2(add2(add2(y, ptx.low2(word)), bias[2 * m]), HIGHEST), LOWEST)
             z = max2(min2(add2(add2(z, ptx.high2(word)), bias[2 * m + 1]), HIGHEST), LOWEST)
-            even, odd, h_low, h_high = int32(f[j] & int32(EVEN)), int32(f[j] & int32(ODD)), ptx.low2(h[j]), ptx.high2(h[j])
+            even, odd = int32(f[j] & int32(EVEN)), int32(f[j] & int32(ODD))
+            h_low, h_high = ptx.low2(h[j]), ptx.high2(h[j])
             y, z = less(y, h_low), less(z, h_high)
             y = moved(h_low, ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd))
             z = moved(h_high, ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd))
@@ -307,7 +328,8 @@ def _recur_kernel(cfg, nz, cc, size):
                 out[4 * b + m], out[4 * b + 2 + m] = a[0], a[1]
 
     @cuda.jit(launch_bounds=THREADS)
-    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x, states, per_group, begin):
+    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
+              states, per_group, begin):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t, p = cuda.threadIdx.x, call * PLAN
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -328,8 +350,10 @@ def _recur_kernel(cfg, nz, cc, size):
                 k, e = i >> 2, i & 3
                 c = k * 16 + q * 4 + e
                 for which in range(2):
-                    stream, entry = uint32(seed + uint32(plan[p + 9 + 4 * which])), overlay[plan[p + 10 + 4 * which] + c]
-                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry, stream, c)
+                    stream, entry = uint32(seed + uint32(plan[p + 9 + 4 * which])), overlay[plan[p + 10 + 4
+                                                                                                 * which] + c]
+                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry,
+                                                                                         stream, c)
                     stream, entry = uint32(seed + uint32(plan[p + 11 + 4 * which])), overlay[plan[p + 16 + which] + c]
                     fill_input(words, bytes_, mine + AT_B + which * OWN_B, k, lane, e, stream, entry, c)
                     even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
@@ -342,7 +366,8 @@ def _recur_kernel(cfg, nz, cc, size):
             for k in range(2 * KS):
                 h[k] = 0
             if begin and tokens[at_token] != 0:
-                state = ((int64(job[1]) + offset + pair) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4) + q
+                state = ((int64(job[1]) + offset + pair) // per_group
+                         - (int64(job[1]) + offset) // per_group) * (H // 4) + q
                 for k in range(KS):
                     h[2 * k] = states[state + k * 4]
                     h[2 * k + 1] = h[2 * k]
@@ -352,7 +377,8 @@ def _recur_kernel(cfg, nz, cc, size):
                 following = tokens[at_token + position + 1]
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
-                    s0, s1 = add(h[2 * k], int32(table + AT_B), k, lane, s0), add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
+                    s0, s1 = add(h[2 * k], int32(table + AT_B), k, lane, s0), add(h[2 * k + 1], int32(table + AT_B), k,
+                                                                                  lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 gate_all(acc, h, at_weights, start, table, lane, s0, s1, old, f, past)
                 load(old, candidates, at_row, q)
@@ -374,7 +400,7 @@ def _recur_kernel(cfg, nz, cc, size):
     return recur, size.bytes
 
 
-# --- the MLP ---------------------------------------------------------------------------------------------------------------------------
+# --- the MLP ----------------------------------------------------------------------------------------------------------
 
 def _mlp_kernel(cfg, nz, cc, size):
     """x = clip(x + W_down (W_up ln_2(x))) in place. Launch as gates_and_candidates.
@@ -386,8 +412,11 @@ def _mlp_kernel(cfg, nz, cc, size):
     AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
     noise, load_rows = nz.noise, _load_rows(H)
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
-    (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz, INNER, 4)
-    up_q, down_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127), gru_parts.quotient_functions(cfg, nz, cc, INNER)
+    (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
+                                                                                                             INNER, 4)
+    up_q, down_q = gru_parts.quotient_functions(cfg, nz, cc, H,
+                                                lowest=0 if cfg.MLP_RELU else
+                                                -127), gru_parts.quotient_functions(cfg, nz, cc, INNER)
     up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
     down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
@@ -421,7 +450,8 @@ def _mlp_kernel(cfg, nz, cc, size):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
-        at_weights, at_down = origin(base, packed, at, t), origin_down(int32(base + INNER * H), packed, at + INNER * H // 4, t)
+        at_weights, at_down = origin(base, packed, at, t), origin_down(int32(base + INNER * H), packed,
+                                                                       at + INNER * H // 4, t)
         cuda.syncthreads()
         table = int32(base + mine)
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
@@ -431,15 +461,18 @@ def _mlp_kernel(cfg, nz, cc, size):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, INNER, 32):
-                stream, entry = uint32(seed + uint32(plan[call_inner * PLAN + 1])), overlay[plan[call_inner * PLAN + 2] + i]
+                stream, entry = uint32(seed + uint32(plan[call_inner * PLAN + 1])), overlay[plan[call_inner * PLAN
+                                                                                                 + 2] + i]
                 words[mine // 4 + i] = up_word(noise(stream, i), entry, stream, i)
                 stream, entry = uint32(seed + uint32(plan[call_sums * PLAN])), overlay[plan[call_sums * PLAN + 1] + i]
                 fill_inner(words, bytes_, mine + AT_INNER, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             for i in range(lane, H, 32):
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN + 5] + i]
+                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
+                                                                                                + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
-                stream, entry = uint32(seed + uint32(plan[call_down * PLAN + 1])), overlay[plan[call_down * PLAN + 2] + i]
+                stream, entry = uint32(seed + uint32(plan[call_down * PLAN + 1])), overlay[plan[call_down * PLAN
+                                                                                                + 2] + i]
                 words[(mine + AT_DOWN) // 4 + i] = down_word(noise(stream, i), entry, stream, i)
             cuda.syncwarp()
             for first in range(0, T, 8):
@@ -453,7 +486,8 @@ def _mlp_kernel(cfg, nz, cc, size):
                     sums[i] = DOWN_START
                 for c in range(INNER // 32):
                     up(acc, n, at_weights, c * (32 * H), start)
-                    t0, t1 = inner(acc, u, c, s0, s1, int32(table + c * 128 + q * 16), int32(table + AT_INNER), q, t0, t1)
+                    t0, t1 = inner(acc, u, c, s0, s1, int32(table + c * 128 + q * 16), int32(table + AT_INNER), q, t0,
+                                   t1)
                     down(sums, u, at_down, c * (32 * H), start)
                 s0, s1 = down_factor(quad_sum(t0), 0), down_factor(quad_sum(t1), 1)
                 for k in range(2 * STEPS):
@@ -463,15 +497,17 @@ def _mlp_kernel(cfg, nz, cc, size):
                 for m in range(2):
                     for b in range(STEPS):
                         if first + g < T:
-                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m], row_x[4 * b + 2 + m])
+                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m],
+                                       row_x[4 * b + 2 + m])
 
     return mlp, size.bytes
 
 
-# --- the head --------------------------------------------------------------------------------------------------------------------------
+# --- the head ---------------------------------------------------------------------------------------------------------
 
 def _head_kernel(cfg, nz, cc, size):
-    """losses[2 i], [2 i + 1] = the losses of pair i. Launch as gates_and_candidates. The logits of a tile stay in shared memory, as z + 128.
+    """losses[2 i], [2 i + 1] = the losses of pair i. Launch as gates_and_candidates. The logits of a tile stay in
+    shared memory, as z + 128.
 
     at: packed word of the matrix, columns padded to a multiple of 32. plan rows: as in kernels.gru."""
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
@@ -520,11 +556,13 @@ def _head_kernel(cfg, nz, cc, size):
         """total + the exponentials of four logits."""
         d = int32(most - word)
         for e in range(4):
-            total = int32(total + ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, int32(0x4440 + e)) * int32(128)) + exps)))
+            at = int32(int32(ptx.byte_permute(d, 0, int32(0x4440 + e)) * int32(128)) + exps)
+            total = int32(total + ptx.load_shared(at))
         return total
 
     @cuda.jit(launch_bounds=THREADS)
-    def head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
+    def head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x,
+             losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -551,10 +589,12 @@ def _head_kernel(cfg, nz, cc, size):
                 words[mine // 4 + i] = word
             for i in range(lane, H, 32):
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN + 5] + i]
+                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
+                                                                                                + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
-            # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second the others
+            # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
+            # the others
             member = q & 1
             loss, total, distance, some = int64(0), int32(1), int32(0), False
             for first in range(0, T, 8):
@@ -579,14 +619,19 @@ def _head_kernel(cfg, nz, cc, size):
                 total0, total1 = int32(0), int32(0)
                 for b in range(VB):
                     a = ptx.load_shared4(int32(at_z + b * 512))
-                    total0, total1 = weigh(a[2], most0, at_exps, weigh(a[0], most0, at_exps, total0)), weigh(a[3], most1, at_exps, weigh(a[1], most1, at_exps, total1))
+                    total0, total1 = weigh(a[2], most0, at_exps,
+                                           weigh(a[0], most0, at_exps, total0)), weigh(a[3], most1, at_exps,
+                                                                                       weigh(a[1], most1, at_exps,
+                                                                                             total1))
                 total0, total1 = quad_sum(total0), quad_sum(total1)
                 if (q >> 1) == ((first >> 3) & 1):
                     total, top = (total1, top1) if member else (total0, top0)
                     if PAD:
-                        total = int32(total - int32(int32(PAD) * ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))))
+                        padding = ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))
+                        total = int32(total - int32(int32(PAD) * padding))
                     # the target's byte is in the word of lane 4 g + (token / 4) % 4
-                    at_target = int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8
+                    at_target = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
+                                 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
                     distance = int32(top - int32(int32(bytes_[at_target + member * 4 + (token & 3)]) & int32(255)))
                     some = first + g < T
                 if (first >> 3) & 1 or first + 8 >= T:
@@ -601,7 +646,7 @@ def _head_kernel(cfg, nz, cc, size):
     return head, size.bytes
 
 
-# --- the pass ------------------------------------------------------------------------------------------------------------------------
+# --- the pass ---------------------------------------------------------------------------------------------------------
 
 def _pack_rows_kernel():
     """The embedding, canonical [H / 4, n, 4], as n rows of H bytes in the order of the threads, + 128."""
@@ -616,12 +661,14 @@ def _pack_rows_kernel():
     return pack_rows
 
 
-GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A32, A64)
+GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32,
+               A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32)
 HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
 PACK_ROWS_TYPES = (A32, A32, int64, int64, int64, int64)
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")        # in this order: what a kernel uses lies together
+# in this order: what a kernel uses lies together
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
 
 
 class Narrow:
@@ -644,13 +691,15 @@ class Narrow:
             self.head = add(gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)), gru_head.TYPES)
         else:
             self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
-        self.pack, self.pack_rows = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES), add(_pack_rows_kernel(), PACK_ROWS_TYPES)
+        self.pack, self.pack_rows = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES), add(_pack_rows_kernel(),
+                                                                                            PACK_ROWS_TYPES)
         self.packers, self.at, self.copies, end = self.kernels[-2:], {}, [], packing.bytes
         tensors = parameters.tensors(cfg)
         for t in sorted((t for t in tensors if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
             padded = gru_head.columns(cfg) if t.name == "head" else t.cols
             self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, 32 if t.name == "w_down" else H, t.cols, padded, t.rows * padded // 4))
+            self.copies.append((t.weights // 4, end // 4, 32 if t.name == "w_down" else H, t.cols, padded,
+                                t.rows * padded // 4))
             end += t.rows * padded
         embedding = next(t for t in tensors if t.name == "embedding")
         self.rows_at = end // 4
@@ -666,9 +715,11 @@ class Narrow:
         weights, packed = weights.view(np.int32), packed.view(np.int32)
         for copy in self.copies:
             self.pack[0][blocks(copy[5], 256), 256, stream](weights, packed, *copy)
-        self.pack_rows[0][blocks(self.rows_copy[2] * self.rows_copy[3], 256), 256, stream](weights, packed, *self.rows_copy)
+        self.pack_rows[0][blocks(self.rows_copy[2] * self.rows_copy[3], 256), 256, stream](weights, packed,
+                                                                                           *self.rows_copy)
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units, scratch, states,
+    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
+               scratch, states,
                per_group, begin, keep, losses):
         cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
@@ -680,14 +731,18 @@ class Narrow:
             kernel[min(processors, blocks(work, warps)), 32 * warps, stream, shared](*args)
 
         for i, layer in enumerate(plan.layers):
-            run(self.gates[min(i, 1)], "gates", units, plan.embed, layer.norm_1, layer.gates, self.at["w_f", i], self.rows_at, tables.plan, weights,
+            run(self.gates[min(i, 1)], "gates", units, plan.embed, layer.norm_1, layer.gates, self.at["w_f", i],
+                self.rows_at, tables.plan, weights,
                 packed, overlay, tokens, width, skip, job, offset, units, x, gates, candidates, losses)
             part = states.size // cfg.N_LAYERS
             mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
-            run(self.recur, "recur", blocks(units, 8), layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units,
+            run(self.recur, "recur", blocks(units, 8), layer.recur, self.at["u_f", i], tables.plan, weights, packed,
+                overlay, tokens, width, skip, units,
                 job, offset, gates, candidates, x, mine, per_group, begin)
-            run(self.mlp, "mlp", units, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], tables.plan, weights, packed, overlay,
+            run(self.mlp, "mlp", units, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i],
+                tables.plan, weights, packed, overlay,
                 job, offset, units, x)
         tasks = units * gru_head.tasks(cfg, self.sizes["head"]) if cfg.VOCAB_SIZE > LARGEST_V else units
-        run(self.head, "head", tasks, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay, tokens, width, skip, job,
+        run(self.head, "head", tasks, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay,
+            tokens, width, skip, job,
             offset, units, tables.exps, x, losses)

@@ -1,16 +1,16 @@
-"""What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes (kernels.gru_narrow,
-kernels.gru_head): quotients, input noise, norms, products with mma.sync.
+"""What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
+(kernels.gru_narrow, kernels.gru_head): quotients, input noise, norms, products with mma.sync.
 
-A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as accumulators (the columns of the
-packed matrices are permuted for that), as bytes, and as the left operand of the next product. A word of bytes [16 columns k][row] is
-x[2 k + row].
+A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
+accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
+product. A word of bytes [16 columns k][row] is x[2 k + row].
 
-Quotients are made by the float units, which have twice the rate of the integer ones. An accumulator begins with the bits of the float
-MAGIC, so its bits as a float are MAGIC + sum. One fused multiply-add that rounds down adds floor(s * n / 2^N), s the sum sb with the
-member's sign and n the noise of the column; a second one gives BASE + quotient, whose bytes 1 and 2 are 0x4000 + the quotient rounded down.
-`floor_constants` finds its constants and tries every sum that counts. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more than
-LIMIT_K inputs), integers add the noise first.
-"""
+Quotients are made by the float units, which have twice the rate of the integer ones. An accumulator begins with the
+bits of the float MAGIC, so its bits as a float are MAGIC + sum. One fused multiply-add that rounds down adds floor(s *
+n / 2^N), s the sum sb with the member's sign and n the noise of the column; a second one gives BASE + quotient, whose
+bytes 1 and 2 are 0x4000 + the quotient rounded down. `floor_constants` finds its constants and tries every sum that
+counts. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more than LIMIT_K inputs), integers add the noise
+first. """
 
 import inspect
 from types import SimpleNamespace
@@ -25,7 +25,8 @@ from model import parameters
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
-LIMIT_K = 260                               # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
+# inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
+LIMIT_K = 260
 SIGNS = 0x80808080 - (1 << 32)
 PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64, int64)
 
@@ -41,8 +42,8 @@ def loudest(cfg):
 
 
 def floor_constants(d, add):
-    """(bits, a, c): for the float m with these bits, floor((m + y) * a + c) = BASE + add + floor(y / d) for every whole y within 130 d.
-    a, c: float32 values. Raises ValueError where there are none."""
+    """(bits, a, c): for the float m with these bits, floor((m + y) * a + c) = BASE + add + floor(y / d) for every whole
+    y within 130 d. a, c: float32 values. Raises ValueError where there are none."""
     near, scale = np.float32(1 / d), 1 << 40                 # a and c are multiples of 2^-40
     critical = [(k * d - less, BASE + add + k - less) for k in range(-129, 131) for less in (0, 1)]
     for shift in range(64):
@@ -57,8 +58,9 @@ def floor_constants(d, add):
 
 
 def clip_functions(cc, within):
-    """(low, middle): device functions that clip four floats to lowest..highest and return two words of two int16. low: floats MAGIC + k, the
-    words hold k. middle: floats BASE + k and a fraction, the words hold OFFSET + k. within: no k of `middle` is beyond 2^14."""
+    """(low, middle): device functions that clip four floats to lowest..highest and return two words of two int16. low:
+    floats MAGIC + k, the words hold k. middle: floats BASE + k and a fraction, the words hold OFFSET + k. within: no k
+    of `middle` is beyond 2^14."""
     NATIVE = cc[0] >= 9
     pairs = ptx.int16_pairs(cc)
     min2, max2 = pairs.min2, pairs.max2
@@ -66,19 +68,24 @@ def clip_functions(cc, within):
     def clip_of(base, first, second, native):
         def make(lowest, highest):
             LOW, HIGH = float(base + lowest), float(base + highest)
-            LOW2, HIGH2 = (both(lowest), both(highest)) if base == MAGIC else (both(OFFSET + lowest), both(OFFSET + highest))
+            LOW2, HIGH2 = (both(lowest), both(highest)) if base == MAGIC else (both(OFFSET + lowest),
+                                                                               both(OFFSET + highest))
 
             if native:
                 @device
                 def clipped(a, b, c, d):
-                    y, z = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
+                    y, z = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b),
+                                            first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
                     return max2(min2(y, HIGH2), LOW2), max2(min2(z, HIGH2), LOW2)
             else:
                 @device
                 def clipped(a, b, c, d):
-                    a, b = ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
-                    c, d = ptx.maximum(ptx.minimum(c, float32(HIGH)), float32(LOW)), ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
-                    return (ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second))
+                    a, b = ptx.maximum(ptx.minimum(a, float32(HIGH)),
+                                       float32(LOW)), ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
+                    c, d = ptx.maximum(ptx.minimum(c, float32(HIGH)),
+                                       float32(LOW)), ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
+                    return (ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first),
+                            ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second))
             return clipped
         return make
 
@@ -137,9 +144,11 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
 
     @device
     def pairs(acc, i, s, n):
-        return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]), noisy(acc[i + 5], s, n[3]))
+        return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
+                        noisy(acc[i + 5], s, n[3]))
 
-    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs, start=START if floats else 0)
+    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
+                           start=START if floats else 0)
 
 
 def input_bytes(cfg, inputs, lanes):
@@ -148,8 +157,8 @@ def input_bytes(cfg, inputs, lanes):
 
 
 def input_functions(cfg, nz, inputs, lanes):
-    """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among them (4: the rows of a
-    tile are of one pair; 32: every lane has its own):
+    """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among
+    them (4: the rows of a tile are of one pair; 32: every lane has its own):
 
     fill(words, bytes_, at, k, lane, e, stream, entry, i)    sets that of input i = 16 k + 4 q + e
     add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
@@ -191,7 +200,8 @@ def input_functions(cfg, nz, inputs, lanes):
 def norm_functions(cfg, nz, cc, streams):
     """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
 
-    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H bytes."""
+    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H
+    bytes."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
     vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
@@ -212,7 +222,8 @@ def norm_functions(cfg, nz, cc, streams):
         w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
         u = cuda.local.array(4, float32)
         for e in range(4):
-            f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]), ptx.bits_float(v[e]))
+            f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]),
+                         ptx.bits_float(v[e]))
             u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
         y, z = clipped(u[0], u[1], u[2], u[3])
         n[first + 2 * k + m] = ptx.bytes4(y, z)
@@ -237,8 +248,9 @@ def norm_functions(cfg, nz, cc, streams):
 
 
 def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
-    """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on, into shared memory if
-    they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of them that begin `at` bytes further."""
+    """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on,
+    into shared memory if they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of
+    them that begin `at` bytes further."""
     multiply, ROW = ptx.mma_product(columns, steps, resident, keep, tiles), 32 * steps
 
     @device
@@ -269,8 +281,8 @@ def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
 
 
 def unrolled(count, body):
-    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A compiler would not unroll
-    a loop with a large body, and arrays that it indexes would not stay in registers."""
+    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A
+    compiler would not unroll a loop with a large body, and arrays that it indexes would not stay in registers."""
     names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
     calls = "".join(f"        body({k}, {names})\n" for k in range(count))
     made = {}
@@ -287,8 +299,8 @@ def begin_with(start, value):
 
 
 def pack_kernel():
-    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns permuted within 16 and
-    padded with zeros."""
+    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns
+    permuted within 16 and padded with zeros."""
     @cuda.jit(launch_bounds=256)
     def pack(weights, packed, source, target, depth, n, padded, size):
         i = cuda.grid(1)
