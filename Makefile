@@ -28,8 +28,13 @@ prepare: $(VENV)/ready
 	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
 	@$(EGG) prepare $(TEXT) $(ARGS)
 
+# what measures time runs alone, before the rest
+TIMED := tests/test_net.py::test_golden_a_is_driven_at_fifty_chunks_a_second \
+	tests/test_net.py::test_the_coordinator_starts_quickly_and_without_numba
+
 test: $(VENV)/ready-test
-	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest -q $(TIMED)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(addprefix --deselect ,$(TIMED)) $(ARGS)
 
 bench: $(VENV)/ready
 	$(EGG) bench $(ARGS)
