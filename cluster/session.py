@@ -14,17 +14,14 @@ FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, o
 
 
 class Role:
-    """What a peer is to this process."""
+    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame; where that raises
+    FrameError, the session is refused."""
 
     def __init__(self, session):
         self.session = session
 
     def begin(self):
         """The connection that was begun here stands."""
-
-    def handle(self, opcode, payload):
-        """Takes a frame. Raises FrameError, and the session is refused."""
-        raise NotImplementedError
 
     def check(self, now):
         """Enforces deadlines; several times a second."""
