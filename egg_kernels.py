@@ -43,14 +43,12 @@ from numba import cuda, float64, int8, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels import transformer
-from kernels.parts import (A8, A32, AF64, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
-                           pack4, quad_max, quad_sum, quantise)
+from kernels.parts import (A8, A32, AF64, PLAN, TILE, amax_scale, blocks, byte, clip, ntt_functions,
+                           pack4, quad_max, quad_sum, quantise, unrolled)
 from kernels import products
-from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Pass, block_sum, chunk, logits_kernel,
-                              matrix_vector, ranges, tile_functions)
-from kernels.rules import build_noise, device
+from kernels.products import CLEAN_EXPS, Pass, block_sum, chunk, matrix_vector, ranges, tile_functions
+from kernels.rules import NORMS, build_noise, device
 from model import integer_tables
-from model import parameters
 
 
 # --- validation: one kernel a phase, activations in device memory ----------------------------------------------------
@@ -69,7 +67,7 @@ def _rows_kernel(cfg, nz, source):
     EMBED, BIAS = source == "embedding", source != "attention"
     SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN
     ROWS, WORDS = min(2 * T, 128), 3 * H
-    NTT = EMBED and cfg.NTT_MODE != 0
+    NTT, normed = EMBED and cfg.NTT_MODE != 0, NORMS.normed
     coefficient, look_up = ntt_functions(cfg, nz, False, cfg.NTT_CAUSAL)
 
     if EMBED:
@@ -144,9 +142,7 @@ def _rows_kernel(cfg, nz, source):
                     word = h[at_h + piece * 32]
                     for k in range(4):
                         i = piece * 16 + q * 4 + k
-                        product = int32(byte(word, k) * sm[i])
-                        quotient = int32(uint32(abs(product)) // uint32(mean))
-                        x[k] = clip(int32((quotient if product >= 0 else int32(-quotient)) + sm[H + i]))
+                        x[k] = normed(byte(word, k), sm[i], sm[H + i], mean)
                     n[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
 
     return rows
@@ -359,24 +355,22 @@ def _head_kernel(cfg):
     STEPS, RAGGED = 2 * TILES * CHUNKS, V % TILE != 0
     fetch, multiply, _ = tile_functions(H, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
-    # on every card.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns.
 
     @device
-    def largest(acc, r, top, limit):
-        """top, and the columns before `limit` of row r; those beyond become the lowest value."""
+    def largest(r, acc, top, limit):
+        """top[r] after the columns before `limit` of row r; those beyond become the lowest value."""
         for j in range(8):
             for e in range(2):
                 i = (r >> 1) * 32 + (r & 1) * 2 + j * 4 + e
                 if RAGGED and j * 8 + e >= limit:
                     acc[i] = int32(LOWEST)
-                top = int32(max(top, acc[i]))
-        return top
+                top[r] = int32(max(top[r], acc[i]))
 
     @device
-    def weigh(acc, r, top, total, hit, where, limit, exps):
-        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; column `where` is the target."""
-        some = float64(0)
+    def weigh(r, acc, top, total, hit, target, col0, limit, exps):
+        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; hit[r]: the target's logit."""
+        some, where = float64(0), target[r] - col0
         for j in range(8):
             for e in range(2):
                 v = int32(acc[(r >> 1) * 32 + (r & 1) * 2 + j * 4 + e] >> int32(SHIFT))
@@ -385,6 +379,8 @@ def _head_kernel(cfg):
                 if where == j * 8 + e:
                     hit[r] = v
         total[r] += some
+
+    largest_of_all, weigh_all = unrolled(4, largest), unrolled(4, weigh)
 
     @cuda.jit(launch_bounds=256)
     def head(call, plan, packed, windows, count, rows, exps, x, nats):
@@ -425,13 +421,9 @@ def _head_kernel(cfg):
                 col0 = tile * TILE + (warp & 1) * 64 + q * 2
                 limit = V - col0
                 if step < STEPS // 2:
-                    top[0], top[1] = largest(acc, 0, top[0], limit), largest(acc, 1, top[1], limit)
-                    top[2], top[3] = largest(acc, 2, top[2], limit), largest(acc, 3, top[3], limit)
+                    largest_of_all(acc, top, limit)
                 else:
-                    weigh(acc, 0, top, total, hit, target[0] - col0, limit, exps)
-                    weigh(acc, 1, top, total, hit, target[1] - col0, limit, exps)
-                    weigh(acc, 2, top, total, hit, target[2] - col0, limit, exps)
-                    weigh(acc, 3, top, total, hit, target[3] - col0, limit, exps)
+                    weigh_all(acc, top, total, hit, target, col0, limit, exps)
                 if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
                     for r in range(4):
                         m = quad_max(top[r])
@@ -474,7 +466,7 @@ def _token_kernel(cfg):
     [heads][positions]."""
     H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-    WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
+    WORDS, H4, NTT, normed = H // 4, 4 * H, cfg.NTT_MODE != 0, NORMS.normed
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
 
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
@@ -489,14 +481,12 @@ def _token_kernel(cfg):
         return ptx.warp_max(part[t & 31])
 
     @device
-    def normed(h, weights, plan, p, part, t):
+    def norm(h, weights, plan, p, part, t):
         """Entry t of ln(h), h the thread's own channel."""
         mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
         if t >= H:
             return int32(0)
-        product = int32(h * int32(weights[plan[p] + t]))
-        quotient = int32(uint32(abs(product)) // uint32(mean))
-        return clip(int32((quotient if product >= 0 else int32(-quotient)) + int32(weights[plan[p + 4] + t])))
+        return normed(h, int32(weights[plan[p] + t]), int32(weights[plan[p + 4] + t]), mean)
 
     @device
     def scaled_down(v, part, t):
@@ -522,7 +512,7 @@ def _token_kernel(cfg):
             if NTT:
                 h = int32(h + look_up(weights, weights, uint32(0), coefficient(tokens, 0, here), t)[0])
             h = clip(h)
-        n = normed(h, weights, plan, p, part, t)
+        n = norm(h, weights, plan, p, part, t)
         for layer in range(-1, L):
             if layer >= 0:
                 if t < H:
@@ -577,7 +567,7 @@ def _token_kernel(cfg):
                 from_h(words, 0, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
                 cuda.syncthreads()
                 h = scaled_down(int32(h + int32(y[t] >> int32(SHIFT_OUT))) if t < H else int32(0), part, t)
-                n = normed(h, weights, plan, calls[call + 2] * PLAN, part, t)
+                n = norm(h, weights, plan, calls[call + 2] * PLAN, part, t)
                 call += 3
             if t < H:
                 vector[t] = n
@@ -595,7 +585,7 @@ def _token_kernel(cfg):
             if t < H:
                 h = int32(int32(h + int32(y[t] >> int32(SHIFT_DOWN))) + int32(weights[plan[p + 8] + t]))
             h = scaled_down(h, part, t)
-            n = normed(h, weights, plan, p, part, t)
+            n = norm(h, weights, plan, p, part, t)
             call += 3
         if t < H:
             out[t] = n
@@ -729,21 +719,17 @@ class Forward(products.Forward):
     """See the top of this file."""
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
-        super().__init__(cfg, cc)
         SHIFT = cfg.SHIFT_LOGIT
 
         @device
         def logit(total):
             return int32(total >> int32(SHIFT))
 
+        super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES, logit)
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         self._noisy, self._clean = transformer.Noisy(cfg, self._packing, card, silent), _Clean(cfg)
-        self._token, self._logits = _token_kernel(cfg), logits_kernel(cfg, logit)
-        self.packed_bytes = self._noisy.packed_bytes
-        pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if k[0] is self._noisy.pack[0]]
-        self.kernels = {"load": pack, "step": self._noisy.kernels, "validate": self._clean.kernels,
-                        "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
+        self._serve()
 
     def tables(self):
         super().tables(gelu=integer_tables.gelu_table(),

@@ -22,11 +22,10 @@ from kernels import gru_hopper
 from kernels import gru_narrow
 from kernels import products
 from kernels import ptx
-from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
+from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, pack4, quad_sum, unrolled,
                            vector_function)
-from kernels.products import (LOGITS_TYPES, PACK_TYPES, Pass, block_sum, chunk, logits_kernel, matrix_vector, ranges,
-                              tile_functions, units_in_tile)
-from kernels.rules import build_noise, device, loss_function
+from kernels.products import Pass, block_sum, chunk, matrix_vector, ranges, tile_functions, units_in_tile
+from kernels.rules import NORMS, build_noise, device, loss_function
 from model import parameters
 
 A16 = types.Array(int16, 1, "C")
@@ -38,12 +37,8 @@ STATE_ROWS = (32, 16)
 
 # --- small device functions -------------------------------------------------------------------------------------------
 
-@device
-def quotient(y, d, reciprocal):
-    """clip(y / d rounded down): see engine.cpu_gru.quotient."""
-    inside = int32(max(int32(-127 * d), min(int32(127 * d), y)))
-    above = float32(float32(int32(inside + int32(128 * d))) + float32(0.5))
-    return int32(ptx.trunc_f32(float32(above * reciprocal)) - int32(128))
+clip, quotient, open_gate = NORMS.clip, NORMS.quotient, NORMS.gate
+gated, next_state = NORMS.gated, NORMS.next_state
 
 
 def divide_function(d):
@@ -255,11 +250,10 @@ def _product_kernel(cfg, nz, noisy, kind):
     noise, scaled, divide = nz.noise, nz.scaled, divide_function(parameters.divisor(cfg, K))
     fetch, _, walk = tile_functions(K, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
-    # on every card.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns.
 
     @device
-    def finish(acc, r, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line):
+    def finish(r, acc, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line):
         """From sums to what is kept of row r."""
         row, first = row0 + (warp >> 1) * 32 + r * 8 + (lane >> 2), (warp & 1) * 64 + (lane & 3) * 2
         s, at = int32(0), int64(0)
@@ -284,6 +278,8 @@ def _product_kernel(cfg, nz, noisy, kind):
                 else:
                     out[here] = two_bytes(a, b)
 
+    finish_all = unrolled(4, finish)
+
     @cuda.jit(launch_bounds=256)
     def product(call, plan, packed, overlay, job, offset, columns, rows, stride, x, sb, out, beyond, line):
         sm = cuda.shared.array(0, int32)
@@ -306,10 +302,7 @@ def _product_kernel(cfg, nz, noisy, kind):
                     column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
         acc = cuda.local.array(64, int32)
         walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
-        finish(acc, 0, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
-        finish(acc, 1, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
-        finish(acc, 2, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
-        finish(acc, 3, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
+        finish_all(acc, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
 
     return product, 2 * STAGE
 
@@ -421,8 +414,7 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                                    acc[m + 3])
                     acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
 
-    # A thread has rows 16 i + g and 8 further, of 8 columns, of every i < TILES; one call an i, as larger loops over
-    # acc would not be unrolled.
+    # A thread has rows 16 i + g and 8 further, of 8 columns, of every i < TILES.
 
     @device
     def disturbed(v, row, c, s, which, bytes_, stream, overlay, at_overlay):
@@ -434,7 +426,7 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
         return divide(v)
 
     @device
-    def gate(acc, i, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane):
+    def gate(i, acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane):
         """f + 127 in place of the gates, and the gated state."""
         for half in range(2):
             row = i * 16 + half * 8 + (lane >> 2)
@@ -445,19 +437,15 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 y = disturbed(acc[m], row, c, s, 0, bytes_, stream, overlay, at_overlay)
                 y2 = disturbed(acc[m + 1], row, c + 1, s, 0, bytes_, stream, overlay, at_overlay)
                 old, here = gates[at + (c >> 1)], place(row, c)
-                f = int32(clip(int32(int32(low(old) + y) + int32(bytes_[BIAS + row * H + c]))) + int32(127))
-                f2 = int32(clip(int32(int32(high(old) + y2) + int32(bytes_[BIAS + row * H + c + 1]))) + int32(127))
+                f = open_gate(int32(low(old) + y), int32(bytes_[BIAS + row * H + c]))
+                f2 = open_gate(int32(high(old) + y2), int32(bytes_[BIAS + row * H + c + 1]))
                 if live:
                     gates[at + (c >> 1)] = two_bytes(f, f2)
-                bytes_[PAST + here] = int32(f * int32(bytes_[here])) >> int32(8)
-                bytes_[PAST + here + 1] = int32(f2 * int32(bytes_[here + 1])) >> int32(8)
+                bytes_[PAST + here] = gated(f, int32(bytes_[here]))
+                bytes_[PAST + here + 1] = gated(f2, int32(bytes_[here + 1]))
 
     @device
-    def step(h, f, new):
-        return int32(h + int32(int32(int32(f & int32(255)) * int32(new - h)) >> int32(8)))
-
-    @device
-    def advance(acc, i, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n,
+    def advance(i, acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n,
                 position, lane):
         """The new state, and x."""
         for half in range(2):
@@ -471,12 +459,14 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 f, old, here = int32(gates[at + (c >> 1)]), candidates[at + (c >> 1)], place(row, c)
                 new = clip(int32(int32(low(old) + y) + int32(bytes_[BIAS + (ROWS + row) * H + c])))
                 new2 = clip(int32(int32(high(old) + y2) + int32(bytes_[BIAS + (ROWS + row) * H + c + 1])))
-                h = step(int32(bytes_[here]), f, new)
-                h2 = step(int32(bytes_[here + 1]), int32(f >> int32(8)), new2)
+                h = next_state(int32(f & int32(255)), int32(bytes_[here]), new)
+                h2 = next_state(int32(int32(f >> int32(8)) & int32(255)), int32(bytes_[here + 1]), new2)
                 bytes_[here], bytes_[here + 1] = h, h2
                 if live:
                     both = x[at + (c >> 1)]
                     x[at + (c >> 1)] = two_bytes(clip(int32(low(both) + h)), clip(int32(high(both) + h2)))
+
+    gate_all, advance_all = unrolled(TILES, gate), unrolled(TILES, advance)
 
     @cuda.jit(launch_bounds=256)
     def recur(call, plan, weights, packed, overlay, tokens, width, skip, n, sequences, count, job, offset, gates,
@@ -528,11 +518,8 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 if col0 < H:
                     multiply(acc, address, packed, plan[p + 8] + (col0 >> 3) * (2 * H), lane)
                     stream, at_overlay = uint32(seed + uint32(plan[p + 9])), plan[p + 10]
-                    gate(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position,
-                         lane)
-                    if TILES > 1:
-                        gate(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
-                             position, lane)
+                    gate_all(acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position,
+                             lane)
             cuda.syncthreads()
             if noisy:
                 sums(words, bytes_, PAST, 3, uint32(seed + uint32(plan[p + 15])), overlay, plan[p + 17], sb, t)
@@ -542,10 +529,7 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 if col0 < H:
                     multiply(acc, int32(address + PAST), packed, plan[p + 12] + (col0 >> 3) * (2 * H), lane)
                     stream, at_overlay = uint32(seed + uint32(plan[p + 13])), plan[p + 14]
-                    advance(acc, 0, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
-                            sequences, n, position, lane)
-                    if TILES > 1:
-                        advance(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
+                    advance_all(acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
                                 sequences, n, position, lane)
             cuda.syncthreads()
         if keep:
@@ -602,16 +586,15 @@ def _token_kernel(cfg):
             cuda.syncthreads()
             f, c = int32(0), int32(0)
             if t < H:
-                f = int32(divide(y[t]) + divide(y[2 * H + t]))
-                f = int32(clip(int32(f + int32(weights[plan[recur] + t]))) + int32(127))
+                f = open_gate(int32(divide(y[t]) + divide(y[2 * H + t])), int32(weights[plan[recur] + t]))
                 c = divide(y[H + t])
-                vector[2 * H + t] = int32(f * h) >> int32(8)
+                vector[2 * H + t] = gated(f, h)
             cuda.syncthreads()
             from_h(words, H // 2, packed, plan[recur + 12], H, y, 0, t)
             cuda.syncthreads()
             if t < H:
                 c = clip(int32(int32(c + divide(y[t])) + int32(weights[plan[recur + 4] + t])))
-                h = int32(h + int32(int32(f * int32(c - h)) >> int32(8)))
+                h = next_state(f, h, c)
                 states[layer * H + t] = h
                 x = clip(int32(x + h))
             n = normed(x, weights, plan[inner + 16], part, t)
@@ -687,8 +670,7 @@ class _Pass(Pass):
 
     def __init__(self, cfg, noisy, shared_limit, silent=False):
         super().__init__(cfg)
-        self.noisy, self.packers, self.packed_bytes = noisy, [], 0       # nothing beyond the common packing
-        nz, losses, add = build_noise(cfg, silent), A64 if noisy else AF64, self.add
+        self.noisy, nz, losses, add = noisy, build_noise(cfg, silent), A64 if noisy else AF64, self.add
         self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
         self.embed = add(_embed_kernel(cfg, nz, noisy), EMBED_TYPES + (losses,))
         self.norm_two, self.norm_one = (add(_norm_kernel(cfg, nz, noisy, streams), NORM_TYPES) for streams in (2, 1))
@@ -699,9 +681,6 @@ class _Pass(Pass):
         self.recur = add(_recur_kernel(cfg, nz, noisy, self.state_rows), RECUR_TYPES)
         self.losses = add(_losses_kernel(cfg, noisy),
                           LOSSES_TYPES + (A32 if noisy else AF64,) + LOSSES_MORE + (losses,))
-
-    def launch_pack(self, stream, weights, packed):
-        """What it needs is in the common packing."""
 
     def layout(self, units, n):
         """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and last
@@ -785,8 +764,9 @@ class Forward(products.Forward):
     """What the CUDA engine uses: see the top of egg_kernels."""
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
-        super().__init__(cfg, cc)
-        self._plan = _Plan(cfg, self._packing)
+        super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES,
+                         divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
+        self._plan, self._gather = _Plan(cfg, self._packing), _gather_kernel()
         if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
         elif gru_narrow.fits(cfg, cc, shared_limit):
@@ -794,14 +774,7 @@ class Forward(products.Forward):
         else:
             self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
-        self._token, self._gather = _token_kernel(cfg), _gather_kernel()
-        self._logits = logits_kernel(cfg, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
-        self.packed_bytes = self._noisy.packed_bytes or self._packing.bytes
-        states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
-        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers,
-                        "step": self._noisy.kernels + states,
-                        "validate": self._clean.kernels,
-                        "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
+        self._serve([(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else [])
 
     def tables(self):
         super().tables(no_job=np.zeros(2, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),

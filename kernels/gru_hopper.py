@@ -18,7 +18,7 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 from model import parameters
 from kernels import gru_head, gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
-from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, byte, clip, quad_max, quad_sum, vector_function
+from kernels.parts import A32, A64, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
 from kernels.rules import build_noise, device, loss_function
 
 H = 256
@@ -29,8 +29,6 @@ HALF = H * H // 2
 ROWS, LINE = 64, 32                         # of a tile; words of a line of the cache: the rows of a tile are 128 lines
 PAIRS = 32                                  # of a block of the recurrence
 WIDE, MLP = 3, 2                            # warpgroups of a block
-SIGNS = 0x80808080 - (1 << 32)
-EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # two int16 of +-127
 
 
@@ -326,6 +324,7 @@ def _recur_kernel(cfg, nz):
     OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
     noise, vector = nz.noise, vector_function(cfg, nz, True)
     product, descriptor = ptx.wgmma_product(64, H // 32, False, False), _descriptor()
+    gated, next_state = gru_parts.state_functions((9, 0))
 
     @device
     def own(base, what, t):
@@ -352,26 +351,6 @@ def _recur_kernel(cfg, nz):
     def opened(x):
         """f + 127 of two int16, x = the sum + 127."""
         return ptx.max2(ptx.min2(x, 2 * HIGHEST), 0)
-
-    # A product of bytes is a dot product of which all but one term is hidden by a mask, which serves two of four.
-
-    @device
-    def gated(y, z, h):
-        """f * h >> 8 as bytes; y, z: f as int16."""
-        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
-        a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
-        c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
-        return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
-
-    @device
-    def less(a, b):
-        """a - b of two int16."""
-        return ptx.add2(ptx.add2(a, int32(b ^ int32(-1))), int32(0x00010001))
-
-    @device
-    def moved(h, a, b):
-        """h + (f * (new - h) >> 8) of two int16, a and b the products."""
-        return ptx.add2(h, ptx.byte_permute(a, b, 0x6521))
 
     @cuda.jit(launch_bounds=512)
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
@@ -480,11 +459,7 @@ def _recur_kernel(cfg, nz):
                     y = ptx.clip2(ptx.add2(ptx.clip2(y), ptx.add2(ptx.low2(old), ptx.low2(bias))))
                     z = ptx.clip2(ptx.add2(ptx.clip2(z), ptx.add2(ptx.high2(old), ptx.high2(bias))))
                     i = 2 * k + half
-                    even, odd = int32(f[i] & int32(EVEN)), int32(f[i] & int32(ODD))
-                    h_low, h_high = ptx.low2(h[i]), ptx.high2(h[i])
-                    y, z = less(y, h_low), less(z, h_high)
-                    y = moved(h_low, ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd))
-                    z = moved(h_high, ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd))
+                    y, z = next_state(f[i], h[i], y, z)
                     out[i] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(both), y)), ptx.clip2(ptx.add2(ptx.high2(both), z)))
                     h[i] = ptx.bytes4(y, z) if following != 0 else int32(0)
                     ptx.store_shared(int32(at_word + AT_H + k * 128 + half * (8 * H)), h[i])

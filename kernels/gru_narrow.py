@@ -18,12 +18,12 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import gru_head, gru_parts, ptx
-from kernels.gru_parts import BITS, OFFSET, SIGNS, begin_with, both, input_bytes, unrolled
-from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, byte, clip, quad_sum, vector_function
+from kernels.gru_parts import BITS, OFFSET, begin_with, both, input_bytes, row_functions
+from kernels.parts import A32, A64, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function
+from kernels.products import ROWS
 from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
-EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
 LARGEST_V = 1024                            # logits that a warp keeps; beyond, kernels.gru_head
 
@@ -41,28 +41,18 @@ def fits(cfg, cc, shared_limit):
 
 
 @device
-def row_of(unit, position, T):
-    """The even member's row; the odd member's is 8 further."""
-    return (int64(unit >> 3) * T + position) * 16 + (unit & 7)
-
-
-def _load_rows(H):
-    @device
-    def load_rows(x, source, row, q):
-        for m in range(2):
-            for b in range(H // 32):
-                a = ptx.load2(source, (row + 8 * m) * (H // 4) + b * 8 + q * 2)
-                x[4 * b + m], x[4 * b + 2 + m] = a[0], a[1]
-    return load_rows
+def row_at(unit, position, T, H):
+    """The word at which the even member's row begins; the odd member's is 8 rows further."""
+    return ((int64(unit >> 3) * T + position) * 16 + (unit & 7)) * (H // 4)
 
 
 def _load_tile(cfg):
     """What gru_head.head_kernel loads rows with."""
-    T, load_rows = cfg.SEQ_LEN, _load_rows(cfg.HIDDEN_DIM)
+    T, H, (load_rows, _) = cfg.SEQ_LEN, cfg.HIDDEN_DIM, row_functions(cfg.HIDDEN_DIM)
 
     @device
     def load_tile(x, source, unit, position, q):
-        load_rows(x, source, row_of(unit, position, T), q)
+        load_rows(x, source, row_at(unit, position, T, H), q)
     return load_tile
 
 
@@ -105,14 +95,12 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     kernels.gru."""
     H, T, N, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_B = 8 * H, 24 * H
-    TILE_B = input_bytes(cfg, H, 4)
-    AT_OTHER = AT_B + 2 * TILE_B
+    AT_LN = 8 * H
+    AT_OTHER = 24 * H + 2 * input_bytes(cfg, H, 4)
     noise, embed_factor = nz.noise, nz.factor
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
-    (fill_input, _), load_rows = gru_parts.input_functions(cfg, nz, H, 4), _load_rows(H)
-    quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
-    word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
+    (load_rows, store_rows), quotients = row_functions(H), gru_parts.quotient_functions(cfg, nz, cc, H)
+    fill_columns, factor, pairs, START = quotients.fill, quotients.factor, quotients.pairs, quotients.start
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     clipped = gru_parts.clip_functions(cc, True)[0](1, 255)
 
@@ -151,7 +139,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             s = s1 if m else s0
             a, c = pairs(acc, 2 * m, s, n)
             d, e = pairs(acc, 8 + 2 * m, s, n2)
-            ptx.store2(out, (row + 8 * m) * (H // 4) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
+            ptx.store2(out, row + m * (2 * H) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
@@ -174,15 +162,9 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             if first_layer and lane < 2:
                 losses[2 * unit + lane] = 0
             for i in range(lane, H, 32):
-                k, l, e = i >> 4, (i >> 2) & 3, i & 3
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
                 for z in range(2):
-                    stream = uint32(seed + uint32(plan[call * PLAN + 4 * z + 1]))
-                    entry = overlay[plan[call * PLAN + 4 * z + 2] + i]
-                    words[mine // 4 + z * H + i] = word_of(noise(stream, i), entry, stream, i)
-                    stream = uint32(seed + uint32(plan[call_norm * PLAN + 4 + 2 * z]))
-                    entry = overlay[plan[call_norm * PLAN + 5 + 2 * z] + i]
-                    fill_input(words, bytes_, mine + AT_B + z * TILE_B, k, l, e, stream, entry, i)
+                    fill_columns(words, mine + z * (4 * H), overlay, plan, call * PLAN + 4 * z, seed, i)
                 if first_layer:
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 2]))
                     if MODE == 0:
@@ -194,7 +176,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                row = row_of(unit, position, T)
+                row = row_at(unit, position, T, H)
                 if first_layer:
                     token = tokens[int64(unit) * width + skip + position]
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 1]))
@@ -205,14 +187,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                         own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
                     embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
                              q)
-                    for m in range(2):
-                        for b in range(STEPS):
-                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m],
-                                       row_x[4 * b + 2 + m])
+                    store_rows(row_x, x, row, q)
                 else:
                     load_rows(row_x, x, row, q)
-                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1 = factor(f0, 0), factor(f1, 1)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
@@ -240,33 +219,15 @@ def _recur_kernel(cfg, nz, cc, size):
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
-    noise, vector = nz.noise, vector_function(cfg, nz, True)
+    vector = vector_function(cfg, nz, True)
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
+    (gated, next_state), (load_rows, store_rows) = gru_parts.state_functions(cc), row_functions(H)
     two = ptx.int16_pairs(cc)
     add2, min2, max2 = two.add2, two.min2, two.max2
     FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
-
-    @device
-    def gated(y, z, h):
-        """f * h >> 8 as bytes; y, z: f as int16. A product of bytes is a dot product of which all but one term is
-        hidden by a mask."""
-        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
-        a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
-        c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
-        return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
-
-    @device
-    def less(a, b):
-        """a - b of two int16."""
-        return add2(add2(a, int32(b ^ int32(-1))), int32(0x00010001))
-
-    @device
-    def moved(h, a, b):
-        """h + (f * (new - h) >> 8) of two int16, a and b the products."""
-        return add2(h, ptx.byte_permute(a, b, 0x6521))
 
     @device
     def gate(acc, b, i, table, lane, s0, s1, old, h, f, past):
@@ -294,11 +255,7 @@ def _recur_kernel(cfg, nz, cc, size):
             word, j = old[2 * k + m], 2 * k + m
             y = max2(min2(add2(add2(y, ptx.low2(word)), bias[2 * m]), HIGHEST), LOWEST)
             z = max2(min2(add2(add2(z, ptx.high2(word)), bias[2 * m + 1]), HIGHEST), LOWEST)
-            even, odd = int32(f[j] & int32(EVEN)), int32(f[j] & int32(ODD))
-            h_low, h_high = ptx.low2(h[j]), ptx.high2(h[j])
-            y, z = less(y, h_low), less(z, h_high)
-            y = moved(h_low, ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd))
-            z = moved(h_high, ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd))
+            y, z = next_state(f[j], h[j], y, z)
             h[j] = ptx.bytes4(y, z)
             y = add2(ptx.byte_permute(x[j], 0, 0x4140), y)
             z = add2(ptx.byte_permute(x[j], 0, 0x4342), z)
@@ -317,13 +274,6 @@ def _recur_kernel(cfg, nz, cc, size):
         advance(acc, b, 1, table, lane, s0, s1, old, h, f, x)
 
     gate_all, advance_all = unrolled(STEPS, gate_block), unrolled(STEPS, advance_block)
-
-    @device
-    def load(out, source, at, q):
-        for m in range(2):
-            for b in range(STEPS):
-                a = ptx.load2(source, at + m * (2 * H) + b * 8 + q * 2)
-                out[4 * b + m], out[4 * b + 2 + m] = a[0], a[1]
 
     @cuda.jit(launch_bounds=THREADS)
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
@@ -350,8 +300,7 @@ def _recur_kernel(cfg, nz, cc, size):
                 for which in range(2):
                     stream = uint32(seed + uint32(plan[p + 9 + 4 * which]))
                     entry = overlay[plan[p + 10 + 4 * which] + c]
-                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry,
-                                                                                         stream, c)
+                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(entry, stream, c)
                     stream, entry = uint32(seed + uint32(plan[p + 11 + 4 * which])), overlay[plan[p + 16 + which] + c]
                     fill_input(words, bytes_, mine + AT_B + which * OWN_B, k, lane, e, stream, entry, c)
                     even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
@@ -371,7 +320,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     h[2 * k + 1] = h[2 * k]
             at_row = (int64(eight) * T * 16 + g) * (H // 4)
             for position in range(T):
-                load(old, gates, at_row, q)
+                load_rows(old, gates, at_row, q)
                 following = tokens[at_token + position + 1]
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
@@ -379,17 +328,15 @@ def _recur_kernel(cfg, nz, cc, size):
                     s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 gate_all(acc, h, at_weights, start, table, lane, s0, s1, old, f, past)
-                load(old, candidates, at_row, q)
-                load(both_x, x, at_row, q)
+                load_rows(old, candidates, at_row, q)
+                load_rows(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
                     s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
                     s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 advance_all(acc, past, at_weights, start, table, lane, s0, s1, old, h, f, both_x)
-                for m in range(2):
-                    for b in range(STEPS):
-                        ptx.store2(x, at_row + m * (2 * H) + b * 8 + q * 2, both_x[4 * b + m], both_x[4 * b + 2 + m])
+                store_rows(both_x, x, at_row, q)
                 if following == 0:
                     for k in range(2 * KS):
                         h[k] = 0
@@ -406,16 +353,14 @@ def _mlp_kernel(cfg, nz, cc, size):
     at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
     H, T, STEPS, INNER = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, 4 * cfg.HIDDEN_DIM
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_B, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
+    AT_LN, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
     AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
-    noise, load_rows = nz.noise, _load_rows(H)
-    fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
-    (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
-                                                                                                             INNER, 4)
+    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
+    fill_inner, add = gru_parts.input_functions(cfg, nz, INNER, 4)
     up_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
     down_q = gru_parts.quotient_functions(cfg, nz, cc, INNER)
-    up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
-    down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
+    fill_up, up_factor, up_pairs, UP_START = up_q.fill, up_q.factor, up_q.pairs, up_q.start
+    fill_down, down_factor, down_pairs, DOWN_START = down_q.fill, down_q.factor, down_q.pairs, down_q.start
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     _, origin_down, down = gru_parts.product_functions(THREADS, H, 1, size.resident, True)
     two = ptx.int16_pairs(cc)
@@ -458,26 +403,19 @@ def _mlp_kernel(cfg, nz, cc, size):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, INNER, 32):
-                stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
-                entry = overlay[plan[call_inner * PLAN + 2] + i]
-                words[mine // 4 + i] = up_word(noise(stream, i), entry, stream, i)
+                fill_up(words, mine, overlay, plan, call_inner * PLAN, seed, i)
                 stream, entry = uint32(seed + uint32(plan[call_sums * PLAN])), overlay[plan[call_sums * PLAN + 1] + i]
                 fill_inner(words, bytes_, mine + AT_INNER, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             for i in range(lane, H, 32):
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
-                entry = overlay[plan[call_norm * PLAN + 5] + i]
-                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
-                stream = uint32(seed + uint32(plan[call_down * PLAN + 1]))
-                entry = overlay[plan[call_down * PLAN + 2] + i]
-                words[(mine + AT_DOWN) // 4 + i] = down_word(noise(stream, i), entry, stream, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_down(words, mine + AT_DOWN, overlay, plan, call_down * PLAN, seed, i)
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                row = row_of(unit, position, T)
+                row = row_at(unit, position, T, H)
                 load_rows(row_x, x, row, q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1, t0, t1 = up_factor(s0, 0), up_factor(s1, 1), int32(0), int32(0)
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
@@ -494,8 +432,7 @@ def _mlp_kernel(cfg, nz, cc, size):
                 for m in range(2):
                     for b in range(STEPS):
                         if first + g < T:
-                            ptx.store2(x, (row + 8 * m) * (H // 4) + b * 8 + q * 2, row_x[4 * b + m],
-                                       row_x[4 * b + 2 + m])
+                            ptx.store2(x, row + m * (2 * H) + b * 8 + q * 2, row_x[4 * b + m], row_x[4 * b + 2 + m])
 
     return mlp, size.bytes
 
@@ -510,11 +447,9 @@ def _head_kernel(cfg, nz, cc, size):
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
-    AT_LN, AT_B = 128 * VB, 128 * VB + 16 * H
-    AT_Z, PAD, MASKED = AT_B + input_bytes(cfg, H, 4), 32 * VB - V, 0x01010101
-    noise, load_rows = nz.noise, _load_rows(H)
+    AT_LN, AT_Z = 128 * VB, 128 * VB + 16 * H + input_bytes(cfg, H, 4)
+    PAD, MASKED, (load_rows, _) = 32 * VB - V, 0x01010101, row_functions(H)
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
-    fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
@@ -582,13 +517,10 @@ def _head_kernel(cfg, nz, cc, size):
                 word = int32(0)
                 if i < V:
                     stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-                    word = word_of(noise(stream, i), overlay[plan[call * PLAN + 2] + i], stream, i)
+                    word = word_of(overlay[plan[call * PLAN + 2] + i], stream, i)
                 words[mine // 4 + i] = word
             for i in range(lane, H, 32):
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
-                entry = overlay[plan[call_norm * PLAN + 5] + i]
-                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
             cuda.syncwarp()
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
             # the others
@@ -596,9 +528,9 @@ def _head_kernel(cfg, nz, cc, size):
             loss, total, distance, some = int64(0), int32(1), int32(0), False
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                load_rows(row_x, x, row_of(unit, position, T), q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                load_rows(row_x, x, row_at(unit, position, T, H), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1 = factor(s0, 0), factor(s1, 1)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)
@@ -643,25 +575,11 @@ def _head_kernel(cfg, nz, cc, size):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-def _pack_rows_kernel():
-    """The embedding, canonical [H / 4, n, 4], as n rows of H bytes in the order of the threads, + 128."""
-    @cuda.jit(launch_bounds=256)
-    def pack_rows(weights, packed, source, target, width, n):
-        i = cuda.grid(1)
-        if i < n * width:
-            token, j = i // width, i % width
-            k4 = (j & ~7) | ((j & 1) << 2) | ((j & 7) >> 1)
-            packed[target + i] = int32(weights[source + k4 * n + token] ^ int32(SIGNS))
-
-    return pack_rows
-
-
 GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32,
                A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32)
 HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
-PACK_ROWS_TYPES = (A32, A32, int64, int64, int64, int64)
 
 
 class Narrow(gru_parts.RowsPass):
@@ -670,11 +588,8 @@ class Narrow(gru_parts.RowsPass):
     def __init__(self, cfg, cc, shared_limit, packing, silent):
         super().__init__(cfg, packing, 32, 8)
         nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, shared_limit), self.add
-        self.pack_rows = add(_pack_rows_kernel(), PACK_ROWS_TYPES)
-        self.packers = self.kernels[:]
         embedding = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
-        self.rows_at, self.packed_bytes = self.packed_bytes // 4, self.packed_bytes + embedding.size
-        self.rows_copy = (embedding.weights // 4, self.rows_at, cfg.HIDDEN_DIM // 4, cfg.VOCAB_SIZE)
+        self.rows_at = packing.add(embedding, ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
         self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first), GATES_TYPES) for first in firsts]
         self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]), RECUR_TYPES)
@@ -683,11 +598,6 @@ class Narrow(gru_parts.RowsPass):
             self.head = add(gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)), gru_head.TYPES)
         else:
             self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
-
-    def launch_pack(self, stream, weights, packed):
-        super().launch_pack(stream, weights, packed)
-        self.pack_rows[0][blocks(self.rows_copy[2] * self.rows_copy[3], 256), 256, stream](
-            weights.view(np.int32), packed.view(np.int32), *self.rows_copy)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
                scratch, states, per_group, begin, keep, losses):

@@ -12,15 +12,14 @@ bytes 1 and 2 are 0x4000 + the quotient rounded down. `floor_constants` finds it
 counts. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more than LIMIT_K inputs), integers add the noise
 first. """
 
-import inspect
 from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import A32, blocks, byte, clip, quad_sum, vector_function
-from kernels.products import Pass
+from kernels.parts import SIGNS, blocks, byte, clip, quad_sum, vector_function
+from kernels.products import QUADS, Pass
 from kernels.rules import device
 from model import parameters
 
@@ -28,8 +27,7 @@ MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k
 BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
 # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
 LIMIT_K = 260
-SIGNS = 0x80808080 - (1 << 32)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64, int64)
+EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 
 
 def both(x):
@@ -96,7 +94,8 @@ def clip_functions(cc, within):
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Device functions of a product over `inputs`:
 
-    word(noise, entry, stream, c)   what the table of column noise holds of a column
+    word(entry, stream, c)          what a table of column noise holds of column c; entry: its overlay
+    fill(words, at, overlay, plan, p, seed, c)      puts it into the table at byte `at`; plan[p...]: as in kernels.gru
     factor(sum, member)             the sum sb with the member's sign, as `pairs` wants it
     noisy(acc, s, n)                the sum with its noise, a float that rises with it
     pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
@@ -110,12 +109,12 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     START, A, C = floor_constants(D, add)
     middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
     clipped = middle(add + lowest, add + 127)
-    scaled = nz.scaled
+    noise, scaled = nz.noise, nz.scaled
 
     if floats:
         @device
-        def word(noise, entry, stream, c):
-            return ptx.float_bits(float32(scaled(noise, entry, stream, c)))
+        def word(entry, stream, c):
+            return ptx.float_bits(float32(scaled(noise(stream, c), entry, stream, c)))
 
         @device
         def factor(total, member):
@@ -126,8 +125,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
-        def word(noise, entry, stream, c):
-            return scaled(noise, entry, stream, c)
+        def word(entry, stream, c):
+            return scaled(noise(stream, c), entry, stream, c)
 
         @device
         def factor(total, member):
@@ -148,7 +147,11 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
         return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
                         noisy(acc[i + 5], s, n[3]))
 
-    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
+    @device
+    def fill(words, at, overlay, plan, p, seed, c):
+        words[at // 4 + c] = word(overlay[plan[p + 2] + c], uint32(seed + uint32(plan[p + 1])), c)
+
+    return SimpleNamespace(word=word, fill=fill, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
                            start=START if floats else 0)
 
 
@@ -199,22 +202,25 @@ def input_functions(cfg, nz, inputs, lanes):
 
 
 def norm_functions(cfg, nz, cc, streams):
-    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
+    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises. `fill` sets what
+    belongs to element i in the tables at byte `at`; plan[p...]: as in kernels.gru.
 
-    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H
-    bytes."""
+    The tables: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the input noises."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
-    vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
+    vector, (fill_input, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
     clipped = clip_functions(cc, True)[1](-127, 127)
 
     @device
-    def fill(words, at, weights, overlay, plan, p, seed, i):
+    def fill(words, bytes_, at, weights, overlay, plan, p, seed, i):
         even, odd = vector(weights, overlay, plan, p, seed, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
+        for z in range(streams):
+            stream, entry = uint32(seed + uint32(plan[p + 4 + 2 * z])), overlay[plan[p + 5 + 2 * z] + i]
+            fill_input(words, bytes_, at + 16 * H + z * SIZE, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
 
     @device
     def part(x, n, first, m, k, address, q, reciprocal):
@@ -230,8 +236,9 @@ def norm_functions(cfg, nz, cc, streams):
         n[first + 2 * k + m] = ptx.bytes4(y, z)
 
     @device
-    def norm(x, n, at_n, m, address, at_inputs, q):
-        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
+    def norm(x, n, at_n, m, address, q):
+        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb. address: of the tables."""
+        at_inputs = int32(address + 16 * H)
         total = int32(0)
         for k in range(2 * STEPS):
             total = ptx.distance4(x[2 * k + m], int32(SIGNS), total)
@@ -281,14 +288,55 @@ def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
     return bring, origin, product
 
 
-def unrolled(count, body):
-    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A
-    compiler would not unroll a loop with a large body, and arrays that it indexes would not stay in registers."""
-    names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
-    calls = "".join(f"        body({k}, {names})\n" for k in range(count))
-    made = {}
-    exec(f"def make(body):\n    def run({names}):\n{calls}    return run\n", made)
-    return device(made["make"](body))
+def row_functions(H):
+    """(load, store): device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
+    words further, in the order of kernels.gru_narrow."""
+    @device
+    def load(x, source, at, q):
+        for m in range(2):
+            for b in range(H // 32):
+                a = ptx.load2(source, at + m * (2 * H) + b * 8 + q * 2)
+                x[4 * b + m], x[4 * b + 2 + m] = a[0], a[1]
+
+    @device
+    def store(x, out, at, q):
+        for m in range(2):
+            for b in range(H // 32):
+                ptx.store2(out, at + m * (2 * H) + b * 8 + q * 2, x[4 * b + m], x[4 * b + 2 + m])
+
+    return load, store
+
+
+def state_functions(cc):
+    """(gated, next_state): device functions of the rules of that name (model.rules) on four bytes in a word h; f: the
+    gate, y, z: two int16 each. A product of bytes is a dot product of which all but one term is hidden by a mask, which
+    serves two of four.
+
+    gated(f_low, f_high, h)         as a word of bytes
+    next_state(f, h, y, z)          as two words of int16; f: a word of bytes, y, z: the candidates
+    """
+    add2 = ptx.int16_pairs(cc).add2
+
+    @device
+    def gated(y, z, h):
+        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
+        a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
+        c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
+        return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
+
+    @device
+    def less(a, b):
+        return add2(add2(a, int32(b ^ int32(-1))), int32(0x00010001))
+
+    @device
+    def next_state(f, h, y, z):
+        even, odd = int32(f & int32(EVEN)), int32(f & int32(ODD))
+        h_low, h_high = ptx.low2(h), ptx.high2(h)
+        y, z = less(y, h_low), less(z, h_high)
+        return (add2(h_low, ptx.byte_permute(ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd), 0x6521)),
+                add2(h_high, ptx.byte_permute(ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd), 0x6521)))
+
+    return gated, next_state
 
 
 @device
@@ -312,43 +360,18 @@ def columns(cfg):
 
 
 class RowsPass(Pass):
-    """A noisy forward pass that keeps rows in registers. Its matrices are packed after those of the common packing:
-    w_down in pieces of `depth` inputs. `together`: so many pairs a block of the recurrence has."""
+    """A noisy forward pass that keeps rows in registers. It packs w_down in pieces of `depth` inputs. together: so many
+    pairs a block of the recurrence has."""
 
     def __init__(self, cfg, packing, depth, together):
         super().__init__(cfg)
-        self.together, self.at, self.copies, end = together, {}, [], packing.bytes
+        self.together, self.at = together, {}
         tensors = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
         for t in sorted(tensors, key=lambda t: (t.layer, MATRICES.index(t.name))):
             padded, width = columns(cfg) if t.name == "head" else t.cols, depth if t.name == "w_down" else t.rows
-            self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, width, t.cols, padded, t.rows * padded // 4))
-            end += t.rows * padded
-        self.packed_bytes = end
-        self.pack = self.add(pack_kernel(), PACK_TYPES)
-        self.packers = self.kernels[:]
+            self.at[t.name, t.layer] = packing.add(t, QUADS, padded, width)
 
     def layout(self, units, n):
         """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
         size = blocks(units, self.together) * self.together * 2 * n * self.cfg.HIDDEN_DIM
         return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
-
-    def launch_pack(self, stream, weights, packed):
-        for copy in self.copies:
-            self.pack[0][blocks(copy[5], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
-
-
-def pack_kernel():
-    """A canonical matrix [inputs / 4, n, 4] as core matrices of `depth` inputs, one such chunk after the other, columns
-    permuted within 16 and padded with zeros."""
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, depth, n, padded, size):
-        i = cuda.grid(1)
-        if i < size:
-            chunk, j = i // (padded * depth // 4), i % (padded * depth // 4)
-            block, rest = j // (2 * depth), j % (2 * depth)
-            column, k4 = block * 8 + (rest & 31) // 4, chunk * (depth // 4) + (rest // 32) * 4 + (rest & 3)
-            column = (column & ~15) | ((column & 6) << 1) | ((column & 8) >> 2) | (column & 1)
-            packed[target + i] = weights[source + k4 * n + column] if column < n else 0
-
-    return pack

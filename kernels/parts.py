@@ -8,12 +8,13 @@ import textwrap
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32
 
 from kernels import ptx
-from kernels.rules import device
+from kernels.rules import NORMS, device
 from model import parameters
 from model import transforms
 
 PLAN = 32                   # int32 entries of a row of the plan: the run-time constants of a call
 TILE = 128                  # rows and columns of a tile
+SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
 A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
 
 
@@ -49,7 +50,8 @@ class _WriteOut(ast.NodeTransformer):
                                 child[:] = [_constant(x, name, value) for x in child]
                             else:
                                 setattr(part, field, _constant(child, name, value))
-                    out += _as_list(self.visit(statement))
+                    made = self.visit(statement)
+                    out += made if isinstance(made, list) else [made]
             return out
         return self.generic_visit(node)
 
@@ -58,10 +60,6 @@ def _constant(node, name, value):
     """A constant in the place of a variable that is read."""
     read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
     return ast.Constant(value) if read else node
-
-
-def _as_list(nodes):
-    return nodes if isinstance(nodes, list) else [nodes]
 
 
 def written_out(function):
@@ -75,11 +73,19 @@ def written_out(function):
     return names[function.__name__]
 
 
+def unrolled(count, body):
+    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A
+    compiler would not unroll a loop with a large body, and arrays that it indexes would not stay in registers."""
+    names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
+    calls = "".join(f"        body({k}, {names})\n" for k in range(count))
+    made = {}
+    exec(f"def make(body):\n    def run({names}):\n{calls}    return run\n", made)
+    return device(made["make"](body))
+
+
 # --- small device functions ------------------------------------------------------------------------------------------
 
-@device
-def clip(x):
-    return int32(min(max(int32(x), int32(-127)), int32(127)))
+clip = NORMS.clip
 
 
 @device

@@ -7,14 +7,14 @@ import numpy as np
 from numba import cuda, int32, int64
 
 from kernels import ptx
-from kernels.parts import A32, PLAN, TILE, aligned, blocks, quad_sum
+from kernels.parts import A32, PLAN, SIGNS, TILE, aligned, blocks, quad_sum
 from kernels.rules import device
 from model import integer_tables
 from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
 LOGITS_TYPES = (int64, A32, A32, A32)
-PACK_TYPES = (A32, A32, int64, int64, int64, int64, int64)
+PACK_TYPES = (A32, A32) + 7 * (int64,)
 
 
 def units_in_tile(cfg):
@@ -78,18 +78,6 @@ def chunk(K):
     return 128 if K % 128 == 0 else 64 if K % 64 == 0 else 32
 
 
-def _pack_kernel():
-    """Words of a canonical matrix [K / 4, N, 4] to core matrices of one row a column, columns padded with zeros."""
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, k, n, padded):
-        i = cuda.grid(1)                                    # word index of the packed matrix
-        if i < padded * (k // 4):
-            block, rest = i // (2 * k), i % (2 * k)
-            col, row = block * 8 + (rest & 31) // 4, (rest // 32) * 4 + (rest & 3)
-            packed[target + i] = weights[source + row * n + col] if col < n else 0
-    return pack
-
-
 def matrix_vector(K):
     @device
     def multiply(x, at_x, packed, at, columns, y, at_y, t):
@@ -139,25 +127,63 @@ def logits_kernel(cfg, logit):
     return logits
 
 
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+# How a matrix is packed. PLAIN, QUADS, UP, DOWN: [K / width][columns / 8][width / 16] core matrices of one row a column,
+# columns beyond the matrix zeros. QUADS: columns permuted within 16, so that a thread's four accumulators of 16 columns
+# are neighbours. UP, DOWN: so too, and the hidden units of an MLP in blocks of 128, units i + sub * H of 32 neighbouring
+# i. ROWS: the columns one after the other, in the order of kernels.gru_narrow, bytes + 128.
+PLAIN, QUADS, UP, DOWN, ROWS = range(5)
+
+
+def _pack_kernel(H):
+    """Words from `target` on of a canonical matrix [K / 4, n, 4] from word `source` on. A thread a word."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights, packed, source, target, order, n, columns, width, size):
+        i = cuda.grid(1)
+        if i < size:
+            if order == ROWS:
+                j = i % (width // 4)
+                col, k4 = i // (width // 4), (j & ~7) | ((j & 1) << 2) | ((j & 7) >> 1)
+            else:
+                piece, rest = i // (columns * width // 4), i % (columns * width // 4)
+                block, rest = rest // (2 * width), rest % (2 * width)
+                col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
+                if order != PLAIN:
+                    col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            known = col < n
+            if order == UP:
+                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+            if order == DOWN:
+                k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
+            word = weights[source + k4 * n + col] if known else int32(0)
+            packed[target + i] = int32(word ^ int32(SIGNS)) if order == ROWS else word
+    return pack
+
+
 class Packing:
-    """Where each matrix lies in the packed array (bytes), and the kernel that puts it there."""
+    """The packed array: first the matrices of validation and generation, `at` these bytes; then what the noisy pass
+    adds. And the kernel that packs them."""
 
     def __init__(self, cfg):
-        self.at, self.copies, end = {}, [], 0
+        self.at, self.copies, self.bytes, self.kernel = {}, [], 0, _pack_kernel(cfg.HIDDEN_DIM)
         for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
-                self.at[t.name, t.layer] = end
-                padded = blocks(t.cols, TILE) * TILE
-                self.copies.append((t.weights // 4, end // 4, t.rows, t.cols, padded))
-                end += t.rows * padded
-        self.bytes = end
-        self.kernel = _pack_kernel()
+                self.at[t.name, t.layer] = 4 * self.add(t, PLAIN, blocks(t.cols, TILE) * TILE, t.rows)
+
+    def add(self, t, order, columns, width):
+        """Appends the matrix of a tensor; the word at which it begins."""
+        at, size = self.bytes // 4, t.rows * columns // 4
+        self.copies.append((t.weights // 4, at, order, t.cols, columns, width, size))
+        self.bytes += 4 * size
+        return at
 
     def launch(self, stream, weights, packed):
         for copy in self.copies:
-            self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32),
-                                                                          *copy)
+            self.kernel[blocks(copy[-1], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
+
+# --- the frame of a forward pass --------------------------------------------------------------------------------------
 
 class Plan:
     """The calls of a forward pass, each a row of run-time constants: PLAN int32. The methods give parts of a row."""
@@ -211,10 +237,18 @@ class Pass:
 class Forward:
     """What the CUDA engine uses of both models: see the top of egg_kernels."""
 
-    def __init__(self, cfg, cc):
+    def __init__(self, cfg, cc, token, token_types, logit):
         self.cfg, self._packing, self.token_scratch_bytes = cfg, Packing(cfg), cfg.HIDDEN_DIM
+        self._token, self._token_types, self._logits = token, token_types, logits_kernel(cfg, logit)
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+
+    def _serve(self, more=()):
+        """With plan, noisy and clean pass made: what the engine compiles. more: kernels of a step."""
+        self.packed_bytes = self._packing.bytes
+        generate = [(self._token, self._token_types, 5 * self.cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]
+        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)], "step": self._noisy.kernels + [*more],
+                        "validate": self._clean.kernels, "generate": generate}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
@@ -227,4 +261,3 @@ class Forward:
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
-        self._noisy.launch_pack(stream, weights, packed)

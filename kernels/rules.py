@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, int32
+from numba import cuda, int32, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
@@ -18,9 +18,18 @@ def log2_floor(q):
     return int32(63 - cuda.clz(q))
 
 
-TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th,
-                          log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn,
-                          sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
+@device
+def divide(p, d):
+    """Of unsigned numbers, which takes fewer instructions."""
+    q = int32(uint32(abs(p)) // uint32(d))
+    return q if p >= 0 else int32(-q)
+
+
+TARGET = rules.Arithmetic(
+    np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, divide=divide,
+    log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn,
+    sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
+NORMS = rules.norm_rules(device, TARGET)
 
 
 def build_noise(cfg, silent=False):

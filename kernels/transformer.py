@@ -29,10 +29,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+from kernels.parts import (A8, A32, A64, AU32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
-from kernels.products import Pass, ranges
-from kernels.rules import build_noise, device, loss_function
+from kernels.products import DOWN, PLAIN, QUADS, UP, Pass, ranges
+from kernels.rules import build_noise, device, divide, loss_function
 from model import integer_tables
 from model import parameters
 
@@ -1129,8 +1129,7 @@ def _norm_kernel(cfg, nz, card, streams):
             quotient = float32(ptx.fma_toward_zero(f, reciprocal, whole) - whole)
             share = ptx.fma_sat(quotient, float32(1 / 254), ptx.bits_float(b))
             return ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
-        quotient = int32(uint32(abs(p)) // uint32(mean))
-        return clip(int32((quotient if p >= 0 else int32(-quotient)) + b))
+        return clip(int32(divide(p, mean) + b))
 
     @card.device
     def sizes(word):
@@ -1444,34 +1443,6 @@ def _attention_kernel(cfg, nz, card):
     return attention, 2 * STAGE + 512
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
-
-def _pack_kernel(cfg):
-    """A canonical matrix [K / 4, N, 4] as a product takes it: [K / width][padded / 8][width / 16][core matrices of one
-    row a column], see the top. kind: 0 square, 1 up, 2 down, 3 head."""
-    H = cfg.HIDDEN_DIM
-
-    @cuda.jit(launch_bounds=256)
-    def pack(weights, packed, source, target, kind, n, padded, width):
-        i, K = cuda.grid(1), H
-        if kind == 2:
-            K = 4 * H
-        if i < padded * (K // 4):
-            piece, rest = i // (padded * width // 4), i % (padded * width // 4)
-            block, rest = rest // (2 * width), rest % (2 * width)
-            col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
-            if kind < 3:
-                col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
-            known = col < n
-            if kind == 1:
-                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
-            if kind == 2:
-                k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
-            packed[target + i] = weights[source + k4 * n + col] if known else 0
-
-    return pack
-
-
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
 EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
@@ -1480,7 +1451,6 @@ UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, 
 FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
 ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
 HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
-PACK_TYPES = (A32, A32) + 6 * (int64,)
 
 
 class Noisy(Pass):
@@ -1495,18 +1465,14 @@ class Noisy(Pass):
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
         self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
         self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
-        self.pack = add(_pack_kernel(cfg), PACK_TYPES)
-        self.at, self.copies, end = {}, [], packing.bytes
-        used = {"embedding": (3, self.head), "w_o": (0, self.full["o"])}
-        used |= {name: (0, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
-        used |= {name: (1, self.up) for name in ("w_up", "w_emb_mlp_up")}
-        used |= {name: (2, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
+        used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
+        used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
+        used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
+        used |= {name: (DOWN, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
+        self.at = {}
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
-            kind, (_, _, shape) = used[t.name]
-            self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, kind, t.cols, shape.columns(), shape.KP))
-            end += t.rows * shape.columns()
-        self.packed_bytes = end
+            order, (_, _, shape) = used[t.name]
+            self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1518,12 +1484,6 @@ class Noisy(Pass):
         out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
                                v=members * H * value_length(cfg), spill=max(spill, 4)))
         return out, rows, end
-
-    def launch_pack(self, stream, weights, packed):
-        for source, target, kind, columns, padded, width in self.copies:
-            words = padded * (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM // 4
-            self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target,
-                                                          kind, columns, padded, width)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
                losses):
