@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 import time
 from typing import NamedTuple
 
@@ -139,11 +138,9 @@ class Elites:
     """The best states that this island has measured: copies of snapshots in the save directory that no epoch
     removes."""
 
-    FILE = re.compile(r"elite-(\d{3,})-(\d{8,})-(validation|loss)-(\d+\.\d{4})\.egg")      # epoch, step, kind, fitness
-
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
-        found = ((name, self.FILE.fullmatch(name)) for name in os.listdir(directory))
+        found = ((name, history.ELITE.fullmatch(name)) for name in os.listdir(directory))
         self.files = sorted((m[3] != "validation", float(m[4]), (int(m[1]), int(m[2])), name)
                             for name, m in found if m)          # the best first
 
@@ -170,8 +167,8 @@ class Elites:
     def best(self, cfg):
         """(epoch, State) of the best one that can be read, None without one."""
         for _, _, (epoch, _), name in self.files:
-            with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
-                return epoch, snapshots.unpack(cfg, file.read())
+            with contextlib.suppress(OSError, ValueError):
+                return epoch, snapshots.read(cfg, os.path.join(self.directory, name))
         return None
 
 

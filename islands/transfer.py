@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from cluster import snapshots
+from cluster import history, snapshots
 from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
 from islands import merging
 
@@ -131,7 +131,7 @@ class Outgoing:
         try:
             if sha256 not in files and step is not None:
                 path = os.path.join(self.coordinator.run.directory, shelf.files[step])
-                files[sha256] = [open(path, "rb", buffering=0), 0.0]
+                files[sha256] = [history.open_file(path), 0.0]
                 while len(files) > OPEN_FILES:
                     files.pop(min(files, key=lambda s: (s == sha256, files[s][1])))[0].close()
             if sha256 in files:

@@ -677,7 +677,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
-        monkeypatch.setattr(history, "_create", full)
+        monkeypatch.setattr(history, "write_file", full)
         until(lambda: "goes on with the own state: the new state cannot be kept: No space left" in b.lines.text)
         monkeypatch.undo()
         before = b.run.step
