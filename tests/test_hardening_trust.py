@@ -1,19 +1,27 @@
 """What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files, caches."""
 
 import contextlib
+import json
 import os
+import pickle
 import socket
+import subprocess
+import sys
+import tempfile
 import time
+import zlib
 from unittest import mock
 
 import numpy as np
 import pytest
+import pyzstd
 
 import egg_net
 from cluster import admission, dispatch, history, leases, snapshots, trust, wire
-from cluster.wire import JOB_RESPONSE, REBUILD, V2
-from model import fitness_digits, state_digest
-from kit import (CFG, GOOD, FakeEngine, Peer, Peer2, Server, changed, until)
+from cluster.wire import JOB_RESPONSE
+from islands import gossip
+from model import fitness_digits, parameters, state_digest
+from kit import CFG, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
 
 BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))
 
@@ -308,7 +316,6 @@ def test_workers_that_do_not_know_the_hash_serve_as_before(tmp_path):
 
 
 def test_a_lonely_worker_gives_snapshots_and_a_real_pair_confirms_them(tmp_path):
-    from kit import cluster
     for engines in (1, 3):
         cfg = changed(SNAPSHOT_EVERY=2)
         at = tmp_path / str(engines)
@@ -383,3 +390,184 @@ def test_copies_go_to_another_host_and_do_not_run_out():
     assert step.take(one, one.author, 0) == 0
     assert step.copy(two, two.author, 9, [0]) is None and step.copy(other, other.author, 9, [0]) == 0
     assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, more.author, 13, [0]) == 0
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+def in_memory(program, *arguments, megabytes=700):
+    """Runs a Python program that may have so much memory; its (status, what it prints)."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes << 20},) * 2)\n"
+    did = subprocess.run([sys.executable, "-c", limit + program, *map(str, arguments)], cwd=HERE, timeout=60,
+                         capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    return did.returncode, did.stdout + did.stderr
+
+
+OPEN = f"""
+import sys, egg_config
+from cluster import history
+cfg = egg_config.make(**{CFG.constants()!r})
+try:
+    run = history.read_run(cfg, sys.argv[1])
+    for step in range(run.start.step, run.step):
+        run.fitness(step)
+except history.HistoryError as error:
+    print(error)
+"""
+
+
+def record(run, body):
+    fields = history.RECORD.pack(len(body), run.step, 0, 0, run.seed)
+    return fields + zlib.crc32(fields).to_bytes(4, "little") + body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
+    (tmp_path / "cpp").mkdir()
+    (tmp_path / "cpp" / "checkpoint_00200000000.bin").write_bytes(b"x")
+    run = history.open_run(CFG, tmp_path / "bomb")
+    bomb = record(run, pyzstd.compress(bytes(1 << 30)))                       # 1 GiB in 32 KB
+    small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
+    run.close()
+    for name, data in (("bomb", bomb), ("small", small)):
+        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._end]
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / history.FILE).write_bytes(header + data)
+    (tmp_path / "header").mkdir()
+    with open(tmp_path / "header" / history.FILE, "wb") as file:
+        file.write(history.MAGIC + (1 << 31).to_bytes(4, "little"))
+        file.truncate(1 << 33)                                                # sparse
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / history.FILE).write_bytes(header)
+    os.truncate(tmp_path / "long" / history.FILE, 1 << 40)
+    for name, words in (("cpp", "checkpoint_00000001.bin is missing"), ("bomb", "damaged at byte"),
+                        ("small", "step 0 cannot be read"), ("header", "damaged in its header"),
+                        ("long", "damaged at byte")):
+        status, said = in_memory(OPEN, tmp_path / name)
+        assert status == 0 and words in said and said.count("\n") == 1, (name, status, said)
+
+
+@pytest.mark.parametrize("change", [
+    {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3}, {"start": {"step": "x", "seed": 1}},
+    {"start": {"step": 1 << 63, "seed": 1}}, {"start": {"step": -1, "seed": 1}}, {"start": {"step": 1, "seed": 1 << 40}},
+    {"start": {"step": 1, "seed": 1, "state": "zz"}}, {"start": {"step": 1, "seed": 1, "origin": 7}},
+    {"start": {"step": 1, "seed": 1, "origin": {"epoch": "1", "digest": ""}}},
+    {"start": {"step": 1, "seed": 1, "more": 1}}, "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
+def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
+    run = history.open_run(CFG, tmp_path)
+    run.close()
+    data = (tmp_path / history.FILE).read_bytes()
+    header = json.loads(data[12:-4])
+    text = change.encode() if isinstance(change, str) else json.dumps({**header, **change}).encode()
+    data = history.MAGIC + len(text).to_bytes(4, "little") + text
+    (tmp_path / history.FILE).write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
+                 lambda: history.epochs(tmp_path)):
+        with contextlib.suppress(history.HistoryError):
+            call()
+    with pytest.raises(history.HistoryError) as error:
+        history.open_run(CFG, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
+    source, secret = tmp_path / "source", tmp_path / "secret"
+    run = history.open_run(CFG, source)
+    secret.write_text("a file of this user")
+    for name in ("elite-000-00000001-loss-1.0000.egg", "history-000.egg", "history-secret", "elite-secret",
+                 "snapshot-00000002.egg"):
+        os.symlink(secret, source / name)
+    os.symlink("/dev/zero", source / "history-001.egg")
+    os.mkfifo(source / "snapshot-00000003.egg")
+    os.mkfifo(source / "elite-000-00000002-loss-1.0000.egg")
+    os.unlink(source / history.SETTINGS)
+    os.symlink(secret, source / history.SETTINGS)
+    with open(source / "snapshot-00000004.egg", "wb") as file:
+        file.truncate(1 << 42)
+    run.close()
+    history.open_run(CFG, tmp_path / "target", source).close()
+    assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
+    run = history.open_run(CFG, source)
+    assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
+    assert secret.read_text() == "a file of this user"                       # and nothing was written through a link
+    run.close()
+    with pytest.raises(OSError, match="regular"):
+        history.open_file(source / "history-000.egg")
+    with pytest.raises(OSError, match="too large"):
+        snapshots.read(CFG, source / "snapshot-00000004.egg")
+    os.replace(source / history.FILE, tmp_path / "moved")
+    os.symlink(tmp_path / "moved", source / history.FILE)
+    with pytest.raises(history.HistoryError, match="not a regular file"):
+        history.open_run(CFG, source)
+
+
+@pytest.mark.parametrize("spoil", [lambda s: s.weights.__setitem__(3, -128), lambda s: s.overlay.__setitem__(3, -128),
+                                   lambda s: s.moments.__setitem__((3, 0), np.nan),
+                                   lambda s: s.moments.__setitem__((3, 2), -np.inf)])
+def test_a_worker_loads_no_state_that_import_would_refuse(tmp_path, spoil):
+    cfg = changed(SNAPSHOT_EVERY=2)
+    state = parameters.initial_state(cfg)
+    state.overlay = np.zeros(max(8, state.overlay.size), np.int8)[:parameters.n_overlay(cfg)]
+    spoil(state)
+    state.step = 4
+    snapshots.save(cfg, state, tmp_path)
+    with pytest.raises(ValueError, match="it holds"):
+        snapshots.read(cfg, tmp_path / "snapshot-00000004.egg")
+
+
+# --- the cache of kernels --------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A function that gives the directory of the cache, as in a new process."""
+    from engine import kernel_cache
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def directory():
+        kernel_cache.directory.cache_clear()
+        return kernel_cache.directory()
+
+    yield directory
+    kernel_cache.directory.cache_clear()
+
+
+def test_a_cache_that_others_could_have_made_is_not_used(tmp_path, cache):
+    kernels, fallback = tmp_path / "cache" / "egg" / "kernels", tmp_path / "tmp" / f"egg-{os.getuid()}"
+    assert cache() == kernels and kernels.stat().st_mode & 0o777 == 0o700
+    for spoil, mend in ((lambda: kernels.chmod(0o750), lambda: kernels.chmod(0o700)),
+                        (lambda: kernels.parent.chmod(0o777), lambda: kernels.parent.chmod(0o755)),
+                        (lambda: (tmp_path / "cache").chmod(0o777), lambda: (tmp_path / "cache").chmod(0o755))):
+        spoil()
+        assert cache() == fallback
+        mend()
+    moved = tmp_path / "elsewhere"
+    kernels.rename(moved)
+    kernels.symlink_to(moved)
+    assert cache() == fallback
+    fallback.chmod(0o777)
+    private = cache()
+    assert private not in (kernels, fallback, moved) and private.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
+    from engine import kernel_cache
+    kernel_cache.write(tmp_path / "kernel", pickle.dumps("compiled"))
+    assert kernel_cache.read(tmp_path / "kernel") == "compiled"
+    os.symlink(tmp_path / "kernel", tmp_path / "link")
+    assert kernel_cache.read(tmp_path / "link") is None
+    with mock.patch("os.getuid", lambda: os.geteuid() + 1):
+        assert kernel_cache.read(tmp_path / "kernel") is None
+
+
+def test_old_kernels_are_removed(tmp_path):
+    from engine import kernel_cache
+    now = time.time()
+    for i, days in enumerate((400, 100, 30, 1)):
+        path = tmp_path / f"cpu-kernel-{i}"
+        path.write_bytes(bytes(1000))
+        os.utime(path, (now - days * 86400,) * 2)
+    kernel_cache.prune(tmp_path, most=2000)
+    assert sorted(os.listdir(tmp_path)) == ["cpu-kernel-2", "cpu-kernel-3"]
+    kernel_cache.read(tmp_path / "cpu-kernel-2")                 # is used now
+    kernel_cache.prune(tmp_path, most=1500)
+    assert os.listdir(tmp_path) == ["cpu-kernel-2"]
