@@ -29,7 +29,7 @@ import numpy as np
 from cluster import auth, event_log, history, snapshots, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
-from cluster.console import Console, stop_signals
+from cluster.console import Console, path_text, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, RemoteWorker, chunks_text
 from cluster.greeting import Welcome
 from cluster.hooks import Hook
@@ -75,11 +75,11 @@ class Worker:
             link.send(link.frame(JOB_REQUEST, request, self._state_digest(link)))
             opcode, payload = link.any_of(answers)
             while opcode == SNAPSHOT_WANTED:
-                self._send_snapshot(link, *STEP.unpack(payload))
+                self._send_snapshot(link, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
             answered()
             if opcode == REBUILD:
-                self._rebuild_from(link, *STEP.unpack(payload))
+                self._rebuild_from(link, link.unpack_step(payload))
                 continue
             seed, step, position, packed = link.unpack_response(payload)
             if packed:
@@ -244,10 +244,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
-    card = {"role": "worker", "id": os.urandom(8).hex(), "name": name or f"{socket.gethostname()}/{engine.name}",
+    card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
+            "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
     version = protocol or V2
-    connected, pause = False, BACK_OFF[0]
+    connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
 
     def answered():
@@ -257,7 +258,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     while True:
         link, line = None, None
         try:
-            link = Link(cfg, host, port, version, access, card)
+            link = Link(cfg, host, port, version, access, card, proves_first)
+            proves_first = link.proves_first
             if log_arrival:
                 log_arrival, log_loss = False, True
                 spoken = " (protocol 1)" if link.version == V1 else ""
@@ -298,7 +300,8 @@ BACKLOG = 1024             # connections that the system holds until they are ac
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 64           # files that a coordinator may open beside its connections
-STATUS_WORKERS = 4000      # workers that `status` lists at most, so that it stays below wire.STATUS_LIMIT
+LEAST_CONNECTIONS = 64     # that it must be able to hold open
+STATUS_WORKERS = 4000      # workers that `status` lists at most
 STATUS_BANS = 100
 
 
@@ -323,10 +326,7 @@ class Coordinator:
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(cfg, run, self.events, self.wake)
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = (files if files != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
-        files -= sum(plugged.descriptors for plugged in (http, island) if plugged)
-        self.admission = Admission(self, access, files)
+        self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
         self.address = self._listen(auth.listen_host(host, access), port)
         self._begin_step()
@@ -334,7 +334,7 @@ class Coordinator:
 
     def _listen(self, host, port):
         try:
-            return self.hub.listen(host, port, self.admission.accept, BACKLOG)
+            return self.hub.listen(host, port, self.admission.accept, self.admission.door.arrivals.room, BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
@@ -399,8 +399,8 @@ class Coordinator:
         bans, directory = self.admission.bans, self.run.directory
         return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.dispatcher.work.done),
                 "chunks": self.cfg.N_CHUNKS, **self.progress.status(), "snapshot": self.shelf.newest,
-                "save_dir": str(directory) if directory else None,
-                "banned": dict(list(bans.all().items())[-STATUS_BANS:]), "ban_file": bans.path,
+                "save_dir": path_text(directory) if directory else None,
+                "banned": dict(list(bans.all().items())[-STATUS_BANS:]), "ban_file": bans.path and path_text(bans.path),
                 "connected": len(workers), "workers": workers[:STATUS_WORKERS], "island": self.island.status()}
 
     # who comes and goes (cluster.admission lets in)
@@ -422,8 +422,8 @@ class Coordinator:
             self.trust.forget(worker.author)
 
     def _log_worker(self, kind, worker, line):
-        self.events.tell(kind, line if self.peers else None, worker=worker.author.name, address=worker.session.address,
-                         device=worker.device, step=worker.step)
+        self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
+                          address=worker.session.address, device=worker.device, step=worker.step)
 
     # a step: requests, chunks, results, and its end
 
@@ -595,6 +595,18 @@ class Coordinator:
         for worker in self.dispatcher.workers:
             worker.rebuilt_at = None
         self._begin_step()
+
+
+def room_for_connections(*plugged):
+    """The number of connections that a coordinator may hold open beside its files, and what cluster.hooks lists. Raises
+    NetError where that is too few."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    if room < LEAST_CONNECTIONS:
+        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
+                       "raise the limit with `ulimit -n 4096`")
+    return room
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from cluster import history
 from cluster import snapshots
 from cluster.hooks import Hook
-from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST
+from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
 from egg_config import ConfigError, UsageError
 from islands import merging
 from islands import transfer
@@ -93,17 +93,16 @@ class Standing(NamedTuple):
 def read_standing(payload):
     """The Standing in a frame. Raises FrameError if it cannot be one."""
     try:
-        fields = json.loads(payload)
+        fields = read_json(payload)
         state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
         standing = Standing(**{**fields, "state": state})
         counts, fitness = (standing.step, standing.epoch, standing.state_step), standing.fitness
         if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
-                and (fitness is None or type(fitness) in (int, float) and math.isfinite(fitness)
-                     and 0 <= fitness < 1e9)):
+                and (fitness is None or type(fitness) in (int, float) and 0 <= fitness < 1e9)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise FrameError("wrong standing: it cannot be read") from None
     return standing
 
@@ -299,15 +298,17 @@ class Island(Hook):
     # peers
 
     def handle(self, peer, opcode, payload):
-        """Takes a frame of a peer. Raises FrameError."""
+        """Takes a frame of a peer; returns whether it was of use. Raises FrameError."""
         if opcode == STANDING:
-            self._take_standing(peer, read_standing(payload))
-        elif opcode == STATE_REQUEST:
+            return self._take_standing(peer, read_standing(payload))
+        if opcode == STATE_REQUEST:
             self.outgoing.request(peer, payload)
-        elif opcode == STATE:
-            sha256, total, offset = STATE_HEAD.unpack_from(payload)
-            if self.incoming and self.incoming.expects(peer, sha256):
-                self._take_piece(total, offset, payload[STATE_HEAD.size:])
+            return True
+        sha256, total, offset = STATE_HEAD.unpack_from(payload) if opcode == STATE else (None, 0, 0)
+        expected = self.incoming and self.incoming.expects(peer, sha256)
+        if expected:
+            self._take_piece(total, offset, payload[STATE_HEAD.size:])
+        return expected
 
     def peer_lost(self, peer):
         if self.incoming and self.incoming.peer is peer:
@@ -328,8 +329,9 @@ class Island(Hook):
             peer.session.reply(STANDING, self.standing(True).pack())
 
     def _take_standing(self, peer, theirs):
+        """Returns whether it was wanted."""
         if theirs.ask and not peer.may_ask():
-            return
+            return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
         if theirs.ask:
             peer.session.reply(STANDING, self.standing().pack())
@@ -337,6 +339,7 @@ class Island(Hook):
             peer.question_at = None
         if expected:
             self._compare(peer, theirs)
+        return expected
 
     def _compare(self, peer, theirs):
         """Both sides of a tournament do this with the same two standings, so that each knows the outcome."""

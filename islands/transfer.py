@@ -93,17 +93,15 @@ class Outgoing:
 
     def request(self, peer, payload):
         """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
-        peer.session.role.wanted, peer.session.waits = STATE_WANTED.unpack(payload), True
+        peer.session.role.wanted = STATE_WANTED.unpack(payload)
+        peer.session.wait()
         self._send(peer)
 
     def check(self, now, peers):
         """Sends what had to wait; closes files that nobody reads."""
         for peer in peers:
-            session = peer.session
-            if session and session.waits:
-                self._send(peer)
-                if not session.waits:
-                    session.received()               # frames that have arrived meanwhile
+            if peer.session and peer.session.waits:
+                peer.session.hub.guard(peer.session, self._send, peer)
         for sha256 in [s for s, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
             self._open.pop(sha256)[0].close()
 
@@ -117,7 +115,7 @@ class Outgoing:
         sha256, offset, size = session.role.wanted
         size = min(size, self.bucket.piece)
         if self.bucket.take(size):
-            session.waits = False
+            session.go_on()
             total, data = self._read(sha256, offset, size)
             if total and offset < total == offset + len(data):
                 peer.given += 1
