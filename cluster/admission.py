@@ -214,6 +214,11 @@ class Arrival(Role):
         if now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
 
+    def closed(self):
+        if self.host.proved and not self.session.known:
+            self.admission.door.report(self.session.host, self.session.title, "it does not believe our proof: has it "
+                                       "another secret?")
+
 
 class StatusReader(Role):
     """The role of a session whose peer has asked for the status and got it."""

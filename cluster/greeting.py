@@ -15,7 +15,7 @@ from cluster.console import one_line
 from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, PROVE, PROVED,
                           PROVES_FIRST, Refused, SECRET_WANTED, WELCOME, WELCOMED)
 
-IMPOSTOR = "it does not know the secret: is it the right coordinator?"
+IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
 class GreetingError(Exception):
@@ -108,19 +108,19 @@ class Caller:
 
 
 class Host:
-    """card: the Card of the caller, once it is there and proved."""
+    """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first."""
 
     def __init__(self, secret):
         self._secret, self._hello, self._challenge, self.card = secret, None, os.urandom(NONCE.size), None
-        self._proved = False
+        self.proved = False
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; (opcode, payload) of the answer, None without one. Raises FrameError."""
         if opcode == HELLO and self._hello is None:
             self._hello = payload
             return CHALLENGE, CHALLENGED.pack(self._challenge, SECRET_WANTED | PROVES_FIRST if self._secret else 0)
-        if opcode == PROVE and self._hello is not None and self._secret and not self._proved:
-            self._proved = True
+        if opcode == PROVE and self._hello is not None and self._secret and not self.proved:
+            self.proved = True
             return PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
         if opcode == JOIN and self._hello is not None:
             proof, self._text = payload[:PROOF.size], payload[PROOF.size:]

@@ -69,8 +69,9 @@ def test_protocol_2_byte_by_byte(tmp_path):
 def greet(ours, theirs, card=card()):
     """(Caller, Host) after an introduction without sockets, with these secrets."""
     caller, host = greeting.Caller(ours, card), greeting.Host(theirs)
-    join = caller.handle(*host.handle(*caller.begin()))
-    assert host.handle(*join) is None
+    answer = caller.begin()
+    while answer and (answer := host.handle(*answer)):
+        answer = caller.handle(*answer)
     return caller, host
 
 
@@ -82,8 +83,12 @@ def test_the_introduction_proves_both_sides():
     with pytest.raises(wire.FrameError, match="WELCOME before the introduction is complete"):
         caller.handle(*host.welcome(state))
     assert greet(b"", b"", card(role="status"))[1].card.role == "status"
-    with pytest.raises(wire.Refused, match="wrong secret") as refused:
+    with pytest.raises(greeting.GreetingError, match="does not know the secret"):
         greet(b"not the secret but long", SECRET)
+    host = greeting.Host(SECRET)
+    host.handle(HELLO, bytes(32))
+    with pytest.raises(wire.Refused, match="wrong secret") as refused:
+        host.handle(JOIN, bytes(32) + b"{}")
     assert refused.value.code == wire.NO_ACCESS
     with pytest.raises(greeting.GreetingError, match="it wants a secret"):
         greet(b"", SECRET)
@@ -250,7 +255,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(recorded[0])
             sock.recv(43)
-            sock.sendall(recorded[1])
+            sock.sendall(recorded[-1])
             data = sock.recv(1000)
         assert data[:6] == b"JOBS\x02\x24" and b"wrong secret" in data
 
@@ -263,11 +268,10 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
     with Server(tmp_path, access=auth.Access(SECRET)) as server:
         link = Recording(CFG, "127.0.0.1", server.port, V2, auth.Access(SECRET), card())
         honest = Peer2(server.port, secret=SECRET)
-        assert len(recorded) == 2
+        assert len(recorded) == 3
         for _ in range(5):
             refused_by(lambda: Peer2(server.port), "wants a secret")
-            refused_by(lambda: Peer2(server.port, secret=b"not the secret but long"),
-                       "refuses this worker: wrong secret")
+            refused_by(lambda: Peer2(server.port, secret=b"not the secret but long"), "does not know the secret")
             replay()
             old = Peer(server.port)
             old.ask(0)
@@ -277,8 +281,8 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
             assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
         assert honest.chunk(0) == 0
     told = [line for line in server.lines.text.splitlines() if line.startswith("refused")]
-    assert len(told) == 3, told
-    for words in ("wrong secret", "protocol 1 cannot prove a secret", "JOB_REQUEST before the introduction"):
+    assert len(told) == 4, told
+    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret", "JOB_REQUEST before the introduction"):
         assert sum(words in line for line in told) == 1
     link.close()
 
