@@ -37,9 +37,10 @@ from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.status import closed_on_greeting
-from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
-                          NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
-                          SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
+from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
+                          LOG_MESSAGE, NOTHING, OTHER_DATA, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, Refused,
+                          SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH,
+                          TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
 from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -69,13 +70,15 @@ class Worker:
         engine = self.engine
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
-        answers = (JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED) if link.version == V2 else (JOB_RESPONSE,)
+        answers = (JOB_RESPONSE,)
+        if link.version == V2:
+            answers += REBUILD, SNAPSHOT_WANTED, HASH_WANTED
         while True:
             request = REQUEST.pack(engine.seed, engine.step, 0)
             link.send(link.frame(JOB_REQUEST, request, self._state_digest(link)))
             opcode, payload = link.any_of(answers)
-            while opcode == SNAPSHOT_WANTED:
-                self._send_snapshot(link, link.unpack_step(payload))
+            while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
+                self._send_state(link, opcode, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
             answered()
             if opcode == REBUILD:
@@ -212,10 +215,15 @@ class Worker:
         self.console.line(f"worker: at step {step} by a snapshot")
         return True
 
-    def _send_snapshot(self, link, step):
+    def _send_state(self, link, opcode, step):
+        """Answers a SNAPSHOT_WANTED or HASH_WANTED."""
         if step != self.engine.step:
-            raise NetError(f"{link.name}: it wants a snapshot of step {step}, here is step {self.engine.step}")
-        body = snapshots.pack(self.engine.state())
+            raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
+        state = self.engine.state()
+        if opcode == HASH_WANTED:
+            link.send(link.frame(STATE_HASH, STEP_HASH.pack(step, snapshots.state_hash(state))))
+            return
+        body = snapshots.pack(state)
         for offset in range(0, len(body), BLOCK):
             head = BLOCK_HEAD.pack(step, len(body), offset)
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
@@ -325,7 +333,7 @@ class Coordinator:
         self.closing, self._check_at = False, 0.0
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.wake)
+        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
         self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
         self.address = self._listen(auth.listen_host(host, access), port)
@@ -355,7 +363,8 @@ class Coordinator:
 
     def poll(self, timeout=TICK):
         """Does what there is to do, after waiting for it at most `timeout` seconds."""
-        self.hub.poll(0 if self.dispatcher.busy else timeout)
+        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
+        self.collector.unpack()
         self.dispatcher.answer_waiting()
         now = time.monotonic()
         if now >= self._check_at:
@@ -409,17 +418,29 @@ class Coordinator:
         """The greeting.Welcome for who comes in now."""
         return Welcome(snapshots.config_digest(self.cfg), self.run.data, self.run.step, self.shelf.newest)
 
-    def worker_joined(self, session, author, device):
-        session.role = RemoteWorker(session, self, author, device)
+    def worker_joined(self, session, author, device, data=b""):
+        """data: the digest of its training data, b"" or zeros where it states none."""
+        session.role = RemoteWorker(session, self, author, device, data)
         self.dispatcher.workers.add(session.role)
 
+    def check_data(self, author, digest):
+        """A worker that comes in states the digest of its training data. Raises Refused if most have other data; if
+        others are proved to have, they are refused."""
+        run, why = self.run, "other training data than most workers of this run have: give every worker the same"
+        why += f" INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save directory"
+        run.keep_data(self.trust.data_of_most(digest, author, run.data))
+        for worker in [w for w in self.dispatcher.workers if any(w.data) and w.data != run.data]:
+            worker.session.refuse(why, OTHER_DATA)
+        if digest != run.data:
+            raise Refused(why, OTHER_DATA)
+
     def worker_left(self, worker):
-        self.collector.drop([worker])
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
         if self.dispatcher.leave(worker):
             self.trust.forget(worker.author)
+        self.collector.leave(worker)
 
     def _log_worker(self, kind, worker, line):
         self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
@@ -490,6 +511,9 @@ class Coordinator:
         step, work = self.run.step, self.dispatcher.work
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
         event = self.progress.complete_step(step, work.sum_loss)
+        if names := self.trust.unconfirmed(step):
+            self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
+                             f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()             # before anything is written: workers come first
@@ -503,17 +527,20 @@ class Coordinator:
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         """A worker has measured its replica. Raises FrameError."""
-        if figure := self.progress.validation(worker.trusted, step, tokens, n_bytes, nats):
+        figure, who, dispatcher = self.progress.figure(tokens, n_bytes, nats), worker.author, self.dispatcher
+        if not (worker.trusted and dispatcher.may_validate(who, step)):
+            return
+        if not self.trust.confirms(step, who, (tokens, n_bytes, nats), dispatcher.several, dispatcher.by_host):
+            dispatcher.confirm_validation(step)
+        elif self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 
-    def take_snapshot(self, worker, payload):
-        """A worker sends a piece of its state."""
-        if upload := self.collector.take(worker, payload):
-            if upload.remembered:
-                self.island.state_received(upload)
-            else:
-                self.island.snapshot_kept(upload.step)
+    def _snapshot_kept(self, upload):
+        if upload.remembered:
+            self.island.state_received(upload)
+        else:
+            self.island.snapshot_kept(upload.step)
 
     # replicas
 
@@ -532,6 +559,7 @@ class Coordinator:
                 self._distrust(wrong)
             if verdict.news:
                 self.wake()                          # others of this state have waited for the decision
+            self.collector.ask_witness(worker, step)
             self._complete_step_if_done()            # so may the step
             return True
         self._distrust(author)
@@ -557,7 +585,8 @@ class Coordinator:
         """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
         self.events.tell("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
                          address=author.host, reason=why)
-        self.admission.bans.add(author.identity, why)
+        if author.named:
+            self.admission.bans.add(author.identity, why)
         self._distrust(author)
         for worker in [w for w in self.dispatcher.workers if w.author == author]:
             worker.session.refuse(self.admission.bans.message(author) or f"banned: {why}", BANNED)

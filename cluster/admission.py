@@ -10,7 +10,7 @@ from cluster import auth, greeting, history, status, wire
 from cluster.console import one_line
 from cluster.hub import Crowd
 from cluster.session import Role, Session
-from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
+from cluster.wire import BANNED, FULL, OTHER_CONFIG, Refused, V1, V2
 
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
@@ -26,6 +26,7 @@ class Author(NamedTuple):
     key: str
     name: str
     certificate: str = ""
+    named: bool = True         # False for a peer of version 1: a ban would keep out all of its host, and ends it only
 
     @property
     def identity(self):
@@ -36,6 +37,11 @@ class Author(NamedTuple):
         user, dot, _ = self.key.partition(".")
         mark = f" ({hashlib.sha256(user.encode()).hexdigest()[:16]})" if dot else ""
         return f"{self.name} at {self.host}{mark}"
+
+    @property
+    def voter(self):
+        """What has one vote (cluster.trust): the certificate, or else the host."""
+        return self.certificate or self.host
 
 
 class Door:
@@ -140,7 +146,7 @@ class Admission:
             raise Refused(NO_SNAPSHOTS)
         if self.access.secret or self.access.tls:
             raise Refused(NO_VERSION_1)
-        author = Author(session.host, session.title, "a version 1 peer")
+        author = Author(session.host, session.title, "a version 1 peer", named=False)
         if why := self.bans.message(author):
             raise Refused(why)
         self.door.let_in(session)
@@ -158,7 +164,7 @@ class Admission:
         session.limits = wire.only(self.limits, wire.FROM_WORKER[V2])
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            self.coordinator.worker_joined(session, author, card.device)
+            self.coordinator.worker_joined(session, author, card.device, card.data)
         elif card.role == "status":
             session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
         session.reply(*host.welcome(self.coordinator.welcome()))
@@ -182,13 +188,8 @@ class Admission:
         sides = "at the coordinator", "at the worker"
         if differ := history.difference(history.kept(self.cfg), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        run = self.coordinator.run
         if any(card.data):
-            if any(run.data) and card.data != run.data:
-                raise Refused("other training data than the first worker of this run had: give every worker the same "
-                              f"INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save "
-                              "directory", OTHER_DATA)
-            run.keep_data(card.data)
+            self.coordinator.check_data(author, card.data)
 
 
 class Arrival(Role):

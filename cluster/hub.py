@@ -255,7 +255,8 @@ class Connection:
     def resume(self):
         self.paused = False
         self._flush()
-        self.hub.again(self)
+        if self.open:
+            self.hub.again(self)
 
     def close(self):
         """Can be called more than once."""

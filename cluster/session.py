@@ -100,6 +100,8 @@ class Session(hub.Connection):
             self.refuse(f"what it sent cannot be handled: {type(error).__name__}: {error}")
 
     def check(self, now):
+        if self.waits:
+            self.heard = now                         # nothing is read from it, so its silence means nothing
         self.role.check(now)
         if not self.open:
             return

@@ -7,6 +7,7 @@ has to wait for the disk: a file that was only half written is detected and remo
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any l
 PIECE = 1 << 20            # bytes that are decompressed at a time
 UNPACK_SECONDS = 0.005     # in which a state from another island is decompressed before other work
 SLICE = 1 << 23            # bytes that are compressed at a time
+BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
 def state_sha256(state):
@@ -39,8 +41,16 @@ def state_sha256(state):
     return sha256.digest()
 
 
-def _begin(step, seed):
-    return hashlib.sha256(struct.pack("<QQ", step, seed))
+def state_hash(state):
+    """bytes [32]: BLAKE2b over the same, by which a second worker confirms a snapshot."""
+    blake2b = _begin(state.step, state.seed, BLAKE2B)
+    for part in _parts(state):
+        blake2b.update(part)
+    return blake2b.digest()
+
+
+def _begin(step, seed, kind=hashlib.sha256):
+    return kind(struct.pack("<QQ", step, seed))
 
 
 def _parts(state):
@@ -165,8 +175,8 @@ def save(cfg, state, directory, body=None):
 class Upload:
     """A snapshot that is being received: the pieces of its body arrive in order and are decompressed and hashed at
     once, so that memory use is constant. `finished`: it is complete, and has the expected `digest` or `sha256`,
-    whichever is given. remember: no file is written, and the decompressed bytes are kept in memory for `state`. Raises
-    ValueError for data that cannot be right, OSError of the disk."""
+    whichever is given; `hash`: its `state_hash` then. remember: no file is written, and the decompressed bytes are kept
+    in memory for `state`. Raises ValueError for data that cannot be right, OSError of the disk."""
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
@@ -174,6 +184,7 @@ class Upload:
         self._raw = bytearray() if remember else None
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
+        self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
         self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=history.WINDOW), b""
         self._file = None
         if not remember:
@@ -215,6 +226,7 @@ class Upload:
         self._left -= len(raw)
         if self._left >= 0:
             self._sha256.update(raw)
+            self._blake2b.update(raw)
             self._digest.update(raw)
             self._keep_overlay(raw)
             if self.remembered:
@@ -229,7 +241,7 @@ class Upload:
             if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
             self.digest, self.sha256 = got
-            self.finished = True
+            self.hash, self.finished = self._blake2b.digest(), True
 
     def _keep_overlay(self, raw):
         weights, moments, _ = sizes(self._cfg)

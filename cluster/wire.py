@@ -24,6 +24,7 @@ HELLO, CHALLENGE, JOIN, WELCOME, ERROR, HEARTBEAT = 32, 33, 34, 35, 36, 37
 PROVE, PROVED = 47, 48                   # the worker asks the coordinator to prove itself first, and it does
 REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 41, 42
 ISLAND, STANDING, STATE_REQUEST, STATE = 43, 44, 45, 46      # between islands
+HASH_WANTED, STATE_HASH = 49, 50         # workers that do not know these ignore them
 NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
@@ -39,7 +40,9 @@ PROOF = struct.Struct(">32s")            # PROVED: the coordinator's proof; JOIN
 WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, SHA-256 of configuration and data (zeros:
 #                                            not known), completed steps, step of the newest snapshot (0: none)
 FAILED = struct.Struct(">H")             # ERROR: code; text follows
-STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
+STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED, HASH_WANTED:
+#                                          of which step
+STEP_HASH = struct.Struct(">Q32s")       # STATE_HASH: step, BLAKE2b of the state (cluster.snapshots.state_hash)
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
 BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
 STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, most bytes
@@ -133,6 +136,7 @@ def limits(cfg):
           HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
           HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
+          HASH_WANTED: exactly(STEP), STATE_HASH: exactly(STEP_HASH),
           SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST),
           STATUS: (0, STATUS_LIMIT), ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT),
           STATE_REQUEST: exactly(STATE_WANTED),
@@ -142,12 +146,13 @@ def limits(cfg):
 
 # the frames that a worker or a reader of the status takes
 FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
-                                              SNAPSHOT_DATA, STATUS)}
+                                              HASH_WANTED, SNAPSHOT_DATA, STATUS)}
 # the frames that a coordinator takes: from a peer that it does not know yet, from workers, from an island that it has
 # called until that has let it in, and from islands
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
-FROM_WORKER = {V1: {V1: FROM_WORKERS}, V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST)}}
+FROM_WORKER = {V1: {V1: FROM_WORKERS},
+               V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH)}}
 FROM_CALLED = {V2: (CHALLENGE, PROVED, WELCOME, ISLAND, ERROR)}
 FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 

@@ -233,7 +233,7 @@ class Island(Hook):
             if self.incoming.stalled(now):
                 self._drop_incoming(f"nothing more came of the state of {self.incoming.peer.name}")
             else:
-                self.incoming.request()
+                self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
@@ -366,15 +366,20 @@ class Island(Hook):
         if not total:
             self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
             return
+        self._advance(lambda: incoming.add(total, offset, data))
+
+    def _advance(self, work):
+        """Does something for the incoming state, and requests the next piece."""
+        incoming, name = self.incoming, self.incoming.peer.name
         try:
-            incoming.add(total, offset, data)
+            work()
         except ValueError as error:
             self._drop_incoming()
             self.peers.distrust(incoming.peer, f"the state of {name} is not used: {error}")
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
-            if incoming.download.finished:
+            if incoming.download.finished and not incoming.preparing:
                 incoming.prepare(self.fitness.value)
             incoming.request()
 

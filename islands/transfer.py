@@ -39,11 +39,11 @@ class Incoming:
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.bucket = cfg, peer, standing, bucket
         self.download = snapshots.Download(cfg, standing.state, directory)
-        self.requested, self.made, self._moved = False, None, time.monotonic()
+        self.requested, self.preparing, self.made, self._moved = False, False, None, time.monotonic()
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        wanted = self.peer.session and not self.requested and not self.download.finished
+        wanted = self.peer.session and not (self.requested or self.download.finished or self.download.pending)
         if wanted and self.bucket.take(self.bucket.piece):
             self.requested = True
             piece = STATE_WANTED.pack(self.standing.state, self.download.got, self.bucket.piece)
@@ -55,7 +55,7 @@ class Incoming:
     def add(self, total, offset, data):
         """Takes a piece. Raises ValueError for data that cannot be right, OSError of the disk."""
         self.requested, self._moved = False, time.monotonic()
-        self.download.add(total, offset, data)
+        self.download.feed(total, offset, data)
 
     def stalled(self, now):
         return now - self._moved > STALLED and not self.download.finished
@@ -73,6 +73,7 @@ class Incoming:
                     self.made = state, snapshots.pack(state)
             except (OSError, ValueError) as error:
                 self.made = error
+        self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):

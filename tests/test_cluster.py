@@ -104,7 +104,7 @@ def test_the_introduction_proves_both_sides():
     ("SIGMA_SHIFT = 3 at the coordinator, 5 at the worker", dict(SIGMA_SHIFT=5), {}),
     ("ADAM_BETA1 = 0.9 at the coordinator, 0.5 at the worker; N_LAYERS = 1 at the coordinator, 2",
      dict(N_LAYERS=2, ADAM_BETA1=0.5), {}),
-    ("other training data than the first worker", {}, dict(data="ab" * 32)),
+    ("other training data than most workers", {}, dict(data="ab" * 32)),
 ])
 def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other, values):
     with Server(tmp_path, save=True) as server:
@@ -404,8 +404,8 @@ YES = (GOOD, 5, np.ones(16, np.int8))
 NO = (fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5, -np.ones(16, np.int8))
 
 
-def give(step, author, chunk, what, alone=False):
-    return step.result(author, author, chunk, *what, alone)
+def give(step, author, chunk, what):
+    return step.result(author, author, chunk, *what)
 
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
@@ -418,7 +418,7 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, A, 1) is None and step.take(B, B, 1) is None and step.take(C, C, 1) == 1
     assert give(step, C, 1, YES) == [B] and step.complete and step.fitness.all() and (step.fitness == 1).all()
-    step.withdraw(B, False)
+    step.withdraw(B)
     assert give(step, D, 1, NO) == [D] and step.complete
 
 
@@ -433,15 +433,18 @@ def test_a_late_result_that_differs_opens_the_chunk_again():
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
     step = leases.Step(CFG, audited=[0])
     assert give(step, A, 0, YES) == [] and not step.done
-    step.settle(alone=True)
+    step.alone = True
+    step.settle()
+    step.alone = False
     assert set(step.done) == {0}
     give(step, B, 1, YES)
     give(step, A, 2, YES)
     give(step, B, 2, YES)
-    step.withdraw(A, False)
+    step.withdraw(A)
     assert set(step.done) == {1, 2}
     assert sorted(iter(lambda: step.take(C, C, 0), None)) == [0, 3]
-    assert give(step, B, 0, YES, alone=True) == [] and 0 in step.done
+    step.alone = True
+    assert give(step, B, 0, YES) == [] and 0 in step.done
 
 
 def test_copies_go_to_idle_workers_and_the_first_result_counts():
@@ -451,7 +454,7 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
     assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
     late = step.late(3.0, 1.0)
     assert step.copy(A, A, 3.0, late) is None and step.copy(B, B, 3.0, late) == 0 and late == [1]
-    assert step.late(9.0, 1.0) == [1, 3]                                        # two are enough for one chunk
+    assert step.late(5.9, 1.0) == [1, 3] and step.late(6.1, 1.0) == [0, 1, 3]   # a third one waits twice as long
     give(step, B, 0, YES)
     step.give_back(A, 0)
     assert step.take(C, C, 9) is None
@@ -637,7 +640,7 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
         coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
         pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
         for chunk in range(CFG.N_CHUNKS):
-            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0, pairs, True)
+            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0, pairs)
         coordinator._complete_step_if_done()
         assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
         coordinator.trust.votes[0][b"right"].add(three)
