@@ -44,6 +44,7 @@ class Events:
         self.files = []
         self.sinks = [console]
         self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
+        self._may_tell = Budget(0.1, 1)              # of what was left out
         try:
             advice = "give a --save-dir that can be written"
             self._open(CoordinatorLog, os.path.join(directory, "coordinator.log"), advice, console.line, cfg, run.step)
@@ -78,8 +79,8 @@ class Events:
             self._left_out += 1
             return False
         budget.take()
-        count, self._left_out = self._left_out, 0
-        if count:
+        if self._left_out and self._may_tell.take():
+            count, self._left_out = self._left_out, 0
             self.warn(f"{count} lines about peers are left out: they came too fast")
         return True
 
