@@ -26,17 +26,16 @@ import time
 
 import numpy as np
 
-from cluster import auth, event_log, history, snapshots, trust
+from cluster import auth, event_log, history, snapshots, status, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
-from cluster.console import Console, path_text, stop_signals
+from cluster.console import Console, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, RemoteWorker, chunks_text
 from cluster.greeting import Welcome
 from cluster.hooks import Hook
 from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
-from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
                           LOG_MESSAGE, NOTHING, OTHER_DATA, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, Refused,
                           SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH,
@@ -279,7 +278,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
-                raise NetError(closed_on_greeting(host, port)) from None
+                raise NetError(status.closed_on_greeting(host, port)) from None
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
             line = f"worker: the coordinator closed on our greeting{advice}, trying again"
         except OSError as error:
@@ -309,8 +308,6 @@ CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 64           # files that a coordinator may open beside its connections
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
-STATUS_WORKERS = 4000      # workers that `status` lists at most
-STATUS_BANS = 100
 
 
 class Coordinator:
@@ -404,13 +401,7 @@ class Coordinator:
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
-        workers = sorted((w.status() for w in self.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
-        bans, directory = self.admission.bans, self.run.directory
-        return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.dispatcher.work.done),
-                "chunks": self.cfg.N_CHUNKS, **self.progress.status(), "snapshot": self.shelf.newest,
-                "save_dir": path_text(directory) if directory else None,
-                "banned": dict(list(bans.all().items())[-STATUS_BANS:]), "ban_file": bans.path and path_text(bans.path),
-                "connected": len(workers), "workers": workers[:STATUS_WORKERS], "island": self.island.status()}
+        return status.report(self)
 
     # who comes and goes (cluster.admission lets in)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from cluster import auth, wire
 from cluster.console import one_line
-from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, PROVE, PROVED,
-                          PROVES_FIRST, Refused, SECRET_WANTED, WELCOME, WELCOMED)
+from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, PROVE,
+                          PROVED, PROVES_FIRST, Refused, SECRET_WANTED, WELCOME, WELCOMED)
 
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 

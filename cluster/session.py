@@ -19,8 +19,8 @@ FLOOD_SECONDS = 10.0
 
 
 class Role:
-    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame and returns whether it
-    was of use; where that raises an error, the session is refused."""
+    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame and returns whether
+    it was of use; where that raises an error, the session is refused."""
 
     def __init__(self, session):
         self.session = session
@@ -36,8 +36,8 @@ class Role:
 
 
 class Session(hub.Connection):
-    """limits: see wire.limits, of the frames that the present role takes; door: the admission.Door that it came through and
-    that reports its refusal; for further arguments see hub.Connection."""
+    """limits: see wire.limits, of the frames that the present role takes; door: the admission.Door that it came through
+    and that reports its refusal; for further arguments see hub.Connection."""
 
     def __init__(self, loop, sock, address, traffic, door, limits, tls=None, call=None):
         self.door, self.limits, self.role = door, limits, None

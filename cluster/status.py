@@ -1,17 +1,29 @@
-"""`egg.py status`: what a coordinator reports about its run and its workers, and the table of it."""
+"""The status: what a coordinator reports about its run and its workers, and the table of `egg.py status`."""
 
 import json
 import os
 import socket
 
 from cluster import auth
-from cluster.console import one_line, printable
+from cluster.console import one_line, path_text, printable
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
 from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
 
 LINEAGE = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
+WORKERS, BANS = 4000, 100  # in a status, at most
+
+
+def report(coordinator):
+    """The status of an egg_net.Coordinator, a dict for JSON."""
+    run, bans = coordinator.run, coordinator.admission.bans
+    workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
+    return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
+            "chunks": coordinator.cfg.N_CHUNKS, **coordinator.progress.status(), "snapshot": coordinator.shelf.newest,
+            "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
+            "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
+            "island": coordinator.island.status()}
 
 
 def pack(status):

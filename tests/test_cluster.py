@@ -282,7 +282,8 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
         assert honest.chunk(0) == 0
     told = [line for line in server.lines.text.splitlines() if line.startswith("refused")]
     assert len(told) == 4, told
-    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret", "JOB_REQUEST before the introduction"):
+    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret",
+                  "JOB_REQUEST before the introduction"):
         assert sum(words in line for line in told) == 1
     link.close()
 

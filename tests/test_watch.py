@@ -729,7 +729,8 @@ def test_requests_that_cannot_be_served(tmp_path):
                 assert got[0] == status, (data[:60], got)
                 assert sock.recv(1) == b"", data[:60]                     # and the connection ends
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
-                     "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1", "localhost.evil",
+                     "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
+                     "localhost.evil",
                      "[::2]:80", ""):
             assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
         for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
@@ -801,7 +802,8 @@ def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
             assert status == 401 and fields["www-authenticate"].startswith("basic realm=") and b"egg_" not in body
         for wrong in (b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21):
             assert ask(server, authorization=basic(wrong))[0] == 401
-        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(), "Bearer " + PASSWORD.decode(),
+        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
+                      "Bearer " + PASSWORD.decode(),
                       "Basic \xe9"):
             assert ask(server, authorization=wrong)[0] == 401
         for name in (b"me", b"", b"egg"):
