@@ -26,7 +26,7 @@ import time
 
 import numpy as np
 
-from cluster import auth, event_log, history, snapshots, trust
+from cluster import auth, event_log, history, snapshots, status, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
@@ -36,7 +36,6 @@ from cluster.hooks import Hook
 from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
-from cluster.status import closed_on_greeting
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
                           LOG_MESSAGE, NOTHING, OTHER_DATA, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, Refused,
                           SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH,
@@ -78,11 +77,11 @@ class Worker:
             link.send(link.frame(JOB_REQUEST, request, self._state_digest(link)))
             opcode, payload = link.any_of(answers)
             while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
-                self._send_state(link, opcode, *STEP.unpack(payload))
+                self._send_state(link, opcode, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
             answered()
             if opcode == REBUILD:
-                self._rebuild_from(link, *STEP.unpack(payload))
+                self._rebuild_from(link, link.unpack_step(payload))
                 continue
             seed, step, position, packed = link.unpack_response(payload)
             if packed:
@@ -252,10 +251,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
-    card = {"role": "worker", "id": os.urandom(8).hex(), "name": name or f"{socket.gethostname()}/{engine.name}",
+    card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
+            "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
     version = protocol or V2
-    connected, pause = False, BACK_OFF[0]
+    connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
 
     def answered():
@@ -265,7 +265,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     while True:
         link, line = None, None
         try:
-            link = Link(cfg, host, port, version, access, card)
+            link = Link(cfg, host, port, version, access, card, proves_first)
+            proves_first = link.proves_first
             if log_arrival:
                 log_arrival, log_loss = False, True
                 spoken = " (protocol 1)" if link.version == V1 else ""
@@ -277,7 +278,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
-                raise NetError(closed_on_greeting(host, port)) from None
+                raise NetError(status.closed_on_greeting(host, port)) from None
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
             line = f"worker: the coordinator closed on our greeting{advice}, trying again"
         except OSError as error:
@@ -306,8 +307,7 @@ BACKLOG = 1024             # connections that the system holds until they are ac
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 64           # files that a coordinator may open beside its connections
-STATUS_WORKERS = 4000      # workers that `status` lists at most, so that it stays below wire.STATUS_LIMIT
-STATUS_BANS = 100
+LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
 class Coordinator:
@@ -331,10 +331,7 @@ class Coordinator:
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = (files if files != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
-        files -= sum(plugged.descriptors for plugged in (http, island) if plugged)
-        self.admission = Admission(self, access, files)
+        self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
         self.address = self._listen(auth.listen_host(host, access), port)
         self._begin_step()
@@ -342,7 +339,7 @@ class Coordinator:
 
     def _listen(self, host, port):
         try:
-            return self.hub.listen(host, port, self.admission.accept, BACKLOG)
+            return self.hub.listen(host, port, self.admission.accept, self.admission.door.arrivals.room, BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
@@ -363,7 +360,8 @@ class Coordinator:
 
     def poll(self, timeout=TICK):
         """Does what there is to do, after waiting for it at most `timeout` seconds."""
-        self.hub.poll(0 if self.dispatcher.busy else timeout)
+        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
+        self.collector.unpack()
         self.dispatcher.answer_waiting()
         now = time.monotonic()
         if now >= self._check_at:
@@ -403,13 +401,7 @@ class Coordinator:
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
-        workers = sorted((w.status() for w in self.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
-        bans, directory = self.admission.bans, self.run.directory
-        return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.dispatcher.work.done),
-                "chunks": self.cfg.N_CHUNKS, **self.progress.status(), "snapshot": self.shelf.newest,
-                "save_dir": str(directory) if directory else None,
-                "banned": dict(list(bans.all().items())[-STATUS_BANS:]), "ban_file": bans.path,
-                "connected": len(workers), "workers": workers[:STATUS_WORKERS], "island": self.island.status()}
+        return status.report(self)
 
     # who comes and goes (cluster.admission lets in)
 
@@ -442,8 +434,8 @@ class Coordinator:
         self.collector.leave(worker)
 
     def _log_worker(self, kind, worker, line):
-        self.events.tell(kind, line if self.peers else None, worker=worker.author.name, address=worker.session.address,
-                         device=worker.device, step=worker.step)
+        self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
+                          address=worker.session.address, device=worker.device, step=worker.step)
 
     # a step: requests, chunks, results, and its end
 
@@ -623,6 +615,18 @@ class Coordinator:
         for worker in self.dispatcher.workers:
             worker.rebuilt_at = None
         self._begin_step()
+
+
+def room_for_connections(*plugged):
+    """The number of connections that a coordinator may hold open beside its files, and what cluster.hooks lists. Raises
+    NetError where that is too few."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    if room < LEAST_CONNECTIONS:
+        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
+                       "raise the limit with `ulimit -n 4096`")
+    return room
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,

@@ -67,15 +67,33 @@ class Collector:
         upload = self.upload
         if self.worker is not worker or upload.step != step or upload.finished:
             return                                   # of an upload that was given up
+        self._unpack(lambda: upload.feed(total, offset, payload[BLOCK_HEAD.size:]))
+        if self.unpacking:
+            worker.session.wait()                    # with its next piece
+
+    @property
+    def unpacking(self):
+        """Whether `unpack` has something to do, one piece at a time, between the turns of the loop."""
+        return self.upload is not None and self.upload.pending
+
+    def unpack(self):
+        if self.unpacking:
+            session = self.worker.session
+            self._unpack(self.upload.unpack)
+            if session.waits and not self.unpacking:
+                session.go_on()
+
+    def _unpack(self, work):
+        upload = self.upload
         try:
-            upload.add(total, offset, payload[BLOCK_HEAD.size:])
+            work()
         except ValueError as error:
             self._refuse(error)
         except OSError as error:
             self._stop(error)
         else:
             if upload.finished:
-                self._hashes.setdefault(upload.hash, set()).add(worker.author)
+                self._hashes.setdefault(upload.hash, set()).add(self.worker.author)
                 self.settle()
 
     def settle(self):
@@ -144,6 +162,8 @@ class Collector:
         self.shelf.arrange()
 
     def _end(self):
+        if self.worker.session.waits:
+            self.worker.session.go_on()
         self.worker = self.upload = None
         self._freed()
 

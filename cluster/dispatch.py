@@ -22,7 +22,6 @@ AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second wo
 # least. With heartbeats a worker has LEASE_FACTOR times longer, and STRAGGLER_TIMEOUT at least; both have that while no
 # usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
-MESSAGES, MESSAGES_A_SECOND = 32, 2.0     # log messages of a worker that are shown in a row, and after that
 
 
 class RemoteWorker(Role):
@@ -48,31 +47,44 @@ class RemoteWorker(Role):
         self.stuck = False             # it let the longest lease expire, and has delivered nothing since
         self.pace = None               # seconds it takes for a chunk
         self.chunks = 0                # results that were taken
-        self._messages, self._message_at = MESSAGES, time.monotonic()      # that may be shown now
+        self.owed = set()              # (step, chunk) handed out, of which no result has come
+        self.has_worked = False        # a result of these has come since its last request
+        self.next_block = None         # (step, offset) of a snapshot that it reads
 
     def handle(self, opcode, payload):
-        coordinator = self.coordinator
+        """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
+        coordinator, useful = self.coordinator, False
         if self.hash_wanted is not None and opcode in (JOB_REQUEST, RESULT):
             coordinator.collector.ignored(self)
         if opcode == JOB_REQUEST:
             digest = STATED.unpack_from(payload, REQUEST.size)[0] if self.version == V2 else None
-            coordinator.take_request(self, REQUEST.unpack_from(payload)[1], digest)
+            step = REQUEST.unpack_from(payload)[1]
+            useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
+            coordinator.take_request(self, step, digest)
         elif opcode == RESULT:
-            coordinator.take_result(self, wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
+            result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+            if (result.step, result.chunk) in self.owed:
+                self.owed.remove((result.step, result.chunk))
+                useful = self.has_worked = True
+            coordinator.take_result(self, result)
         elif opcode == VALIDATION:
             coordinator.take_validation(self, *VALIDATED.unpack(payload))
-        elif opcode == LOG_MESSAGE and self._may_log():
+        elif opcode == LOG_MESSAGE and coordinator.events.allows(self.author.host):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
             coordinator.events.message(self.author.name, text, line)
         elif opcode == SNAPSHOT_DATA and self.version == V2:
+            useful = coordinator.collector.worker is self
             coordinator.collector.take(self, payload)
         elif opcode == STATE_HASH and self.version == V2:
+            useful = self.hash_wanted is not None
             coordinator.collector.take_hash(self, payload)
         elif opcode == SNAPSHOT_REQUEST and self.version == V2:
             step, offset = BLOCK_REQUEST.unpack(payload)
             total, data = coordinator.shelf.block(step, offset, BLOCK) or (0, b"")
+            useful, self.next_block = (step, offset) == self.next_block, (step, offset + len(data))
             self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
+        return useful
 
     def check(self, now):
         limit = self.coordinator.cfg.IDLE_TIMEOUT
@@ -90,15 +102,6 @@ class RemoteWorker(Role):
         return {"name": self.author.name, "address": self.session.address, "device": self.device,
                 "protocol": self.version, "step": self.step, "chunks": self.chunks, "chunk_seconds": self.pace,
                 "last_seen": round(silent, 3), "state": state}
-
-    def _may_log(self):
-        now = time.monotonic()
-        earned = (now - self._message_at) * MESSAGES_A_SECOND
-        self._messages, self._message_at = min(MESSAGES, self._messages + earned) - 1, now
-        if self._messages < 0:
-            self._messages = 0.0
-            return False
-        return True
 
 
 class Dispatcher:
@@ -141,6 +144,7 @@ class Dispatcher:
                 worker.punctual = False              # others have done its chunk
             worker.held.clear()
             worker.given.clear()
+            worker.owed = {owed for owed in worker.owed if owed[0] == self.run.step - 1}
         self._first_of = {step: authors for step, authors in self._first_of.items() if step == self.run.step - 1}
         self._late = []
         self._disputed.clear()
@@ -165,8 +169,7 @@ class Dispatcher:
             self._due -= 1
             worker = self.waiting.popleft()
             worker.waiting, worker.turn = False, time.monotonic()
-            if worker.session.open:
-                self._answer(worker)
+            worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
@@ -184,6 +187,7 @@ class Dispatcher:
             chunk = self.work.copy(worker, worker.author, now, self._late)
         if chunk is not None:
             worker.held[chunk] = worker.given[chunk] = now
+            worker.owed.add((self.run.step, chunk))
             if chunk == 0:
                 self._first_of.setdefault(self.run.step, set()).add(worker.author)
         return chunk

@@ -13,6 +13,7 @@ import json
 import os
 import struct
 import tempfile
+import time
 import zlib
 
 import numpy as np
@@ -28,6 +29,7 @@ HEAD = struct.Struct("<8sQQ32s32s32sQ")
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
+UNPACK_SECONDS = 0.005     # in which a state from another island is decompressed before other work
 SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
@@ -175,7 +177,7 @@ class Upload:
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
-        self.total, self.finished = None, False
+        self.total, self.finished, self.pending, self._data = None, False, False, b""
         self._raw = bytearray() if remember else None
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
@@ -191,6 +193,14 @@ class Upload:
         return self._raw is not None
 
     def add(self, total, offset, data):
+        """Takes a piece and unpacks all of it."""
+        self.feed(total, offset, data)
+        while self.pending:
+            self.unpack()
+
+    def feed(self, total, offset, data):
+        """Takes a piece; as long as `pending`, it must be unpacked before the next one: a few bytes of zstd can unpack
+        to very many, and training goes on meanwhile."""
         if self.total is None:
             self.total = total
         most = most_bytes(self._cfg)
@@ -200,26 +210,30 @@ class Upload:
         if self._file:
             self._file.write(data)
         self._got += len(data)
+        self._data, self.pending = data, True
+        self.unpack()
+
+    def unpack(self):
+        """Unpacks PIECE bytes at most."""
         try:
-            # in bounded pieces: a few bytes of zstd can decompress to very many
-            while not self._zstd.eof and (data or not self._zstd.needs_input):
-                raw = self._zstd.decompress(data, PIECE)
-                data = b""
-                self._left -= len(raw)
-                if self._left < 0:
-                    break
-                self._sha256.update(raw)
-                self._blake2b.update(raw)
-                self._digest.update(raw)
-                self._keep_overlay(raw)
-                if self.remembered:
-                    self._raw += raw
-        except pyzstd.ZstdError as error:
+            raw = self._zstd.decompress(self._data, PIECE)
+        except (pyzstd.ZstdError, EOFError) as error:
             raise ValueError(str(error)) from None
-        if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
-                or self._got == total and not self._zstd.eof:
+        self._data, eof = b"", self._zstd.eof
+        self._left -= len(raw)
+        if self._left >= 0:
+            self._sha256.update(raw)
+            self._blake2b.update(raw)
+            self._digest.update(raw)
+            self._keep_overlay(raw)
+            if self.remembered:
+                self._raw += raw
+        self.pending = self._left >= 0 and not eof and not self._zstd.needs_input
+        complete = self._got == self.total and not self.pending
+        if self._left < 0 or eof and (self._left or self._got != self.total or self._zstd.unused_data) \
+                or complete and not eof:
             raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
-        if self._got == total:
+        if complete:
             got = self._digest.digest(), self._sha256.digest()
             if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
@@ -276,7 +290,12 @@ class Download:
     def finished(self):
         return self.upload is not None and self.upload.finished
 
-    def add(self, total, offset, data):
+    @property
+    def pending(self):
+        return self.upload is not None and self.upload.pending
+
+    def feed(self, total, offset, data):
+        """See Upload.feed."""
         size = HEAD.size + 4
         if offset != self.got or not data or offset + len(data) > total:
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got}")
@@ -290,7 +309,13 @@ class Download:
                 raise ValueError("it is not the state that was stated")
             self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
         if data:
-            self.upload.add(total - size, self.got - len(data) - size, data)
+            self.upload.feed(total - size, self.got - len(data) - size, data)
+
+    def unpack(self):
+        """Unpacks for a moment what is pending."""
+        until = time.monotonic() + UNPACK_SECONDS
+        while self.pending and time.monotonic() < until:
+            self.upload.unpack()
 
     def drop(self):
         if self.upload is not None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cluster import history
 from cluster import snapshots
 from cluster.hooks import Hook
-from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST
+from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
 from egg_config import ConfigError, UsageError
 from islands import merging
 from islands import transfer
@@ -92,17 +92,16 @@ class Standing(NamedTuple):
 def read_standing(payload):
     """The Standing in a frame. Raises FrameError if it cannot be one."""
     try:
-        fields = json.loads(payload)
+        fields = read_json(payload)
         state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
         standing = Standing(**{**fields, "state": state})
         counts, fitness = (standing.step, standing.epoch, standing.state_step), standing.fitness
         if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
-                and (fitness is None or type(fitness) in (int, float) and math.isfinite(fitness)
-                     and 0 <= fitness < 1e9)):
+                and (fitness is None or type(fitness) in (int, float) and 0 <= fitness < 1e9)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise FrameError("wrong standing: it cannot be read") from None
     return standing
 
@@ -231,7 +230,7 @@ class Island(Hook):
             if self.incoming.stalled(now):
                 self._drop_incoming(f"nothing more came of the state of {self.incoming.peer.name}")
             else:
-                self.incoming.request()
+                self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
@@ -296,15 +295,17 @@ class Island(Hook):
     # peers
 
     def handle(self, peer, opcode, payload):
-        """Takes a frame of a peer. Raises FrameError."""
+        """Takes a frame of a peer; returns whether it was of use. Raises FrameError."""
         if opcode == STANDING:
-            self._take_standing(peer, read_standing(payload))
-        elif opcode == STATE_REQUEST:
+            return self._take_standing(peer, read_standing(payload))
+        if opcode == STATE_REQUEST:
             self.outgoing.request(peer, payload)
-        elif opcode == STATE:
-            sha256, total, offset = STATE_HEAD.unpack_from(payload)
-            if self.incoming and self.incoming.expects(peer, sha256):
-                self._take_piece(total, offset, payload[STATE_HEAD.size:])
+            return True
+        sha256, total, offset = STATE_HEAD.unpack_from(payload) if opcode == STATE else (None, 0, 0)
+        expected = self.incoming and self.incoming.expects(peer, sha256)
+        if expected:
+            self._take_piece(total, offset, payload[STATE_HEAD.size:])
+        return expected
 
     def peer_lost(self, peer):
         if self.incoming and self.incoming.peer is peer:
@@ -325,8 +326,9 @@ class Island(Hook):
             peer.session.reply(STANDING, self.standing(True).pack())
 
     def _take_standing(self, peer, theirs):
+        """Returns whether it was wanted."""
         if theirs.ask and not peer.may_ask():
-            return
+            return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
         if theirs.ask:
             peer.session.reply(STANDING, self.standing().pack())
@@ -334,6 +336,7 @@ class Island(Hook):
             peer.question_at = None
         if expected:
             self._compare(peer, theirs)
+        return expected
 
     def _compare(self, peer, theirs):
         """Both sides of a tournament do this with the same two standings, so that each knows the outcome."""
@@ -360,15 +363,20 @@ class Island(Hook):
         if not total:
             self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
             return
+        self._advance(lambda: incoming.add(total, offset, data))
+
+    def _advance(self, work):
+        """Does something for the incoming state, and requests the next piece."""
+        incoming, name = self.incoming, self.incoming.peer.name
         try:
-            incoming.add(total, offset, data)
+            work()
         except ValueError as error:
             self._drop_incoming()
             self.peers.distrust(incoming.peer, f"the state of {name} is not used: {error}")
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
-            if incoming.download.finished:
+            if incoming.download.finished and not incoming.preparing:
                 incoming.prepare(self.fitness.value)
             incoming.request()
 

@@ -153,6 +153,7 @@ class Call(Role):
             else:
                 if answer:
                     self.session.reply(*answer)
+        return True
 
     def check(self, now):
         if now - self.session.born > auth.HANDSHAKE_SECONDS:
@@ -173,9 +174,9 @@ class PeerRole(Role):
     def handle(self, opcode, payload):
         if opcode == ERROR:
             self.peers.read_error(self.session, payload)
-        else:
-            self.peer.heard = time.monotonic()
-            self.peers.island.handle(self.peer, opcode, payload)
+            return False
+        self.peer.heard = time.monotonic()
+        return self.peers.island.handle(self.peer, opcode, payload)
 
     def closed(self):
         self.peers.lost(self.session)
@@ -266,7 +267,7 @@ class Peers:
             session.close()
             return
         session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
-        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        session.limits, session.known = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND), True
         peer.session, peer.id, peer.identity = session, card.id, identity
         peer.heard, peer.question_at = time.monotonic(), None
         peer.address = target.title if target else session.address

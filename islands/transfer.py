@@ -39,11 +39,11 @@ class Incoming:
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.bucket = cfg, peer, standing, bucket
         self.download = snapshots.Download(cfg, standing.state, directory)
-        self.requested, self.made, self._moved = False, None, time.monotonic()
+        self.requested, self.preparing, self.made, self._moved = False, False, None, time.monotonic()
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        wanted = self.peer.session and not self.requested and not self.download.finished
+        wanted = self.peer.session and not (self.requested or self.download.finished or self.download.pending)
         if wanted and self.bucket.take(self.bucket.piece):
             self.requested = True
             piece = STATE_WANTED.pack(self.standing.state, self.download.got, self.bucket.piece)
@@ -55,7 +55,7 @@ class Incoming:
     def add(self, total, offset, data):
         """Takes a piece. Raises ValueError for data that cannot be right, OSError of the disk."""
         self.requested, self._moved = False, time.monotonic()
-        self.download.add(total, offset, data)
+        self.download.feed(total, offset, data)
 
     def stalled(self, now):
         return now - self._moved > STALLED and not self.download.finished
@@ -73,6 +73,7 @@ class Incoming:
                     self.made = state, snapshots.pack(state)
             except (OSError, ValueError) as error:
                 self.made = error
+        self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
@@ -93,17 +94,15 @@ class Outgoing:
 
     def request(self, peer, payload):
         """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
-        peer.session.role.wanted, peer.session.waits = STATE_WANTED.unpack(payload), True
+        peer.session.role.wanted = STATE_WANTED.unpack(payload)
+        peer.session.wait()
         self._send(peer)
 
     def check(self, now, peers):
         """Sends what had to wait; closes files that nobody reads."""
         for peer in peers:
-            session = peer.session
-            if session and session.waits:
-                self._send(peer)
-                if not session.waits:
-                    session.received()               # frames that have arrived meanwhile
+            if peer.session and peer.session.waits:
+                peer.session.hub.guard(peer.session, self._send, peer)
         for sha256 in [s for s, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
             self._open.pop(sha256)[0].close()
 
@@ -117,7 +116,7 @@ class Outgoing:
         sha256, offset, size = session.role.wanted
         size = min(size, self.bucket.piece)
         if self.bucket.take(size):
-            session.waits = False
+            session.go_on()
             total, data = self._read(sha256, offset, size)
             if total and offset < total == offset + len(data):
                 peer.given += 1
