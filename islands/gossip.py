@@ -218,7 +218,7 @@ class Island(Hook):
         return self.handover is not None
 
     def admit_peer(self, card, author):
-        self.peers.admit(card)
+        self.peers.admit(card, author)
 
     def peer_joined(self, session, card, author):
         self.peers.joined(session, card, author)
@@ -227,8 +227,10 @@ class Island(Hook):
         self.peers.check(now)
         self.outgoing.check(now, self.peers.known.values())
         if self.incoming:
-            if self.incoming.stalled(now):
-                self._drop_incoming(f"nothing more came of the state of {self.incoming.peer.name}")
+            if why := self.incoming.too_slow(now):
+                peer = self.incoming.peer
+                self._drop_incoming()
+                self.peers.distrust(peer, f"{why} of the state of {peer.name}")
             else:
                 self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
@@ -327,7 +329,7 @@ class Island(Hook):
 
     def _take_standing(self, peer, theirs):
         """Returns whether it was wanted."""
-        if theirs.ask and not peer.may_ask():
+        if theirs.ask and not peer.questions.take():
             return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
         if theirs.ask:
@@ -352,8 +354,8 @@ class Island(Hook):
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
         if outcome == "pull" or not theirs.ask:
-            self.events.tell("gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
-                             theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
+            self.events.about(peer.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
+                              theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         if outcome == "pull":
             self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
             self.incoming.request()
@@ -361,7 +363,9 @@ class Island(Hook):
     def _take_piece(self, total, offset, data):
         incoming, name = self.incoming, self.incoming.peer.name
         if not total:
-            self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
+            line = f"island: {name} does not have its state of step {incoming.standing.state_step} any more"
+            self._drop_incoming()
+            self.events.about(incoming.peer.host, "warning", line, text=line)
             return
         self._advance(lambda: incoming.add(total, offset, data))
 

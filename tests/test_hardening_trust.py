@@ -19,9 +19,10 @@ import pyzstd
 import egg_net
 from cluster import admission, dispatch, history, leases, snapshots, trust, wire
 from cluster.wire import JOB_RESPONSE
-from islands import gossip
+from islands import gossip, peers, transfer
 from model import fitness_digits, parameters, state_digest
 from kit import CFG, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
+from test_island import ISLE, Isle, Stranger
 
 BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))
 
@@ -390,6 +391,55 @@ def test_copies_go_to_another_host_and_do_not_run_out():
     assert step.take(one, one.author, 0) == 0
     assert step.copy(two, two.author, 9, [0]) is None and step.copy(other, other.author, 9, [0]) == 0
     assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, more.author, 13, [0]) == 0
+
+
+# --- islands ---------------------------------------------------------------------------------------------------------
+
+def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "STALLED", 0.5)
+    with Isle(tmp_path, "a", 3) as a:
+        liar = Stranger(a.port, "liar")
+        until(lambda: a.run.step > 10)
+        liar.say(0.0, state=b"s" * 32)
+        for offset in range(100):                                # byte by byte
+            wanted, at, _ = wire.STATE_WANTED.unpack(liar.next(wire.STATE_REQUEST, 5))
+            liar.send(wire.STATE, wire.STATE_HEAD.pack(wanted, 1 << 20, at), bytes(1))
+            time.sleep(0.05)
+            if not a.island.incoming:
+                break
+        told(a, "too little came")
+        assert not a.island.incoming and a.island.peers.distrusted
+        a.island.peers.check(time.monotonic() + 2 * peers.DISTRUST)
+        assert not a.island.peers.distrusted
+
+
+def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "MOST_OF_HOST", 5)
+    with Isle(tmp_path, "a", 3) as a:
+        known = a.island.peers.known
+        for i in range(12):                                      # they come and go
+            Stranger(a.port, f"name{i}", seed=100 + i).link.close()
+            until(lambda: not any(peer.session for peer in known.values()))
+        assert len(known) <= 5
+        stay = [Stranger(a.port, f"stay{i}", seed=200 + i) for i in range(5)]
+        with pytest.raises(egg_net.NetError, match="5 islands are known here, the maximum for one host"):
+            Stranger(a.port, "more", seed=300)
+        other = caller("127.0.0.3", a.port, ISLE, lambda port, cfg: Stranger(port, "other", seed=301))
+        assert set(known) == {"other", *(f"stay{i}" for i in range(5))}
+        with pytest.raises(egg_net.NetError, match="an island of this name is connected from 127.0.0.3"):
+            Stranger(a.port, "other", seed=302)                  # a name that is in use cannot be taken over
+        for one in (*stay, other):
+            one.link.close()
+        until(lambda: not any(peer.session for peer in known.values()))
+        a.island.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
+        assert not known
+
+
+def test_coming_and_going_does_not_fill_the_log(tmp_path):
+    with Isle(tmp_path, "a", 3) as a:
+        for _ in range(150):
+            Stranger(a.port, "moth").link.close()
+        assert a.lines.text.count("peer moth") < 100
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
