@@ -63,7 +63,7 @@ class Door:
                           "(CONNECTIONS_PER_ADDRESS)", FULL)
         self.arrivals.discard(session)
         self.by_host[session.host] = self.by_host.get(session.host, 0) + 1
-        session.known = True
+        session.become_known()
 
     def leave(self, session):
         if not self.arrivals.discard(session):

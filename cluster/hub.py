@@ -16,8 +16,8 @@ import time
 from egg_config import EggError
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-STRANGERS_SECONDS = 0.001  # of a turn of the loop, for peers that have proved nothing yet
-ACCEPTED_A_TURN = 8        # connections
+# Peers that have proved nothing, and new connections, have this share of the time, and so many seconds in a row
+STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
 YOUNG = 0.1                # seconds that a new connection has before another one may take its place
 
 
@@ -58,6 +58,11 @@ class Budget:
         self.credit -= cost
         return True
 
+    def spend(self, cost):
+        """Spends what has been used already, which may leave a debt; the credit now."""
+        self.credit -= cost
+        return self.refill()
+
 
 class Crowd:
     """Connections that have proved nothing yet, at most `most`. When they are so many, the oldest one of the host with
@@ -93,28 +98,28 @@ class Crowd:
 class Listener:
     """Accepts the connections to a socket that listens; see Hub.listen."""
 
-    known = open = True
+    known, open = False, True
 
     def __init__(self, hub, sock, accept, room):
         self.hub, self.sock, self._accept, self._room, self._resting = hub, sock, accept, room, True
         self.check()
 
     def turn(self, _):
+        if not self._room():
+            self._resting = True
+            self.hub.strangers.unregister(self.sock)
+            return
         # the peer may have gone again, or file descriptors may be used up
         with contextlib.suppress(OSError):
-            for _ in range(ACCEPTED_A_TURN):
-                if not self._room():
-                    self._resting = True
-                    self.hub.selector.unregister(self.sock)
-                    break
-                sock, peer = self.sock.accept()
-                sock.setblocking(False)
-                self._accept(sock, peer)
+            sock, peer = self.sock.accept()
+            sock.setblocking(False)
+            self._accept(sock, peer)
+            self.hub.again(self)                     # there may be more
 
     def check(self):
         if self._resting:
             self._resting = False
-            self.hub.selector.register(self.sock, READ, self)
+            self.hub.strangers.register(self.sock, READ, self)
 
     def broken(self, error):
         pass                                         # no connection was made
@@ -124,12 +129,14 @@ class Hub:
     """The sockets of a process. connections: all that are open. `poll` waits and serves; `check` enforces deadlines.
 
     Whatever a peer causes to be raised ends its connection and nothing else: see `guard`. In one turn of the loop every
-    known peer is served once, and strangers (connections that are not `known`), in random order, for STRANGERS_SECONDS;
-    who was left out is served in a later turn."""
+    known peer is served once. Strangers, connections that are not `known` and listeners, are served in random order, in
+    their share of the time."""
 
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
-        self._again = set()                          # connections with input that is not handled yet
+        self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
+        self._again = set()                          # those with input that is not handled yet
+        self._hears_strangers = False
 
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) is called for each peer and makes a Connection, or closes the socket. room():
@@ -148,18 +155,32 @@ class Hub:
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
         again, self._again = self._again, set()
+        credit = self._share.refill()
+        if self._hears_strangers != (credit > 0):
+            self._hears_strangers = credit > 0
+            if credit > 0:
+                self.selector.register(self.strangers, READ)
+            else:
+                self.selector.unregister(self.strangers)
+        if any(one.known or credit > 0 for one in again):
+            timeout = 0
+        elif credit <= 0:
+            timeout = min(timeout, 0.001 - credit / STRANGERS_SHARE)
         events = dict.fromkeys(again, 0)
-        for key, mask in self.selector.select(0 if again else timeout):
-            events[key.data] = mask
+        for key, mask in self.selector.select(timeout):
+            if key.fileobj is self.strangers:
+                events.update((key.data, mask) for key, mask in self.strangers.select(0))
+            else:
+                events[key.data] = mask
         strangers = [one for one in events if not one.known]
         for one in events:
             if one.known:
                 self.guard(one, one.turn, events[one])
         random.shuffle(strangers)
-        until = time.perf_counter() + STRANGERS_SECONDS
-        while strangers and time.perf_counter() < until:
-            one = strangers.pop()
+        while strangers and credit > 0:
+            one, began = strangers.pop(), time.perf_counter()
             self.guard(one, one.turn, events[one])
+            credit = self._share.spend(time.perf_counter() - began)
         self._again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
@@ -190,6 +211,7 @@ class Hub:
         for listener in self._listeners:
             listener.sock.close()
         self.selector.close()
+        self.strangers.close()
 
 
 class Traffic:
@@ -217,6 +239,7 @@ class Connection:
 
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
         self.hub, self.sock, self.traffic, self._tls, self._call = hub, sock, traffic, tls, call
+        self._selector = hub.strangers
         self.host, self.address = address[0], f"{address[0]}:{address[1]}"
         self.inbox, self.outbox, self.open, self.paused = bytearray(), b"", True, False
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
@@ -247,6 +270,13 @@ class Connection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
+    def become_known(self):
+        """It is no stranger any more."""
+        event, self.known = self._event, True
+        self._wait_for(0)
+        self._selector = self.hub.selector
+        self._wait_for(event)
+
     def pause(self):
         """Takes nothing more from the peer until `resume`."""
         self.paused = True
@@ -264,7 +294,7 @@ class Connection:
             self.open = False
             self.hub.connections.discard(self)
             with contextlib.suppress(KeyError, ValueError):
-                self.hub.selector.unregister(self.sock)
+                self._selector.unregister(self.sock)
             self.sock.close()
             self.closed()
 
@@ -373,15 +403,15 @@ class Connection:
 
     def _register(self, stage, event):
         self._stage, self._event = stage, event
-        self.hub.selector.register(self.sock, event, self)
+        self._selector.register(self.sock, event, self)
 
     def _wait_for(self, event):
         """event: READ, WRITE, or 0 for neither."""
         if self._event != event:
             change, self._event = (self._event, event), event
             if not change[0]:
-                self.hub.selector.register(self.sock, event, self)
+                self._selector.register(self.sock, event, self)
             elif event:
-                self.hub.selector.modify(self.sock, event, self)
+                self._selector.modify(self.sock, event, self)
             else:
-                self.hub.selector.unregister(self.sock)
+                self._selector.unregister(self.sock)

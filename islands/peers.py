@@ -270,7 +270,9 @@ class Peers:
             session.close()
             return
         session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
-        session.limits, session.known = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND), True
+        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        if not session.known:
+            session.become_known()
         peer.session, peer.id, peer.identity, peer.host = session, card.id, author.identity, author.host
         peer.heard, peer.question_at = time.monotonic(), None
         peer.address = target.title if target else session.address
