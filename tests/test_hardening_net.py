@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 
+import hypothesis
 import pyzstd
 import pytest
+from hypothesis import strategies as st
 
 import egg_net
 from cluster import auth, event_log, greeting, history, hub, link, session, snapshots, status, wire
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOIN, V2
 from islands import gossip
-from kit import (CFG, HERE, SECRET, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until, whole,
+from kit import (CFG, FUZZ, GOOD, HERE, SECRET, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until, whole,
                  work_in_thread)
 from model import fitness_digits
 from tools import live_page
@@ -540,3 +542,110 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
         until(lambda: collector.upload is None or collector.upload.finished)
         other.ask(0, FakeEngine(cfg).digest())
         assert other.answer()[1] == 1 and not server.failure
+
+
+# --- hostile cards, standings, requests and holders, at random ----------------------------------------------------------
+
+LEAF = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(1 << 70), 1 << 70), st.floats(),
+                 st.sampled_from([10 ** 400, -(10 ** 4200), float("inf"), float("nan"), 2 ** 64, 2 ** 63, -1, 1e308]),
+                 st.text(st.characters(), max_size=8), st.sampled_from(["\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]))
+TREE = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.text(st.characters(), max_size=4), inner, max_size=3), max_leaves=12)
+DEEP = st.tuples(st.integers(1, 3000), st.sampled_from(["[]", '{"a":}'])).map(
+    lambda pair: (pair[1][:-1] * pair[0] + "1" + pair[1][-1] * pair[0]).encode())
+FIELDS = st.dictionaries(st.sampled_from(["role", "id", "name", "device", "config", "data", "more"]), TREE, max_size=4)
+CARDS = st.one_of(FIELDS.map(lambda values: encoded({**card(), **values})),
+                  FIELDS.map(lambda values: encoded({**card(), "role": "island", **values})), DEEP,
+                  TREE.map(lambda tree: encoded(tree)), st.binary(max_size=60),
+                  st.dictionaries(st.sampled_from(list(card()["config"])), TREE, max_size=3).map(
+                      lambda config: encoded(card(config={**card()["config"], **config}))))
+
+
+def encoded(tree):
+    """Its JSON; whole numbers that are too long for Python's own reader stay as they are."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(tree).encode()
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@FUZZ
+@hypothesis.given(CARDS)
+def test_any_json_is_read_or_refused(data):
+    try:
+        found = wire.read_json(data)
+    except ValueError:
+        found = None
+    if found is not None:
+        assert wire.read_json(json.dumps(found, ensure_ascii=False).encode()) == found
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+    with contextlib.suppress(wire.FrameError):
+        read = greeting.read_card(data)
+        assert all("\n" not in text and text.isprintable() for text in (read.id, read.name, read.device))
+        history.difference(history.kept(CFG), read.config).encode()
+    with contextlib.suppress(wire.FrameError):
+        gossip.read_standing(data).pack()
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory):
+    """A coordinator with an honest worker. It must serve throughout."""
+    cfg = changed(CONNECTIONS_PER_ADDRESS=200, STRAGGLER_TIMEOUT=0.3)
+    with Server(tmp_path_factory.mktemp("besieged"), cfg, save=True, stay=True) as server:
+        thread = work_in_thread(server.port, FakeEngine(cfg, pause=0.002), cfg, name="honest", retry=True)
+        until(lambda: server.run.step > 0)
+        yield server
+        before = server.run.step
+        until(lambda: server.run.step > before + 2, 30)
+        assert not server.failure, server.failure
+        server.stop()
+        assert thread.is_alive()
+
+
+@FUZZ
+@hypothesis.given(CARDS)
+def test_a_live_coordinator_takes_any_card(besieged, data):
+    with contextlib.suppress(OSError), contextlib.closing(introduce(besieged.port, data[:wire.JOIN_LIMIT])) as sock:
+        sock.settimeout(1)
+        assert read_frame(sock)[0] in (wire.ERROR, wire.WELCOME, None)
+    assert not besieged.failure and besieged.thread.is_alive()
+
+
+NUMBER = st.one_of(st.integers(0, 40), st.sampled_from([(1 << 64) - 1, 1 << 63, (1 << 48) + 1, 1 << 32]),
+                   st.integers(0, (1 << 64) - 1))
+REAL = st.one_of(st.floats(), st.sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, float("inf"), float("nan")]))
+ACTION = st.one_of(
+    # a step that nobody votes on: two liars of a host may outvote one honest worker of it
+    st.tuples(st.just(JOB_REQUEST), st.tuples(NUMBER, st.integers(1 << 20, (1 << 64) - 1), st.just(0)).map(lambda x: wire.REQUEST.pack(*x)
+                                                                              + bytes(wire.STATED.size))),
+    st.tuples(st.just(wire.RESULT), st.tuples(NUMBER, NUMBER, NUMBER, NUMBER, st.integers(-(1 << 63), (1 << 63) - 1),
+                                              st.sampled_from([4, 4, 0, 1 << 31])).map(
+        lambda x: wire.RESULT_HEAD.pack(*x) + GOOD)),
+    st.tuples(st.just(wire.VALIDATION), st.tuples(NUMBER, NUMBER, NUMBER, REAL).map(lambda x: wire.VALIDATED.pack(*x))),
+    st.tuples(st.just(wire.SNAPSHOT_REQUEST), st.tuples(NUMBER, NUMBER).map(lambda x: wire.BLOCK_REQUEST.pack(*x))),
+    st.tuples(st.just(wire.SNAPSHOT_DATA), st.tuples(NUMBER, NUMBER, NUMBER).map(
+        lambda x: wire.BLOCK_HEAD.pack(*x) + pyzstd.compress(bytes(9)))),
+    st.tuples(st.just(wire.STATE_HASH), NUMBER.map(lambda x: wire.STEP_HASH.pack(x, bytes(32)))),
+    st.tuples(st.just(wire.LOG_MESSAGE), st.text(st.characters(), max_size=30).map(
+        lambda text: text.encode("utf-8", "surrogatepass"))),
+    st.tuples(st.just(HEARTBEAT), st.just(b"")))
+
+
+@FUZZ
+@hypothesis.given(st.lists(ACTION, min_size=1, max_size=12), st.booleans(), st.integers(0, 300))
+def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(besieged, actions, holds, beats):
+    """A peer that knows all frames: figures at their limits, chunks that it takes and only sends heartbeats for."""
+    with contextlib.suppress(OSError, egg_net.NetError):
+        peer = Peer2(besieged.port, besieged.coordinator.cfg, name="hostile")
+        with contextlib.closing(peer.link):
+            if holds:
+                step = besieged.run.step
+                peer.ask(step, besieged.coordinator.trust.leading(step))
+                peer.link.send(peer.link.frame(HEARTBEAT) * beats)
+            for opcode, payload in actions:
+                peer.link.send(peer.link.frame(opcode, payload))
+            peer.link.sock.settimeout(0.01)
+            peer.link.sock.recv(1 << 16)
+    assert not besieged.failure and besieged.thread.is_alive()
