@@ -37,9 +37,9 @@ from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
-                          LOG_MESSAGE, NOTHING, OTHER_DATA, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, Refused,
-                          SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH,
-                          TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
+                          LOG_MESSAGE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA,
+                          SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH, TEXT_LIMIT, V1, V2,
+                          VALIDATED, VALIDATION)
 from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -414,17 +414,6 @@ class Coordinator:
         session.role = RemoteWorker(session, self, author, device, data)
         self.dispatcher.workers.add(session.role)
 
-    def check_data(self, author, digest):
-        """A worker that comes in states the digest of its training data. Raises Refused if most have other data; if
-        others are proved to have, they are refused."""
-        run, why = self.run, "other training data than most workers of this run have: give every worker the same"
-        why += f" INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save directory"
-        run.keep_data(self.trust.data_of_most(digest, author, run.data))
-        for worker in [w for w in self.dispatcher.workers if any(w.data) and w.data != run.data]:
-            worker.session.refuse(why, OTHER_DATA)
-        if digest != run.data:
-            raise Refused(why, OTHER_DATA)
-
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
@@ -518,12 +507,8 @@ class Coordinator:
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         """A worker has measured its replica. Raises FrameError."""
-        figure, who, dispatcher = self.progress.figure(tokens, n_bytes, nats), worker.author, self.dispatcher
-        if not (worker.trusted and dispatcher.may_validate(who, step)):
-            return
-        if not self.trust.confirms(step, who, (tokens, n_bytes, nats), dispatcher.several, dispatcher.by_host):
-            dispatcher.confirm_validation(step)
-        elif self.progress.validated(step, figure):
+        figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
+        if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 

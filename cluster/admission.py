@@ -10,7 +10,7 @@ from cluster import auth, greeting, history, status, wire
 from cluster.console import one_line
 from cluster.hub import Crowd
 from cluster.session import Role, Session
-from cluster.wire import BANNED, FULL, OTHER_CONFIG, Refused, V1, V2
+from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
@@ -189,7 +189,15 @@ class Admission:
         if differ := history.difference(history.kept(self.cfg), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         if any(card.data):
-            self.coordinator.check_data(author, card.data)
+            coordinator, why = self.coordinator, "other training data than most workers of this run have"
+            why += (": give every worker the same INPUT_FILE; to go on with other data, remove "
+                    f"{history.DATA_FILE} from the save directory")
+            right = coordinator.trust.data_of_most(card.data, author, coordinator.run.data)
+            coordinator.run.keep_data(right)
+            for worker in [w for w in coordinator.dispatcher.workers if any(w.data) and w.data != right]:
+                worker.session.refuse(why, OTHER_DATA)
+            if card.data != right:
+                raise Refused(why, OTHER_DATA)
 
 
 class Arrival(Role):
