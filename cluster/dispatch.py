@@ -163,7 +163,7 @@ class Dispatcher:
         for the last."""
         if self.changed:
             self.changed = self._passed_over = False
-            self.waiting = deque(sorted(self.waiting, key=lambda worker: not worker.punctual))
+            self.waiting = deque(sorted(self.waiting, key=lambda worker: (True, None, False).index(worker.punctual)))
             self._due = len(self.waiting)
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
             self._due -= 1

@@ -15,11 +15,10 @@ COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many 
 
 
 class Step:
-    """holders: chunk -> {peer: since}; a peer is any object with an `author`. Results count by author, whoever that has as peers.
-    audited: chunks that need two results if there are two authors; results: chunk -> {(packed, sum of losses):
-    (authors, fitness)}; done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`.
-    alone: there is no second author for an audit; by_host: authors of several hosts are at work, so the two results of
-    an audit are of two hosts."""
+    """holders: chunk -> {peer: since}; a peer is any object with an `author`, who may have several. audited: chunks
+    that need two results if there are two authors; results: chunk -> {(packed, sum of losses): (authors, fitness)};
+    done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`. alone: there is no
+    second author for an audit; by_host: authors of several hosts are at work, so an audit needs two of them."""
 
     alone = by_host = False
 

@@ -21,6 +21,7 @@ import pyzstd
 
 from model import state_digest
 from cluster import history
+from cluster.history import most_bytes, open_file, read_file, sizes
 from model import parameters
 
 MAGIC = b"EGGSNAP2"
@@ -75,17 +76,6 @@ def config_digest(cfg):
     return hashlib.sha256(json.dumps(history.essential(cfg), sort_keys=True).encode()).digest()
 
 
-def sizes(cfg):
-    """(bytes of weights, of moments, of overlay)."""
-    n = parameters.n_weights(cfg)
-    return n, 12 * n, parameters.n_overlay(cfg)
-
-
-def most_bytes(cfg):
-    """The largest snapshot file, in bytes: zstd adds less than that to what it cannot compress."""
-    return sum(sizes(cfg)) * 101 // 100 + 8192
-
-
 def pack(state):
     """bytes of the body of a snapshot."""
     return b"".join(_packed(state))
@@ -98,6 +88,11 @@ def _packed(state):
         for at in range(0, len(part), SLICE):
             yield compressor.compress(part[at:at + SLICE])
     yield compressor.flush()
+
+
+def read(cfg, path):
+    """The State in a snapshot file. Raises ValueError (one line) for damage, OSError."""
+    return unpack(cfg, read_file(path, most_bytes(cfg)))
 
 
 def unpack(cfg, data):
@@ -125,7 +120,9 @@ def from_body(cfg, body, step, seed):
 def _from_raw(cfg, raw, step, seed):
     n, m, _ = sizes(cfg)
     raw = np.frombuffer(raw, np.int8)
-    return parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+    state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+    parameters.check_state(state)
+    return state
 
 
 def read_head(data):
@@ -353,7 +350,7 @@ class Shelf:
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
+        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
             data = file.read(HEAD.size + 4)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
@@ -377,8 +374,7 @@ class Shelf:
 
     def state(self, step):
         """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
-        with open(os.path.join(self.directory, self.files[step]), "rb") as file:
-            return unpack(self.cfg, file.read())
+        return read(self.cfg, os.path.join(self.directory, self.files[step]))
 
     def check_start(self):
         """Raises HistoryError if the state with which the epoch began is missing or damaged."""
@@ -454,7 +450,7 @@ class Shelf:
         try:
             if self._open[0] != step:
                 self.close()
-                self._open = (step, open(os.path.join(self.directory, self.files[step]), "rb"))
+                self._open = (step, open_file(os.path.join(self.directory, self.files[step])))
             handle = self._open[1].fileno()
             total = os.fstat(handle).st_size
             return total, os.pread(handle, size, min(offset, total))

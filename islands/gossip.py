@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 import time
 from typing import NamedTuple
 
@@ -138,11 +137,9 @@ class Elites:
     """The best states that this island has measured: copies of snapshots in the save directory that no epoch
     removes."""
 
-    FILE = re.compile(r"elite-(\d{3,})-(\d{8,})-(validation|loss)-(\d+\.\d{4})\.egg")      # epoch, step, kind, fitness
-
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
-        found = ((name, self.FILE.fullmatch(name)) for name in os.listdir(directory))
+        found = ((name, history.ELITE.fullmatch(name)) for name in os.listdir(directory))
         self.files = sorted((m[3] != "validation", float(m[4]), (int(m[1]), int(m[2])), name)
                             for name, m in found if m)          # the best first
 
@@ -169,8 +166,8 @@ class Elites:
     def best(self, cfg):
         """(epoch, State) of the best one that can be read, None without one."""
         for _, _, (epoch, _), name in self.files:
-            with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
-                return epoch, snapshots.unpack(cfg, file.read())
+            with contextlib.suppress(OSError, ValueError):
+                return epoch, snapshots.read(cfg, os.path.join(self.directory, name))
         return None
 
 
@@ -221,7 +218,7 @@ class Island(Hook):
         return self.handover is not None
 
     def admit_peer(self, card, author):
-        self.peers.admit(card)
+        self.peers.admit(card, author)
 
     def peer_joined(self, session, card, author):
         self.peers.joined(session, card, author)
@@ -230,8 +227,10 @@ class Island(Hook):
         self.peers.check(now)
         self.outgoing.check(now, self.peers.known.values())
         if self.incoming:
-            if self.incoming.stalled(now):
-                self._drop_incoming(f"nothing more came of the state of {self.incoming.peer.name}")
+            if why := self.incoming.too_slow(now):
+                peer = self.incoming.peer
+                self._drop_incoming()
+                self.peers.distrust(peer, f"{why} of the state of {peer.name}")
             else:
                 self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
@@ -330,7 +329,7 @@ class Island(Hook):
 
     def _take_standing(self, peer, theirs):
         """Returns whether it was wanted."""
-        if theirs.ask and not peer.may_ask():
+        if theirs.ask and not peer.questions.take():
             return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
         if theirs.ask:
@@ -355,8 +354,8 @@ class Island(Hook):
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
         if outcome == "pull" or not theirs.ask:
-            self.events.tell("gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
-                             theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
+            self.events.about(peer.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
+                              theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         if outcome == "pull":
             self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
             self.incoming.request()
@@ -364,7 +363,9 @@ class Island(Hook):
     def _take_piece(self, total, offset, data):
         incoming, name = self.incoming, self.incoming.peer.name
         if not total:
-            self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
+            line = f"island: {name} does not have its state of step {incoming.standing.state_step} any more"
+            self._drop_incoming()
+            self.events.about(incoming.peer.host, "warning", line, text=line)
             return
         self._advance(lambda: incoming.add(total, offset, data))
 
