@@ -174,7 +174,8 @@ class Dispatcher:
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now = time.monotonic()
-        if not worker.punctual and any(self._comes_first(other, now) for other in self.workers):
+        last = worker.punctual is False or not worker.chunks and worker.author.voter in self._stuck
+        if last and any(self._comes_first(other, now) for other in self.workers):
             self._passed_over = True
             return None
         chunk = self.work.take(worker, worker.author, now)

@@ -274,24 +274,25 @@ class Run:
         `writable`."""
         self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
         self.step, self.seed = self.start[:2]
-        longest = HEAD + 4 + most_body(self.cfg)
+        most = most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._body_length(head, self.step, self.seed)
+            length = self._body_length(head, self.step, self.seed, most)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
             crc = int.from_bytes(body[length:], "little")
             if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
-                self._cut_torn_record(size, longest, writable)
+                self._cut_torn_record(size, HEAD + 4 + most, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _body_length(self, head, step, seed):
-        """Length of the body of this step's record, 0 if `head` is not the head of that record."""
+    @staticmethod
+    def _body_length(head, step, seed, most):
+        """Length of the body of this step's record, 0 if `head` is not the head of that record or it is above `most`."""
         if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
         length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
-        return length if (its_step, its_seed) == (step, seed) and length <= most_body(self.cfg) else 0
+        return length if (its_step, its_seed) == (step, seed) and length <= most else 0
 
     def _cut_torn_record(self, size, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose

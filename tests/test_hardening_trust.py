@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import pyzstd
 
+import egg_config
 import egg_net
 from cluster import admission, dispatch, history, leases, snapshots, trust, wire
 from cluster.wire import JOB_RESPONSE
 from islands import gossip, peers, transfer
 from model import fitness_digits, parameters, state_digest
+from tools import use
 from kit import CFG, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
 from test_island import ISLE, Isle, Stranger
 
@@ -493,6 +495,33 @@ def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
                         ("long", "damaged at byte")):
         status, said = in_memory(OPEN, tmp_path / name)
         assert status == 0 and words in said and said.count("\n") == 1, (name, status, said)
+
+
+IMPORT = """
+import sys, egg_config
+from tools import use
+try:
+    cfg = egg_config.make(**use.read_config(sys.argv[1]))
+    use.import_(cfg, sys.argv[1], sys.argv[2])
+except egg_config.EggError as error:
+    print(error)
+"""
+
+
+def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
+    cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
+    config = json.dumps({**history.kept(cfg)})
+    use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
+    with open(tmp_path / "sparse", "wb") as file:
+        header = json.dumps({"embedding": {"dtype": "I8", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 34]},
+                             "__metadata__": {"config": config}}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 34))
+    for name, megabytes in (("small", 700), ("sparse", 20_000)):
+        started = time.monotonic()
+        status, said = in_memory(IMPORT, tmp_path / name, tmp_path / "run", megabytes=megabytes)
+        assert status == 0 and "this configuration has" in said and said.count("\n") == 1, said
+        assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("change", [
