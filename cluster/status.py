@@ -67,7 +67,8 @@ def describe_status(status):
             for w in status["workers"]]
     table = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"), rows, 4)
     lines = facts + (["", *table] if rows else ["no workers"])
-    lines += [f"and {more} more"] * ((more := status.get("connected", 0) - len(rows)) > 0)
+    more = status.get("connected", 0) - len(rows)
+    lines += [f"and {more} more"] * (more > 0)
     lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
     return "\n".join(printable(line).removeprefix("  ") for line in lines)
 
