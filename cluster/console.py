@@ -29,7 +29,7 @@ class Printer:
         self.stream = stream or sys.stdout
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
-        self._shown, self._next, self._text = 0, 0.0, ""     # columns of the progress line; when it may change; its text
+        self._shown, self._text, self._next = 0, "", 0.0     # progress line: its columns, its text, when it may change
 
     def line(self, text):
         self._write(self._erased() + self._clean(text) + "\n")

@@ -486,7 +486,8 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
              "tokens_per_second": 9.0}
     for limits, bar in ((dict(steps=200), "[#-------] ends 00:00:40"), (dict(minutes=1), "[#-------] ends 00:00:50"),
                         (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
-                        (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"), ({}, "")):
+                        (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
+                        ({}, "")):
         stream = kit.Lines()
         stream.isatty = lambda: True
         console = Console(stream, **limits)
@@ -517,7 +518,8 @@ def test_the_line_of_d_eggs_has_its_unit(monkeypatch):
     assert "| Loss: 0.9977 |" in console.stream.text
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m", "\x1b[?25l"])
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
+                                     "\x1b[?25l"])
 def test_no_text_steers_a_terminal(hostile, tmp_path, monkeypatch, capsys):
     """Console, errors, plots and status: all pass one place."""
     def harmless(text):

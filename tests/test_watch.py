@@ -240,9 +240,8 @@ def records(directory):
 def test_tensorboard_gets_figures_and_samples(tmp_path):
     run = history.open_run(CFG)
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
-        told.tell("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25, seconds=1.0,
-                  elapsed=8.0, tokens_per_second=10.0,
-                  sent=1, received=2)
+        told.tell("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
+                  seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
         told.tell("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.tell("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
         told.tell("snapshot", step=9, bytes=1, overlay=None)
@@ -253,9 +252,9 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         for value in record.summary.value:
             got[value.tag] = (record.step,
                               value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
-    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0), "learning_rate": (7, 0.25),
-                   "validation/bits_per_byte": (7, 3.5), "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0),
-                   "overlay/max": (8, 9.0),
+    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+                   "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0), "overlay/max": (8, 9.0),
                    "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 

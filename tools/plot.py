@@ -47,8 +47,10 @@ class Chart:
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
         points = [getattr(curve, quantity) for curve in curves]
         units = sorted({curve.unit for curve in curves if curve.validation})
-        named = units if quantity == "validation" else sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
-        self.title = ", ".join(filter(None, [{"loss": "training loss"}.get(quantity, quantity), " or ".join(named)]))
+        title, named = quantity, units
+        if quantity == "loss":
+            title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
+        self.title = ", ".join([title, " or ".join(named)]) if named else title
         furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME, 2) if x == "time" else (COUNT, 1)

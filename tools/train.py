@@ -337,7 +337,7 @@ def _plan(cfg, run, steps, minutes):
     """A line about what the training will do."""
     ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
     kept = f"; kept in {run.directory}" if run.directory else ""
-    return (f"training {parameters.n_weights(cfg):,} weights with {cfg.POPULATION_SIZE:,} perturbed models a step, from "
+    return (f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} perturbed models a step, from "
             f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}{kept}")
 
 
