@@ -433,17 +433,19 @@ def run_console(args):
 
 def command_line(*arguments):
     """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
-    name, python = os.path.basename(sys.executable), os.path.relpath(sys.executable)
-    if sys.executable == shutil.which(name):
-        python = name
-    elif python.startswith(".."):
-        python = sys.executable
-    return shlex.join([python, os.path.relpath(__file__), *map(str, arguments)])
+    name = os.path.basename(sys.executable)
+    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
+    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
+
+
+def from_here(path):
+    """A path as it is short in this directory."""
+    return min(os.path.relpath(path), os.path.abspath(path), key=len)
 
 
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
-    lists = os.path.relpath(os.path.join(ROOT, "requirements"))
+    lists = from_here(os.path.join(ROOT, "requirements"))
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
@@ -453,7 +455,7 @@ def pip():
     """The command that installs into the Python that runs this; where `make` has set it up, its own."""
     try:
         with open(os.path.join(sys.prefix, "pip")) as file:
-            return file.read().strip().replace(".venv/", shlex.quote(os.path.relpath(sys.prefix)) + "/")
+            return file.read().strip().replace(".venv/", shlex.quote(from_here(sys.prefix)) + "/")
     except OSError:
         return shlex.quote(sys.executable) + " -m pip"
 
@@ -462,9 +464,9 @@ def installation():
     """What to do without a library that every command needs."""
     venv = os.path.join(ROOT, ".venv")
     if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
-        python = os.path.relpath(os.path.join(venv, "bin", "python"))
-        return f"it is installed for another: {shlex.join([python, os.path.relpath(__file__), *sys.argv[1:]])}"
-    return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
+        words = [from_here(os.path.join(venv, "bin", "python")), from_here(__file__), *sys.argv[1:]]
+        return f"it is installed for another: {shlex.join(words)}"
+    return f"install it with `make -C {shlex.quote(from_here(ROOT))} install`"
 
 
 def invite_to_continue(argv, directory, console):

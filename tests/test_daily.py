@@ -421,7 +421,7 @@ def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
 
 def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program = os.path.relpath(kit.HERE / "egg.py")
+    program = min(os.path.relpath(kit.HERE / "egg.py"), str(kit.HERE / "egg.py"), key=len)
     fails(run("generate"), 1, f"make one with `{sys.executable} {program} train --save-dir ckpt`")
     monkeypatch.chdir(kit.HERE)
     assert run("train", "--help").stdout.count("\n") > 10
