@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import signal
 import subprocess
 
 import pytest
@@ -15,6 +16,9 @@ from engine import hardware
 from kit import CFG
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
+
+# A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

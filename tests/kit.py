@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -259,7 +260,16 @@ class Peer:
             return True
 
 
-def until(condition, seconds=10):
+def free_port():
+    """A port of this machine that a server can come back to: connections take none below 32768 as their own end."""
+    while True:
+        port = random.randrange(10000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def until(condition, seconds=60):
+    """Waits for what comes at once on a quiet machine; the bound is for one that is not."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -386,7 +396,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
         threads[-1].start()
     time.sleep(0.1)
     with server:
-        until(lambda: server.run.step == steps, 30)
+        until(lambda: server.run.step == steps)
     [thread.join(10) for thread in threads]
     return server
 
@@ -401,7 +411,7 @@ class Chaos:
         self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
         self.stop, self.threads, self.engines = False, [], []
         self.kind, drifting, liar = kinds
-        self.process, self.port = coordinator_process(directory, 0, cfg)
+        self.process, self.port = coordinator_process(directory, free_port(), cfg)
         self.collect()
         for i in range(honest):
             self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
