@@ -17,7 +17,6 @@ Coordinator._answer, Worker._apply.
 """
 
 import contextlib
-import errno
 import os
 import random
 import resource
@@ -157,7 +156,7 @@ class Worker:
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and cfg.SAMPLE_EVERY and step % cfg.SAMPLE_EVERY == 0:
+        if self.tokens is not None and sample_due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
 
@@ -226,6 +225,12 @@ class Worker:
         for offset in range(0, len(body), BLOCK):
             head = BLOCK_HEAD.pack(step, len(body), offset)
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
+
+
+def sample_due(every, step):
+    """Whether a step has a sample: every so many have one, and some before, as the first words are what one waits
+    for."""
+    return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
 def sample(cfg, engine, tokens, decoding):
@@ -303,7 +308,6 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
 
 # --- coordinator -----------------------------------------------------------------------------------------------------
 
-BACKLOG = 1024             # connections that the system holds until they are accepted
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 64           # files that a coordinator may open beside its connections
@@ -333,19 +337,9 @@ class Coordinator:
         self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
         self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
-        self.address = self._listen(auth.listen_host(host, access), port)
+        self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
         self.page = http.attach(self) if http else None
-
-    def _listen(self, host, port):
-        try:
-            return self.hub.listen(host, port, self.admission.accept, self.admission.door.arrivals.room, BACKLOG)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
-                               "--port") from None
-            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and "
-                           "--port") from None
 
     @property
     def shelf(self):
@@ -366,6 +360,7 @@ class Coordinator:
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_EVERY
+            self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
             self.collector.check()
@@ -378,6 +373,13 @@ class Coordinator:
         """Something has happened for the requests that are held."""
         self.dispatcher.changed = True
 
+    def dismiss(self):
+        """Ends the connections of the workers; the page is still served. Can be called more than once."""
+        self.closing = True
+        self.console.clear()
+        for worker in list(self.dispatcher.workers):
+            worker.session.close()
+
     def drain(self, seconds):
         """Hands out no more work, but lets the connected workers apply what is complete, for at most so long."""
         self.closing = True
@@ -388,8 +390,7 @@ class Coordinator:
 
     def close(self):
         """Can be called more than once."""
-        self.closing = True
-        self.console.clear()
+        self.dismiss()
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()
@@ -490,7 +491,7 @@ class Coordinator:
     def _complete_step(self):
         step, work = self.run.step, self.dispatcher.work
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
-        event = self.progress.complete_step(step, work.sum_loss)
+        event = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
         if names := self.trust.unconfirmed(step):
             self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
                              f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
@@ -644,8 +645,11 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
-            coordinator.drain(0 if stopped else 5)
-        events.tell("stop", farewell(run), step=run.step)
+                coordinator.drain(0 if stopped else 5)
+                coordinator.console.clear()
+                events.tell("stop", farewell(run), step=run.step)
+                if coordinator.page:
+                    coordinator.page.farewell()
         return coordinator.summary()
 
 

@@ -1,6 +1,7 @@
 """Who comes in: limits on connections, bans, and the checks that a peer passes before it may take part."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import time
@@ -8,10 +9,11 @@ from typing import NamedTuple
 
 from cluster import auth, greeting, history, status, wire
 from cluster.console import one_line
-from cluster.hub import Crowd
+from cluster.hub import Crowd, NetError, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
+BACKLOG = 1024                                 # connections that the system holds until they are accepted
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
@@ -129,6 +131,17 @@ class Admission:
         self.bans = Bans(coordinator.run.directory)
         self._status_made, self._status_until = b"", 0.0
 
+    def listen(self, host, port):
+        """The (host, port) that is listened on. Raises NetError."""
+        try:
+            return self.coordinator.hub.listen(host, port, self.accept, self.door.arrivals.room, BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
+                               "--port") from None
+            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and "
+                           "--port") from None
+
     def accept(self, sock, address):
         """See hub.Hub.listen."""
         session = Session(self.coordinator.hub, sock, address, self.coordinator.progress.traffic, self.door,
@@ -177,7 +190,7 @@ class Admission:
         """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
         if time.monotonic() >= self._status_until:
             began = time.monotonic()
-            self._status_made = status.pack(self.coordinator.status())
+            self._status_made = status.pack_status(self.coordinator.status())
             now = time.monotonic()
             self._status_until = now + 10 * (now - began)
         return self._status_made
@@ -189,15 +202,19 @@ class Admission:
         if differ := history.difference(history.kept(self.cfg), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         if any(card.data):
-            coordinator, why = self.coordinator, "other training data than most workers of this run have"
-            why += (": give every worker the same INPUT_FILE; to go on with other data, remove "
-                    f"{history.DATA_FILE} from the save directory")
-            right = coordinator.trust.data_of_most(card.data, author, coordinator.run.data)
-            coordinator.run.keep_data(right)
-            for worker in [w for w in coordinator.dispatcher.workers if any(w.data) and w.data != right]:
-                worker.session.refuse(why, OTHER_DATA)
-            if card.data != right:
-                raise Refused(why, OTHER_DATA)
+            self._check_data(author, card.data)
+
+    def _check_data(self, author, digest):
+        """A worker that comes in states the digest of its training data. Raises Refused if most have other data; if
+        others are proved to have, they are refused."""
+        run, trust = self.coordinator.run, self.coordinator.trust
+        why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
+               f"on with other data, remove {history.DATA_FILE} from the save directory")
+        run.keep_data(trust.data_of_most(digest, author, run.data))
+        for worker in [w for w in self.coordinator.dispatcher.workers if any(w.data) and w.data != run.data]:
+            worker.session.refuse(why, OTHER_DATA)
+        if digest != run.data:
+            raise Refused(why, OTHER_DATA)
 
 
 class Arrival(Role):

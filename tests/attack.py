@@ -6,7 +6,6 @@ most memory of the coordinator; bytes written to the save directory."""
 
 import argparse
 import contextlib
-import os
 import pathlib
 import random
 import re

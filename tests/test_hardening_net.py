@@ -19,8 +19,8 @@ import egg_net
 from cluster import auth, event_log, greeting, history, hub, link, session, snapshots, status, wire
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOIN, V2
 from islands import gossip
-from kit import (CFG, FUZZ, GOOD, HERE, SECRET, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until, whole,
-                 work_in_thread)
+from kit import (CFG, FUZZ, GOOD, HERE, SECRET, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until,
+                 whole, work_in_thread)
 from model import fitness_digits
 from tools import live_page
 
@@ -544,11 +544,12 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
         assert other.answer()[1] == 1 and not server.failure
 
 
-# --- hostile cards, standings, requests and holders, at random ----------------------------------------------------------
+# --- hostile cards, standings, requests and holders, at random -------------------------------------------------------
 
 LEAF = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(1 << 70), 1 << 70), st.floats(),
                  st.sampled_from([10 ** 400, -(10 ** 4200), float("inf"), float("nan"), 2 ** 64, 2 ** 63, -1, 1e308]),
-                 st.text(st.characters(), max_size=8), st.sampled_from(["\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]))
+                 st.text(st.characters(), max_size=8),
+                 st.sampled_from(["\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]))
 TREE = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
     st.text(st.characters(), max_size=4), inner, max_size=3), max_leaves=12)
 DEEP = st.tuples(st.integers(1, 3000), st.sampled_from(["[]", '{"a":}'])).map(
@@ -618,8 +619,8 @@ NUMBER = st.one_of(st.integers(0, 40), st.sampled_from([(1 << 64) - 1, 1 << 63, 
 REAL = st.one_of(st.floats(), st.sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, float("inf"), float("nan")]))
 ACTION = st.one_of(
     # a step that nobody votes on: two liars of a host may outvote one honest worker of it
-    st.tuples(st.just(JOB_REQUEST), st.tuples(NUMBER, st.integers(1 << 20, (1 << 64) - 1), st.just(0)).map(lambda x: wire.REQUEST.pack(*x)
-                                                                              + bytes(wire.STATED.size))),
+    st.tuples(st.just(JOB_REQUEST), st.tuples(NUMBER, st.integers(1 << 20, (1 << 64) - 1), st.just(0)).map(
+        lambda x: wire.REQUEST.pack(*x) + bytes(wire.STATED.size))),
     st.tuples(st.just(wire.RESULT), st.tuples(NUMBER, NUMBER, NUMBER, NUMBER, st.integers(-(1 << 63), (1 << 63) - 1),
                                               st.sampled_from([4, 4, 0, 1 << 31])).map(
         lambda x: wire.RESULT_HEAD.pack(*x) + GOOD)),
