@@ -36,9 +36,9 @@ from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
-                          LOG_MESSAGE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD,
-                          SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH,
-                          TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
+                          LOG_MESSAGE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA,
+                          SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH, TEXT_LIMIT, V1, V2,
+                          VALIDATED, VALIDATION)
 from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -508,12 +508,8 @@ class Coordinator:
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         """A worker has measured its replica. Raises FrameError."""
-        figure, who, dispatcher = self.progress.figure(tokens, n_bytes, nats), worker.author, self.dispatcher
-        if not (worker.trusted and dispatcher.may_validate(who, step)):
-            return
-        if not self.trust.confirms(step, who, (tokens, n_bytes, nats), dispatcher.several, dispatcher.by_host):
-            dispatcher.confirm_validation(step)
-        elif self.progress.validated(step, figure):
+        figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
+        if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 

@@ -198,15 +198,17 @@ class Dispatcher:
         return (worker.punctual and now - worker.turn < ASK_WITHIN and not worker.held and not worker.waiting
                 and self._active(worker, now))
 
-    def may_validate(self, author, step):
-        """Whether this author was given chunk 0 of the step, with which a validation goes."""
-        return author in self._first_of.get(step, ())
-
-    def confirm_validation(self, step):
-        """A second worker shall evaluate chunk 0, and so validate."""
-        if step == self.run.step:
+    def believes(self, worker, step, figure, trust):
+        """Whether a validation counts: of a worker that was given chunk 0 of this step, if nobody is there to state the
+        same or somebody has; if not, a second worker shall evaluate chunk 0. figure: see trust.Trust.confirms."""
+        author = worker.author
+        if not worker.trusted or author not in self._first_of.get(step, ()):
+            return False
+        believed = trust.confirms(step, author, figure, self.several, self.by_host)
+        if not believed and step == self.run.step:
             self.work.audit(0)
             self.changed = True
+        return believed
 
     def catch_up(self, step, version):
         """The frame with the fitness of a step. At the end of a step all workers want the same one at once."""

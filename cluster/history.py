@@ -288,7 +288,7 @@ class Run:
 
     @staticmethod
     def _body_length(head, step, seed, most):
-        """Length of the body of this step's record, 0 if `head` is not the head of that record or it is above `most`."""
+        """Length of the body of this step's record, 0 if `head` is not its head or it is above `most`."""
         if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
         length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])

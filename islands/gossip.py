@@ -228,9 +228,7 @@ class Island(Hook):
         self.outgoing.check(now, self.peers.known.values())
         if self.incoming:
             if why := self.incoming.too_slow(now):
-                peer = self.incoming.peer
-                self._drop_incoming()
-                self.peers.distrust(peer, f"{why} of the state of {peer.name}")
+                self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
             else:
                 self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
@@ -363,11 +361,9 @@ class Island(Hook):
     def _take_piece(self, total, offset, data):
         incoming, name = self.incoming, self.incoming.peer.name
         if not total:
-            line = f"island: {name} does not have its state of step {incoming.standing.state_step} any more"
-            self._drop_incoming()
-            self.events.about(incoming.peer.host, "warning", line, text=line)
-            return
-        self._advance(lambda: incoming.add(total, offset, data))
+            self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
+        else:
+            self._advance(lambda: incoming.add(total, offset, data))
 
     def _advance(self, work):
         """Does something for the incoming state, and requests the next piece."""
@@ -375,8 +371,7 @@ class Island(Hook):
         try:
             work()
         except ValueError as error:
-            self._drop_incoming()
-            self.peers.distrust(incoming.peer, f"the state of {name} is not used: {error}")
+            self._drop_incoming(f"the state of {name} is not used: {error}", distrust=True)
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
@@ -384,11 +379,13 @@ class Island(Hook):
                 incoming.prepare(self.fitness.value)
             incoming.request()
 
-    def _drop_incoming(self, why=None):
-        self.incoming.download.drop()
-        self.incoming = None
-        if why:
-            self.events.warn(f"island: {why}")
+    def _drop_incoming(self, why=None, distrust=False):
+        incoming, self.incoming = self.incoming, None
+        incoming.download.drop()
+        if distrust:
+            self.peers.distrust(incoming.peer, why)
+        elif why:
+            self.events.about(incoming.peer.host, "warning", f"island: {why}", text=f"island: {why}")
 
     # epochs
 
