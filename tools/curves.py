@@ -62,7 +62,7 @@ def read_curve(path):
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
     reader = _Reader()
     try:
-        for part in [name + ".1"] * os.path.isfile(name + ".1") + [name]:      # a long log has an older part
+        for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
             with open(part, "rb") as file:
                 for line in iter(lambda: file.readline(LONGEST), b""):
                     with contextlib.suppress(*INCOMPLETE):
