@@ -703,7 +703,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
 @FUZZ
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
-    """Names 0 and 1 are honest, of two hosts, the others of one liar; (name, what it states, whether it has rebuilt)."""
+    """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
     hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
     authors = [admission.Author(host, str(i), str(i)) for i, host in enumerate(hosts)]
     kept = trust.Trust()
@@ -773,9 +773,9 @@ def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, ch
             elif kind == "folder":
                 os.mkdir(path)
             else:
-                if kind == "flip":
-                    bit = what % (8 * len(data) or 1)
-                    data = data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:] if data else b""
+                if kind == "flip" and data:
+                    byte, bit = divmod(what % (8 * len(data)), 8)
+                    data = data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1:]
                 with open(path, "wb") as file:
                     file.write(b"" if kind == "sparse" else what if kind == "bytes" else data)
                     if kind in ("sparse", "cut", "grown"):
