@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pty
 import re
 import shlex
 import shutil
@@ -585,6 +586,19 @@ def test_an_output_that_nobody_reads_holds_nothing_up():
     lost = 5000 - len(kept)
     assert lines[len(kept):] == [f"({lost} lines are missing here: they could not be written)", "afterwards 0",
                                  "afterwards 1", "afterwards 2"]
+
+
+def test_a_terminal_that_is_held_holds_nothing_up():
+    """Ctrl-S, or a connection that hangs: nobody takes what a terminal shows."""
+    master, slave = pty.openpty()
+    with open(slave, "w") as stream:
+        console = Console(stream)
+        started = time.monotonic()
+        for k in range(5000):
+            console.line(f"line {k} " + "x" * 90)
+            console.progress("a progress line")
+        assert time.monotonic() - started < 5 and os.get_blocking(slave)
+    os.close(master)
 
 
 def test_a_reader_that_leaves_ends_no_run(capfd):
