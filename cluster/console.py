@@ -224,8 +224,9 @@ class Lossy:
 
     def write(self, text):
         if self.file is None:
-            self.stream.write(text)
-            self.stream.flush()
+            with contextlib.suppress(OSError):
+                self.stream.write(text)
+                self.stream.flush()
             return
         self._drain()
         if len(self.waiting) > self.MOST:
