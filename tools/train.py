@@ -292,7 +292,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
         for line in run.notices:
             events.warn(line)
-        # a secret for the own workers: nobody else on this machine may take part
+        # a random secret keeps other processes of this machine out
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
         training = None
