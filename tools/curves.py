@@ -76,8 +76,8 @@ def read_curve(path):
         raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
     if not reader.loss and not reader.validation:
         raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
-    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.loss_unit, reader.validation,
-                 reader.unit, reader.references, reader.island, reader.merges, reader.rejuvenations, list(reader.samples))
+    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.loss_unit, reader.validation, reader.unit,
+                 reader.references, reader.island, reader.merges, reader.rejuvenations, list(reader.samples))
 
 
 class _Reader:
