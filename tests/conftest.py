@@ -20,6 +20,9 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 # a shell that runs the tests in the background has them, and all that they start, ignore SIGINT
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):

@@ -197,7 +197,7 @@ def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
     assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
     console.progress("step 12: 3/8 chunks")
     console.line("done")
-    assert stream.text == "\r\x1b[Kstep 12: 3/8 chunks\r\x1b[Kdone\n"
+    assert stream.text == "\r\x1b[Jstep 12: 3/8 chunks\r\x1b[Jdone\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert egg_net.Console(stream).colour("x", "red") == "x"
 
