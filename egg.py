@@ -152,7 +152,7 @@ def for_this_machine(cfg, args):
     own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
     if own or hardware.devices(cfg) != ["cpu"]:
         return cfg
-    print("no GPU here: taking the preset laptop (or choose with --preset and -D)")
+    print("no GPU here: taking the preset laptop (or choose with --preset and -D)", flush=True)
     return egg_config.load("laptop", args.defines)
 
 
@@ -168,13 +168,14 @@ def train(cfg, args):
     from tools import train
     cfg = for_this_machine(cfg, args)
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads,
-                       console(sys.stdout, args.verbose), http, args.log_json, args.tensorboard)
-    invite_to_continue(args.argv, done.coordinator.directory)
-    if done.final is not None and done.coordinator.directory:
-        directory = done.coordinator.directory
-        print("plot it: " + command_line("plot", directory))
-        print("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
+    console = run_console(args)
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, http,
+                       args.log_json, args.tensorboard)
+    directory = done.coordinator.directory
+    invite_to_continue(args.argv, directory, console)
+    if done.final is not None and directory:
+        console.line("plot it: " + command_line("plot", directory))
+        console.line("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
 @command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -208,10 +209,11 @@ def coordinator(cfg, args):
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
+    console = run_console(args)
     done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
-                                   args.minutes, console(sys.stdout, args.verbose), access, page(args, access),
-                                   args.log_json, args.tensorboard, island)
-    invite_to_continue(args.argv, done.directory)
+                                   args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
+                                   island)
+    invite_to_continue(args.argv, done.directory, console)
 
 
 @command(option("host", "name or address of the coordinator", "HOST"),
@@ -281,7 +283,10 @@ def status(cfg, args):
     import json
     from cluster import status
     report = status.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
-    print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        printer().line(status.describe_status(report))
 
 
 def of_run(args):
@@ -314,7 +319,7 @@ def generate(cfg, args):
     if not text:
         raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
+    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, printer(), **settings)
 
 
 @command(*SAVED_RUN, option("file", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", "FILE", nargs="?"),
@@ -327,7 +332,7 @@ def eval_(cfg, args):
       python egg.py eval --load-dir ckpt
       python egg.py eval --load-dir ckpt --best other.txt"""
     from tools import use
-    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, console(sys.stdout))
+    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, printer())
 
 
 @command(*SAVED_RUN, option("file", "the file to write", "FILE"),
@@ -338,7 +343,7 @@ def export(cfg, args):
 
     example: python egg.py export weights.safetensors --load-dir ckpt"""
     from tools import use
-    print(use.export(cfg, load(cfg, args), args.file, args.full))
+    printer().line(use.export(cfg, load(cfg, args), args.file, args.full))
 
 
 def of_file(args):
@@ -355,8 +360,8 @@ def import_(cfg, args):
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
-    print(use.import_(cfg, args.file, args.save_dir))
-    print("next: " + command_line("train", "--save-dir", args.save_dir))
+    printer().line(use.import_(cfg, args.file, args.save_dir))
+    printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
 @command(*SAVED_RUN, option("--json", "append them to FILE, as one line of JSON", "FILE"), saved=of_run)
@@ -369,7 +374,7 @@ def debug(cfg, args):
     from tools import debug
     from model import data_files
     tokens, saved = data_files.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
-    debug.report(cfg, saved.engine, tokens, console(sys.stdout), args.json)
+    debug.report(cfg, saved.engine, tokens, printer(), args.json)
 
 
 @command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
@@ -382,7 +387,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, args.x, args.out)
+    plot.plot(args.runs, printer(), args.x, args.out)
 
 
 @command()
@@ -411,9 +416,10 @@ def prepare(cfg, args):
     prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    size = prepare.prepare(args.texts, wanted, args.val, args.out)
+    say = printer().line
+    size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
-    print("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
 @command("--threads", "--gpu")
@@ -447,29 +453,37 @@ def load(cfg, args):
     """The use.Saved of the arguments."""
     from tools import use
     device = hardware.one_device(cfg, args.gpu)
-    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
-    print(f"egg: {args.load_dir}, step {saved.step}", file=sys.stderr, flush=True)
+    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, printer(sys.stderr))
+    printer(sys.stderr).line(f"egg: {args.load_dir}, step {saved.step}")
     return saved
 
 
-def console(stream, verbose=False):
+def printer(stream=None):
+    from cluster.console import Printer
+    return Printer(stream)
+
+
+def run_console(args):
+    """The console of a run, which ends as `args` say."""
     from cluster.console import Console
-    return Console(stream, verbose=verbose)
+    return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
 def command_line(*arguments):
     """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
-    name, python = os.path.basename(sys.executable), os.path.relpath(sys.executable)
-    if sys.executable == shutil.which(name):
-        python = name
-    elif python.startswith(".."):
-        python = sys.executable
-    return shlex.join([python, os.path.relpath(__file__), *map(str, arguments)])
+    name = os.path.basename(sys.executable)
+    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
+    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
+
+
+def from_here(path):
+    """A path as it is short in this directory."""
+    return min(os.path.relpath(path), os.path.abspath(path), key=len)
 
 
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
-    lists = os.path.relpath(os.path.join(ROOT, "requirements"))
+    lists = from_here(os.path.join(ROOT, "requirements"))
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
@@ -479,7 +493,7 @@ def pip():
     """The command that installs into the Python that runs this; where `make` has set it up, its own."""
     try:
         with open(os.path.join(sys.prefix, "pip")) as file:
-            return file.read().strip().replace(".venv/", shlex.quote(os.path.relpath(sys.prefix)) + "/")
+            return file.read().strip().replace(".venv/", shlex.quote(from_here(sys.prefix)) + "/")
     except OSError:
         return shlex.quote(sys.executable) + " -m pip"
 
@@ -488,12 +502,12 @@ def installation():
     """What to do without a library that every command needs."""
     venv = os.path.join(ROOT, ".venv")
     if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
-        python = os.path.relpath(os.path.join(venv, "bin", "python"))
-        return f"it is installed for another: {shlex.join([python, os.path.relpath(__file__), *sys.argv[1:]])}"
-    return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
+        words = [from_here(os.path.join(venv, "bin", "python")), from_here(__file__), *sys.argv[1:]]
+        return f"it is installed for another: {shlex.join(words)}"
+    return f"install it with `make -C {shlex.quote(from_here(ROOT))} install`"
 
 
-def invite_to_continue(argv, directory):
+def invite_to_continue(argv, directory, console):
     """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
     limits and without the constants that the run has kept."""
     if directory is None:
@@ -508,7 +522,7 @@ def invite_to_continue(argv, directory):
         option = "-D" if name == "D" else "--" + name.replace("_", "-")
         for one in value if isinstance(value, list) else [value]:
             words += [option] if one is True else [option, one]
-    print("continue it: " + command_line(command, *words))
+    console.line("continue it: " + command_line(command, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -597,7 +611,7 @@ def execute(argv):
 
 
 def fail(message, status):
-    print("egg: " + as_called(" ".join(str(message).split())), file=sys.stderr)
+    printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
     return status
 
 

@@ -394,6 +394,12 @@ def _derive(cfg):
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 
+def loss_unit(constants):
+    """(bits in one unit of the losses of d-eggs, the unit in which losses are shown) with these {name: value}."""
+    bits = 16 / (constants["SOFTMAX_EXP_SCALE"] * math.log(2))
+    return bits, "bits/byte" if constants["VOCAB_SIZE"] == 256 else "bits/token"
+
+
 def bounds(name):
     """(lowest, highest) that a constant may be."""
     return FACTS[name].allowed

@@ -155,7 +155,7 @@ class Worker:
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and cfg.SAMPLE_EVERY and step % cfg.SAMPLE_EVERY == 0:
+        if self.tokens is not None and sample_due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
 
@@ -219,6 +219,12 @@ class Worker:
         for offset in range(0, len(body), BLOCK):
             head = BLOCK_HEAD.pack(step, len(body), offset)
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
+
+
+def sample_due(every, step):
+    """Whether a step has a sample: every so many have one, and some before, as the first words are what one waits
+    for."""
+    return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
 def sample(cfg, engine, tokens, decoding):
@@ -360,6 +366,7 @@ class Coordinator:
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_EVERY
+            self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
             self.collector.check()
@@ -372,6 +379,13 @@ class Coordinator:
         """Something has happened for the requests that are held."""
         self.dispatcher.changed = True
 
+    def dismiss(self):
+        """Ends the connections of the workers; the page is still served. Can be called more than once."""
+        self.closing = True
+        self.console.clear()
+        for worker in list(self.dispatcher.workers):
+            worker.session.close()
+
     def drain(self, seconds):
         """Hands out no more work, but lets the connected workers apply what is complete, for at most so long."""
         self.closing = True
@@ -382,8 +396,7 @@ class Coordinator:
 
     def close(self):
         """Can be called more than once."""
-        self.closing = True
-        self.console.clear()
+        self.dismiss()
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()
@@ -489,7 +502,7 @@ class Coordinator:
     def _complete_step(self):
         step, work = self.run.step, self.dispatcher.work
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
-        event = self.progress.complete_step(step, work.sum_loss)
+        event = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()             # before anything is written: workers come first
@@ -627,8 +640,11 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
-            coordinator.drain(0 if stopped else 5)
-        events.tell("stop", farewell(run), step=run.step)
+                coordinator.drain(0 if stopped else 5)
+                coordinator.console.clear()
+                events.tell("stop", farewell(run), step=run.step)
+                if coordinator.page:
+                    coordinator.page.farewell()
         return coordinator.summary()
 
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import hashlib
-import json
 import os
 from typing import NamedTuple
 
 from cluster import auth, greeting, history, wire
 from cluster.console import one_line
 from cluster.session import Role, Session
+from cluster.status import pack_status
 from cluster.wire import BANNED, ERROR, FAILED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
@@ -158,7 +158,7 @@ class Admission:
             session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
         session.reply(*host.welcome(self.coordinator.welcome()))
         if card.role == "status":
-            session.reply(wire.STATUS, json.dumps(self.coordinator.status()).encode())
+            session.reply(wire.STATUS, pack_status(self.coordinator.status()))
         elif card.role == "island" and session.open:
             self.coordinator.island.peer_joined(session, card, author)
 

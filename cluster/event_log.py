@@ -12,6 +12,7 @@ import re
 import stat
 import time
 
+import egg_config
 from cluster.history import EVENTS
 from egg_config import EggError
 
@@ -130,17 +131,19 @@ class JsonLog(Lines):
 
 
 class CoordinatorLog(Lines):
-    """The log of d-eggs: the constants, then one line of figures per step."""
+    """The log of d-eggs: the constants, then one line of figures per step, the loss in the unit of d-eggs."""
 
     def __init__(self, path, advice, warn, cfg, step):
         super().__init__(path, advice, warn)
+        self.bits = egg_config.loss_unit(cfg.constants())[0]
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         constants = "".join(f"# {name} = {value}\n" for name, value in cfg.constants().items())
         self.add(f"# egg, {now}, from step {step}\n{constants}Step,RelTime,Loss,Updates,LR")
 
     def tell(self, event, _):
         if event["event"] == "step":
-            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**event))
+            loss = event["loss"] / self.bits
+            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**{**event, "loss": loss}))
 
 
 class TensorBoard:
@@ -165,8 +168,9 @@ class TensorBoard:
     def tell(self, event, _):
         kind = event["event"]
         if kind == "step":
-            names = "loss", "updates", "tokens_per_second", "learning_rate"
-            self._scalars(event, {name: event[name] for name in names})
+            names = "updates", "tokens_per_second", "learning_rate"
+            loss = "loss/" + event["unit"].replace("/", "_per_")
+            self._scalars(event, {loss: event["loss"], **{name: event[name] for name in names}})
         elif kind == "validation":
             self._scalars(event, {"validation/" + event["unit"].replace("/", "_per_"): event["value"]})
         elif kind == "snapshot" and event["overlay"]:

@@ -8,7 +8,7 @@ from cluster import auth
 from cluster.console import one_line, printable
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
-from cluster.wire import STATUS, V2
+from cluster.wire import STATUS, STATUS_LIMIT, V2
 
 LINEAGE = 5                # epochs of an island that are listed
 
@@ -35,13 +35,25 @@ def closed_on_greeting(host, port):
     return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here (--tls-ca), protocol 2?"
 
 
+def pack_status(status):
+    """bytes: the JSON of a status (egg_net.Coordinator.status), with so many entries of its lists as a frame holds."""
+    most = len(status["workers"]) + len(status["banned"]) + len(status["island"]["peers"] if status["island"] else ())
+    while len(data := json.dumps(status).encode()) > STATUS_LIMIT:
+        most //= 2
+        island = status["island"] and {**status["island"], "peers": status["island"]["peers"][:most]}
+        status = {**status, "workers": status["workers"][:most], "island": island,
+                  "banned": dict(list(status["banned"].items())[-most:] if most else ())}
+    return data
+
+
 def describe_status(status):
     """str: a table of what fetch_status gives."""
     of = f" of {status['steps']}" if status["steps"] else ""
     facts = [f"step {status['step']}{of}, {status['chunks_done']} of {status['chunks']} chunks done, "
              f"{status['tokens_per_second']:,.0f} tokens/s"]
     if status["loss"] is not None:
-        facts[0] += f", loss {status['loss']:.4f}"
+        # a coordinator of before losses had a unit
+        facts[0] += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
     if status["validation"]:
         facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
     newest = f", newest snapshot of step {status['snapshot']}" if status["snapshot"] else ""
@@ -55,6 +67,8 @@ def describe_status(status):
             for w in status["workers"]]
     table = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"), rows, 4)
     lines = facts + (["", *table] if rows else ["no workers"])
+    more = status.get("connected", 0) - len(rows)
+    lines += [f"and {more} more"] * (more > 0)
     lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
     return "\n".join(printable(line).removeprefix("  ") for line in lines)
 

@@ -31,24 +31,27 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # --- without a GPU ---------------------------------------------------------------------------------------------------
 
-def test_every_kernel_compiles(compiler):
-    """All of them for the oldest card; for each other one those that differ from what is compiled already."""
-    names = hold_against_cards(compiler, {})
-    assert all({"operands", "products", "optimize", "digest", "choose", "token", "head"} <= set(made)
-               for made in names.values())
+@pytest.mark.compiles({})
+def test_every_kernel_compiles(compiled_kernels):
+    """All of them for every card."""
+    hold_against_cards(compiled_kernels)
+    for made in compiled_kernels.values():
+        names = {kernel.name for kernel, _ in made.values()}
+        assert {"operands", "products", "optimize", "digest", "choose", "token", "head"} <= names
 
 
-@pytest.mark.parametrize("other", OTHER_INSTRUCTIONS, ids=str)
-def test_other_instructions_compile(other, compiler):
+@pytest.mark.parametrize("other", [pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)]), id=str(other))
+                                   for other in OTHER_INSTRUCTIONS])
+def test_other_instructions_compile(other, compiled_kernels):
     """Those that cc 9.0 need not use."""
-    hold_against_cards(compiler, other, [(9, 0)])
+    hold_against_cards(compiled_kernels)
 
 
-def test_wide_rows_compile(compiler):
+@pytest.mark.compiles(dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2),
+                      [(8, 6), (9, 0)], part="noisy", names=("up", "full", "attention", "head"))
+def test_wide_rows_compile(compiled_kernels):
     """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
-    wide = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
-    hold_against_cards(compiler, wide, [(8, 6), (9, 0)],
-                       wanted=lambda name: name in ("up", "full", "attention", "head"))
+    hold_against_cards(compiled_kernels)
 
 
 @pytest.mark.parametrize("cc", CARDS, ids=str)
@@ -69,7 +72,7 @@ def test_kernels_that_differ_are_told_apart():
     """What saves compiling above: equal are kernels of equal code, constants and called functions."""
     def keys(cc=(8, 0), **constants):
         known = {}
-        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)[0]}
+        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)["all"]}
 
     base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
     assert base == keys(VALIDATE_EVERY=7)

@@ -37,7 +37,7 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
+from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, free_port, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -270,14 +270,10 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
 
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
     """Everybody is given everybody, itself too, and calls both ways: one connection for each pair stays."""
-    ports = []
-    for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
+    ports = [free_port() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
-        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles),
-              20)
+        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles))
         time.sleep(0.5)
         assert [len(isle.coordinator.hub.connections) for isle in isles] == [2, 2, 2]
         assert all(sum(target.is_self for target in isle.island.peers.targets) == 1 for isle in isles)
@@ -823,10 +819,7 @@ class Archipelago:
     def __init__(self, directory, seed, islands, cfg, laptop):
         self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
         self.cfgs = [egg_config.make(**{**cfg.constants(), "ISLAND_SEED": i + 1}) for i in range(islands)]
-        doors = [socket.create_server(("127.0.0.1", 0)) for _ in self.cfgs]
-        self.ports = [door.getsockname()[1] for door in doors]
-        for door in doors:
-            door.close()
+        self.ports = [free_port() for _ in self.cfgs]
         self.sea, self.count = Sea(self.ports), {"killed": 0, "stopped": 0, "cut": 0, "slowed": 0}
         self.processes, self.workers, self.threads = [self._coordinator(i) for i in range(islands)], [], []
         for i in range(islands):
@@ -904,12 +897,22 @@ class Archipelago:
         self.sea.cut, self.sea.slow = set(), {}
         # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
         wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
-        until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
+        seen = None
+        while behind := self.behind(wanted):
+            if behind != seen:
+                seen, end = behind, time.monotonic() + 120
+            assert time.monotonic() < end, f"islands stand still: {behind}"
+            time.sleep(0.2)                                  # the learners are threads of this process
 
     def happened(self):
         """Whether an island was killed and another one has found a deceiver out."""
         logs = (events_of(self.directory / f"i{i}") for i in range(len(self.ports)))
         return self.count["killed"] and any("nothing of" in event.get("text", "") for log in logs for event in log)
+
+    def behind(self, wanted):
+        """{island: its steps} of those that have fewer than wanted."""
+        done = {i: self.steps(i) for i in range(len(wanted))}
+        return {i: steps for i, steps in done.items() if steps < wanted[i]}
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))

@@ -22,6 +22,7 @@ from engine import cpu_transformer
 from model import data_files
 from tools import debug
 from model import state_digest
+from cluster import console
 from cluster import history
 from model import fitness_digits
 from model import integer_tables
@@ -552,7 +553,7 @@ def test_debug_command_and_layout(here, capsys):
     call(capsys, "debug", "--json", "trace.jsonl", "--best")
     steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
     assert steps == [STEPS, SNAPSHOT]
-    colour = lambda text, name: f"\x1b[{egg_net.Console.COLOURS[name]}m{text}\x1b[0m"
+    colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
     assert "\x1b[35m" in debug.describe(json.loads(open("trace.jsonl").readline()), colour)[0]
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import ssl
 import struct
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import strategies as st
 
 import egg
+import egg_config
 from cluster import admission
 from cluster import auth
 from cluster import status as cluster_status
@@ -32,6 +34,7 @@ from tools import plot
 from tools import train
 from cluster import event_log
 from cluster import wire
+from cluster.progress import Progress
 from cluster.wire import LOG_MESSAGE, VALIDATION
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread
 
@@ -51,7 +54,7 @@ def of_kind(kind, told):
 
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
           "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
-          "step": {"step", "tokens", "loss", "updates", "reports", "learning_rate", "seconds", "elapsed",
+          "step": {"step", "tokens", "loss", "unit", "updates", "reports", "learning_rate", "seconds", "elapsed",
                    "tokens_per_second", "sent", "received"},
           "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
 
@@ -76,8 +79,11 @@ def test_a_run_keeps_its_events(tmp_path):
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     assert [(e["step"], e["tokens"]) for e in steps] == [(k, k * a_step) for k in range(5)]
     run = history.open_run(cfg, tmp_path)
-    assert [(e["loss"], e["updates"]) for e in steps] == [(pytest.approx(run.record(k)[0] / a_step / 16, abs=1e-6),
-                                                           run.record(k)[1]) for k in range(5)]
+    bits, unit = egg_config.loss_unit(cfg.constants())
+    assert [(e["loss"], e["unit"], e["updates"]) for e in steps] == [
+        (pytest.approx(run.record(k)[0] / a_step / 16 * bits, abs=1e-6), unit, run.record(k)[1]) for k in range(5)]
+    log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
+    assert [row[2] for row in log] == [f"{run.record(k)[0] / a_step / 16:.6f}" for k in range(5)]       # of d-eggs
     run.close()
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
@@ -136,6 +142,39 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
     assert (curve.validation, curve.unit, curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
+
+
+def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
+    """They are in the unit of d-eggs, which depends on the run; a run that went on with this version has both."""
+    bits = 16 / 6 / np.log(2)
+    for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
+        path = tmp_path / str(vocabulary)
+        old = [{"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary, "RECOMBINE_ALPHA": 1}},
+               {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}]
+        new = [{"event": "step", "step": 1, "tokens": 10, "loss": 7.0, "unit": unit, "seconds": 1}]
+        for told in (old, old + new):
+            path.write_text("".join(json.dumps(event) + "\n" for event in told))
+            curve = read_curve(path)
+            assert [p[3] for p in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
+            assert curve.loss_unit == unit
+    text = plot.terminal(*charts([path]), Stream(), 80)
+    assert "training loss, bits/token\n" in text
+
+
+def test_a_label_stands_where_no_curve_is(tmp_path):
+    """A curve that ends on a reference: its label is left of it, whole."""
+    path = tmp_path / "log"
+    with open(path, "w") as file:
+        print(json.dumps({"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}}), file=file)
+        for k in range(100):
+            value = 3.5 + 4 * 0.9 ** k
+            for event in ("validation", "step"):
+                print(json.dumps({"event": event, "step": k, "tokens": k, "value": value, "loss": 1, "seconds": 1,
+                                  "unit": "bits/byte"}), file=file)
+    for width in (60, 80, 160):
+        text = plot.terminal(*charts([path]), Stream(), width)
+        assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
+        assert "bigram 3.50" not in plot.terminal(*charts([path]), Stream(), 20)
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
@@ -201,9 +240,8 @@ def records(directory):
 def test_tensorboard_gets_figures_and_samples(tmp_path):
     run = history.open_run(CFG)
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
-        told.tell("step", step=7, tokens=70, loss=1.5, updates=3, reports=1, learning_rate=0.25, seconds=1.0,
-                  elapsed=8.0, tokens_per_second=10.0,
-                  sent=1, received=2)
+        told.tell("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
+                  seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
         told.tell("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.tell("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
         told.tell("snapshot", step=9, bytes=1, overlay=None)
@@ -214,9 +252,9 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         for value in record.summary.value:
             got[value.tag] = (record.step,
                               value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
-    assert got == {"loss": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0), "learning_rate": (7, 0.25),
-                   "validation/bits_per_byte": (7, 3.5), "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0),
-                   "overlay/max": (8, 9.0),
+    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+                   "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0), "overlay/max": (8, 9.0),
                    "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 
@@ -583,6 +621,39 @@ def test_status_tells_of_an_island(tmp_path):
     assert text.endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
 
 
+def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
+    """Thousands of workers, bans and islands with the longest names: the first of them are told, and how many more."""
+    name = "\U0001f95a" * 64
+    worker = dict(name=name, device=name, address="10.0.0.1:1", protocol=2, step=0, chunks=0, chunk_seconds=None,
+                  last_seen=0.5, state="working")
+    status = egg_net.Coordinator.status
+    for island in (None, {**ISLAND, "peers": ISLAND["peers"] * 3000}):
+        more = dict(workers=[worker] * 4000, connected=4000, island=island, banned={f"{name} {k}": name
+                                                                                    for k in range(100)})
+        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
+        with Server(tmp_path) as server:
+            told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
+        shown = len(told["workers"])
+        assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
+        assert len(json.dumps(told).encode()) <= wire.STATUS_LIMIT
+        text = cluster_status.describe_status(told)
+        assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
+
+
+@pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
+def test_a_lie_does_not_move_the_loss(lie, tmp_path):
+    """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as told:
+        honest, liar = Progress(CFG, run, told), Progress(CFG, run, told)
+        for progress, last in ((honest, 40_000), (liar, lie)):
+            progress.begin_step()
+            progress.chunk_handed_out()
+            progress.complete_step(0, [40_000, 41_000, 42_000, last])
+    run.close()
+    assert liar.loss == pytest.approx(honest.loss, rel=0.3)
+
+
 # --- the live page ----------------------------------------------------------------------------------------------------
 
 def page_port(server):
@@ -649,9 +720,11 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
-        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"], state["loss"]) == (1, 3, 4, 0,
-                                                                                                         1.0)
-        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), 1.0]]
+        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
+        bits = egg_config.loss_unit(cfg.constants())[0]
+        assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
+        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
+        assert state["finished"] is False
         assert state["name"] == tmp_path.name
         assert state["curves"]["validation"][0][2] == 1.0
         assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
@@ -665,13 +738,43 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/metrics")
         assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
         values = parse_metrics(body.decode())
-        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8 and values["egg_loss"] == 1
+        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
+        assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
         assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
         assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
         assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404
         peer.link.close()
+
+
+def test_the_page_tells_of_the_end(tmp_path):
+    """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
+    for looks in (True, False):
+        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
+            states = [fetch(port)] if looks else []
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            while looks and (state := fetch(port)):
+                states.append(state)
+                time.sleep(0.3)
+            assert process.wait(10) == 0
+            took = time.monotonic() - started
+        assert [state["finished"] for state in states[:1] + states[-1:]] == [False, True][:2 * looks]
+        assert (took >= live_page.FAREWELL_SECONDS - 0.5) == looks and took < live_page.FAREWELL_SECONDS + 2
+
+
+def fetch(port):
+    """The state of a page, None where nobody serves it."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(request("/state.json"))
+            return json.loads(receive(sock)[2] or "null")
+    except OSError:
+        return None
 
 
 def parse_metrics(text):

@@ -34,6 +34,8 @@ MADE_EVERY = 1.0           # seconds for which a response is reused
 POINTS = 800               # most points of a curve
 WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # most entries in a response; peers: as many as workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
+LOOKING_SECONDS = 6.0      # since a browser has asked for the state, in which somebody is looking
+FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody is looking
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +99,7 @@ class Figures:
         self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.seconds, self.step, self.references = 0.0, {}, {}
         self.last_validation = self.best = self.unit = None
-        self.samples, self.lines = deque(maxlen=SAMPLES), deque(maxlen=LINES)
+        self.samples, self.lines, self.finished = deque(maxlen=SAMPLES), deque(maxlen=LINES), False
         self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
         self.sent = self.received = 0
@@ -152,6 +154,7 @@ class Figures:
             self._add_merge(event["step"], tokens, self.seconds, event["peer"], event["peer_step"], share)
         if kind in self.counts:
             self.counts[kind] += 1
+        self.finished = self.finished or kind == "stop"
 
     def _add_step(self, event):
         self.step = event
@@ -176,10 +179,11 @@ class Figures:
         return {"time": round(time.time(), 3),
                 "name": os.path.basename(os.path.abspath(directory)) if directory else None,
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot")},
-                "started": coordinator.progress.started is not None,
+                "started": coordinator.progress.started is not None, "finished": self.finished,
                 "tokens": status["step"] * coordinator.progress.tokens_a_step,
                 "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
                 "step_seconds": step.get("seconds"), **{k: step.get(k) for k in ("loss", "learning_rate", "updates")},
+                "loss_unit": status["loss_unit"],
                 "weights": coordinator.n_weights, "validation": self.last_validation, "best": self.best,
                 "references": self.references, "unit": self.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
@@ -189,10 +193,11 @@ class Figures:
     def metrics(self):
         """The same in the text format of Prometheus."""
         status, step = self.coordinator.status(), self.step
+        loss = f"egg_loss{{unit={quoted(status['loss_unit'])}}}"
         rows = [("egg_steps_total", "steps of the run that are complete", status["step"]),
                 ("egg_tokens_total", "tokens evaluated in them",
                  status["step"] * self.coordinator.progress.tokens_a_step),
-                ("egg_loss", "mean loss of the population in the last step", step.get("loss")),
+                (loss, "mean loss of the population in the last step", step.get("loss")),
                 ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so",
                  self.speed() or None),
                 ("egg_step_seconds", "duration of the last step", step.get("seconds")),
@@ -322,7 +327,7 @@ class Page:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
         self.figures = Figures(coordinator)
-        self._made = {}                              # path -> (when, Body)
+        self._made, self._looked = {}, -math.inf     # path -> (when, Body); when somebody has asked for the state
         try:
             self.address = coordinator.hub.listen(where.host, where.port, self._accept, MOST_CLIENTS)
         except OSError as error:
@@ -334,6 +339,13 @@ class Page:
         host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
         secret = ", which asks for the secret as password" if self.where.secret else ""
         return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{secret}"
+
+    def farewell(self):
+        """Serves the end of the run for a moment, if somebody is looking."""
+        until = time.monotonic() + FAREWELL_SECONDS
+        self._made.clear()
+        while self._looked > until - FAREWELL_SECONDS - LOOKING_SECONDS and time.monotonic() < until:
+            self.coordinator.poll(0.1)
 
     def answer(self, head):
         """(bytes of the response, whether it is the last one on this connection) to the head of a request."""
@@ -365,6 +377,7 @@ class Page:
             return None
         when, body = self._made.get(path, (-math.inf, None))
         now = time.monotonic()
+        self._looked = now if path == "/state.json" else self._looked
         if now - when >= MADE_EVERY:
             if path == "/metrics":
                 body = Body(PROMETHEUS, self.figures.metrics().encode())
