@@ -116,8 +116,8 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
-CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or local: a "
-                 "new one on this machine (default: auto)", "ADDRESS")
+CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
+                 "local: a new one on this machine (default: auto)", "ADDRESS")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 COMMANDS = []                  # (function, options, source of the saved constants)
 
@@ -244,8 +244,9 @@ def worker(cfg, args):
          *RUN[1:], "--port", "--verbose", CLUSTER,
          option("--workers", "number of workers, or all: as many as the nodes have room for (default: all)", "N",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
-         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only if "
-                "this is given (default: the fewest that a node has)", "N", number(int, 1, 1024, "a number of cores")),
+         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
+                "if this is given (default: the fewest that a node has)", "N",
+                number(int, 1, 1024, "a number of cores")),
          option("--wait", "minutes to wait until the first worker has found its resources (default: 5)", "N",
                 number(float, 1e-3, 1e6, "a number of minutes")),
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)

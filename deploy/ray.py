@@ -42,7 +42,8 @@ WAIT_MINUTES = 5.0         # for resources of the first worker
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
-GAUGES = {"step": "completed steps", "loss": "mean loss of the population", "tokens_per_second": "of the last step"}
+GAUGES = {"step": "the last step", "loss": "mean loss of the population", "tokens_per_second": "speed of the last step",
+          "value": "validation: cross-entropy of held-out text"}
 
 
 class RayError(EggError):
@@ -50,8 +51,8 @@ class RayError(EggError):
 
 
 def connect(address):
-    """Connects this process to a cluster. address: "auto" or None (RAY_ADDRESS, or a cluster on this machine), "local" (a new
-    one, which ends with this process) or HOST:PORT. Raises RayError."""
+    """Connects this process to a cluster. address: "auto" or None (RAY_ADDRESS, or a cluster on this machine), "local"
+    (a new one, which ends with this process) or HOST:PORT. Raises RayError."""
     address = address or "auto"
     if address.startswith("ray://"):
         raise UsageError(f"--address {address}: a driver outside the cluster is of no use here: run the command on a "
@@ -79,20 +80,49 @@ def absolute(directory):
 
 # --- actors ----------------------------------------------------------------------------------------------------------
 
-class Relay:
-    """Stands in for the console of the coordinator: keeps what it is told until the driver fetches it, and passes the
-    figures of each step to Ray's metrics."""
+class CoordinatorActor:
+    """Coordinates the run, and is the console of that: keeps what it is told until the driver fetches it, and passes
+    the figures of each step to Ray's metrics. `run` occupies one thread, the driver's calls have another."""
 
     def __init__(self):
-        self.calls = collections.deque(maxlen=10_000)
-        self.status = ""
+        self.calls, self.status, self.stopping = collections.deque(maxlen=10_000), "", False
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
-        self.gauges["value"] = metrics.Gauge("egg_validation", "cross-entropy of held-out text")
+
+    def run(self, cfg, port, save_dir, load_dir, steps, minutes, secret, http, log_json, tensorboard):
+        """Returns the progress.Summary. Raises what egg_net.run_coordinator does."""
+        run = self._open(cfg, save_dir, load_dir)
+        with (contextlib.closing(run),
+              event_log.Events(cfg, run, run.directory, self, log_json, tensorboard) as events):
+            for line in run.notices:
+                events.warn(line)
+            coordinator = egg_net.Coordinator(cfg, run, None, port, steps, minutes, console=self, events=events,
+                                              access=auth.Access(secret), http=http)
+            with contextlib.closing(coordinator):
+                self.line(f"coordinator on {ray.util.get_node_ip_address()}:{port}, step {run.step}, "
+                          f"kept in {run.directory}")
+                if coordinator.page:
+                    self.line(coordinator.page.invitation())
+                while not (coordinator.finished or self.stopping):
+                    coordinator.poll()
+                coordinator.drain(0 if self.stopping else 5)
+            events.tell("stop", egg_net.farewell(run), step=run.step)
+            return coordinator.summary()
+
+    def _open(self, cfg, save_dir, load_dir):
+        """The Run. The coordinator of a driver that was killed may hold it for a moment."""
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return history.open_run(cfg, save_dir, load_dir)
+            except history.HistoryError as error:
+                if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > until or self.stopping:
+                    raise
+            time.sleep(0.2)
 
     def tell(self, event, line):
         self.calls.append(("tell", event, line))
         if event["event"] in ("step", "validation"):
-            for name in self.gauges.keys() & (event.keys() if event["event"] == "step" else {"value"}):
+            for name in self.gauges.keys() & event.keys():
                 self.gauges[name].set(event[name])
 
     def line(self, text):
@@ -104,48 +134,9 @@ class Relay:
     def clear(self):
         self.status = ""
 
-
-class CoordinatorActor:
-    """Coordinates the run. `run` occupies one thread until the run ends; the driver asks for `news` from another."""
-
-    def __init__(self):
-        self.relay, self.coordinator, self.stopping = Relay(), None, False
-
-    def run(self, cfg, port, save_dir, load_dir, steps, minutes, secret, http, log_json, tensorboard):
-        """Returns the progress.Summary. Raises what egg_net.run_coordinator does."""
-        run = self._open(cfg, save_dir, load_dir)
-        with (contextlib.closing(run),
-              event_log.Events(cfg, run, run.directory, self.relay, log_json, tensorboard) as events):
-            for line in run.notices:
-                events.warn(line)
-            with contextlib.closing(egg_net.Coordinator(
-                    cfg, run, None, port, steps, minutes, console=self.relay, access=auth.Access(secret),
-                    events=events, http=http)) as self.coordinator:
-                address = ray.util.get_node_ip_address()
-                self.relay.line(f"coordinator on {address}:{port}, step {run.step}, kept in {run.directory}")
-                if self.coordinator.page:
-                    self.relay.line(self.coordinator.page.invitation())
-                while not (self.coordinator.finished or self.stopping):
-                    self.coordinator.poll()
-                self.coordinator.drain(0 if self.stopping else 5)
-            events.tell("stop", egg_net.farewell(run), step=run.step)
-            return self.coordinator.summary()
-
-    def _open(self, cfg, save_dir, load_dir):
-        until = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                return history.open_run(cfg, save_dir, load_dir)
-            except history.HistoryError as error:
-                locked = isinstance(error.__context__, BlockingIOError)
-                if not locked or self.stopping or time.monotonic() > until:
-                    raise
-            time.sleep(0.2)
-
     def news(self):
-        """(status line, calls for the console) since the last time."""
-        calls = [self.relay.calls.popleft() for _ in range(len(self.relay.calls))]
-        return self.relay.status, calls
+        """(status line, calls for the console of the driver) since the last time."""
+        return self.status, [self.calls.popleft() for _ in range(len(self.calls))]
 
     def stop(self):
         self.stopping = True
@@ -188,8 +179,8 @@ class Place(NamedTuple):
 
 
 class Workers:
-    """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker on
-    a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
+    """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker
+    on a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
 
     def __init__(self, cfg, workers, cpus, arguments, console):
         self.device, self.workers, self.given, self.console = cfg.DEVICE, workers, cpus, console
