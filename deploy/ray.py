@@ -186,7 +186,7 @@ class Workers:
         self.device, self.workers, self.given, self.console = cfg.DEVICE, workers, cpus, console
         self.arguments, self.places, self.started, self.look_at = arguments, [], 0, 0.0
         # a node without CPUs (often the head node) is for other things
-        self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"] and not n["GPU"]), default=1)
+        self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"]), default=1)
 
     def wanted(self):
         """[(resources, number of workers)] for which the nodes have room, or that were asked for."""
@@ -335,7 +335,7 @@ def follow(actor, finish, workers, wait, stopped, console):
                            "node, or wait longer with --wait")
         if not (placed or told) and now - started > SILENT_SECONDS:
             told = console.line(f"waiting for resources: {needs(workers)}") is None
-    with contextlib.suppress(ray.exceptions.RayError):
+    with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)
     if error := failure(finish):
@@ -343,7 +343,9 @@ def follow(actor, finish, workers, wait, stopped, console):
 
 
 def show(news, console):
-    """Passes what the coordinator told to the console; returns its status line."""
+    """Passes what the coordinator told to the console; returns its status line. Raises RayError."""
+    if error := failure(news):
+        raise error
     status, calls = ray.get(news)
     for name, *values in calls:
         getattr(console, name)(*values)

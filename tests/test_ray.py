@@ -156,6 +156,18 @@ def test_what_cannot_work_ends_with_a_line(place, three_nodes, arguments, status
     assert [line for line in said.split("\n") if line.startswith("egg: ")] == said.strip().split("\n")[-1:]
 
 
+@pytest.mark.parametrize("device, workers, cpus, gpu_workers, cpu_workers", [
+    ("auto", 0, None, 4, 0), ("auto", 0, 8, 4, 5), ("cpu", 0, 8, 0, 6), ("cpu", 0, None, 0, 6), ("cuda", 3, None, 3, 0),
+    ("auto", 3, 2, 3, 0), ("cpu", 9, 2, 0, 9)])
+def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, gpu_workers, cpu_workers):
+    from deploy import ray
+    found = [{"CPU": 0, "GPU": 0}, {"CPU": 8, "GPU": 4}, {"CPU": 16, "GPU": 0}, {"CPU": 24, "GPU": 0}]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    kinds = ray.Workers(changed(DEVICE=device), workers, cpus, None, None).wanted()
+    counts = {"num_gpus" in resources: number for resources, number in kinds}
+    assert (counts.get(True, 0), counts.get(False, 0)) == (gpu_workers, cpu_workers)
+
+
 def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
     (place / "table.toml").write_text("steps = 30\n[constants]\nVALIDATE_EVERY = 5\nSIGMA_SHIFT = [1, 3]\n"
                                       "ADAM_WEIGHT_DECAY = {low = 1e-4, high = 0.1, log = true}\n"
