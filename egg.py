@@ -260,7 +260,8 @@ def ray(cfg, args):
     from deploy import ray
     access = auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
     http = page(args, access) if args.http else None
-    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console(sys.stdout, args.verbose)))
+    console = run_console(args)
+    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console), console)
 
 
 @command(CLUSTER, option("file", "the table of settings, TOML (docs/CLUSTERS.md)", "FILE"),

@@ -65,7 +65,7 @@ def connect(address):
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR,
                  include_dashboard=False if address == "local" else None)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one with "
                        "`ray start --head`, or give --address local for one on this machine") from None
 
@@ -128,8 +128,8 @@ class CoordinatorActor:
     def line(self, text):
         self.calls.append(("line", text))
 
-    def progress(self, text=""):
-        self.status = text
+    def progress(self, text=None):
+        self.status = self.status if text is None else text
 
     def clear(self):
         self.status = ""

@@ -121,12 +121,12 @@ class Reporter(Console):
 
     def __init__(self, spent):
         super().__init__()
-        self.minutes, self.spent, self.found = spent, spent, None
+        self.trained, self.spent, self.found = spent, spent, None
 
     def tell(self, event, line):
         super().tell(event, line)
         if event["event"] == "step":
-            self.minutes = self.spent + event["elapsed"] / 60
+            self.trained = self.spent + event["elapsed"] / 60
             self.report()
         elif event["event"] == "validation":
             self.found = {"validation": event["value"], "unit": event["unit"], "steps": event["step"]}
@@ -134,7 +134,7 @@ class Reporter(Console):
     def report(self):
         if self.found:
             found, self.found = self.found, None
-            tune.report({**found, "minutes": self.minutes})
+            tune.report({**found, "minutes": self.trained})
 
 
 def run_trial(values, base, files, table, directory):
