@@ -161,9 +161,9 @@ class WorkerActor:
         try:
             train.work(cfg, *address, hardware.one_device(cfg), None if gpus else threads,
                        access=auth.Access(secret), name=name)
-        except EggError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, EggError):
+                raise
             traceback.print_exc()
             os._exit(1)
 
@@ -250,19 +250,18 @@ def failure(reference):
 
 def home(save_dir):
     """Address of the node for the coordinator: where save_dir holds a run, else this node. Raises RayError."""
-    own = ray.util.get_node_ip_address()
-    look = ray.remote(history.holds_run)
-    addresses = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
-    asked = [look.options(num_cpus=0, resources={f"node:{a}": 0.001}).remote(save_dir) for a in addresses]
-    try:
-        holding = [address for address, holds in zip(addresses, ray.get(asked, timeout=120)) if holds]
-    except ray.exceptions.RayError as error:
-        raise RayError(f"the nodes do not answer: {one_line(str(error), 300)}") from None
+    own, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
+    asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
+             for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
+    for reference in asked.values():
+        if error := failure(reference):
+            raise error
+    holding = sorted(address for address, reference in asked.items() if ray.get(reference))
     if own in holding or not holding:
         return own
     if len(holding) > 1:
-        raise RayError(f"{save_dir} holds a run on several nodes ({', '.join(holding)}): run this command on the one "
-                       "that shall continue")
+        raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
+                       "continue")
     return holding[0]
 
 
