@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 
+import hypothesis
 import numpy as np
 import pyzstd
 
@@ -369,6 +370,12 @@ class Liar(FakeEngine):
         return losses[::-1].copy() if self.step >= self.start else losses
 
 
+# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
+                           derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+
 class Drifting(FakeEngine):
     """Its weights change by themselves after some step, so many times."""
 
@@ -696,6 +703,12 @@ def compare(constants, seed, ready):
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
             wrong.append(f"losses of step {state.step} with {more}")
     return ", ".join(wrong), seconds
+
+
+def callable_by_python(inner):
+    """A function of the CPU engine that only compiled functions call (engine.kernel_cache.Inner), for a test."""
+    import numba
+    return numba.njit(lambda *arguments: inner(*arguments))
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
