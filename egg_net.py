@@ -151,12 +151,12 @@ class Worker:
         cfg, step = self.cfg, self.engine.step
         if self.inspect:
             self.inspect(self.engine)
-        if self.validation and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
+        if self.validation and (self.validate_next or due(cfg.VALIDATE_EVERY, step)):
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and sample_due(cfg.SAMPLE_EVERY, step):
+        if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
 
@@ -227,9 +227,9 @@ class Worker:
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
 
 
-def sample_due(every, step):
-    """Whether a step has a sample: every so many have one, and some before, as the first words are what one waits
-    for."""
+def due(every, step):
+    """Whether a step has a sample, or a validation: every so many have one, and a few early ones, so that the beginning
+    of learning shows."""
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 

@@ -23,7 +23,8 @@ from model import rules
 from model import sampling
 from engine import simd
 from tools.debug import Reading, drawn, hashes
-from kit import HERE, golden, loss_of, population_fitness, random_config, recorded_generation
+from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
+                 recorded_generation)
 
 STEPS = 6
 
@@ -256,20 +257,21 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_exact_loss_in_fixed_point():
     """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
     cfg = egg_config.make(LOSS="exact")
-    unit, rng = integer_tables.log_unit(cfg), np.random.default_rng(5)
+    unit, rng, loss = integer_tables.log_unit(cfg), np.random.default_rng(5), callable_by_python(cpu_rules.loss)
     for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
         exact = 256 * 6 * np.log(q / 2 ** 18)
-        assert -1.01 <= cpu_rules.loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
-    assert cpu_rules.loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
+        assert -1.01 <= loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
+    assert loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
 
 
 def test_divisions_by_a_reciprocal_are_exact():
     """What the CPU engine multiplies by in place of the divisions of SPEC 5 and of the recurrent model."""
     rng = np.random.default_rng(9)
+    divide, quotient = callable_by_python(cpu_rules.divide), callable_by_python(cpu_rules.quotient)
     for p, d in zip(rng.integers(-127 * 381, 127 * 381 + 1, 3000).tolist(), rng.integers(1, 128, 3000).tolist()):
         p = p // d * d + int(rng.integers(-1, 2)) if p % 2 else p                     # half of them beside a multiple
-        assert cpu_rules.divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
-        q = cpu_rules.quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
+        assert divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
+        q = quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
         assert q == np.clip(p // d, -127, 127), (p, d)
 
 

@@ -68,7 +68,7 @@ class Printer:
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
 
     def _parts(self):
-        """[text]: what stands in the progress line before its text."""
+        """[text]: what stands in the progress line before its text; see `fit`."""
         return []
 
     def _erased(self):
@@ -149,16 +149,17 @@ class Console(Printer):
         if self._step is None:
             return []
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
-        return [clock(elapsed) + self._goal(elapsed), f"step {self._step['step']}", *self._figures()]
+        goal = self._goal(elapsed) if shutil.get_terminal_size().columns >= 80 else ""
+        return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        """[text] of the last step and the last validation."""
+        """Of the last step and the last validation; see `fit`."""
         step, val = self._step, self._validation
         loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
         same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
         units = [f"{loss} {step['unit']}", f"{val_text} {val['unit']}"] if val and val["unit"] != step["unit"] else same
-        return [*units, f"{step['tokens_per_second'] / 1e3:,.0f} k/s", f"{count_text(step['tokens'])} tokens",
-                self._references]
+        speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
+        return [*units, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""
@@ -251,13 +252,13 @@ class Lossy:
 
 
 def fit(*parts):
-    """The parts that fit a line of the terminal, as one text."""
+    """The parts that fit a line of the terminal, as one text. A part may be a tuple, of which the first that fits."""
     width, text = shutil.get_terminal_size().columns - 1, ""
     for part in filter(None, parts):
-        if not text:
-            text = part[:width]
-        elif len(text) + 2 + len(part) <= width:
-            text += "  " + part
+        for one in [part] if type(part) is str else part:
+            if not text or len(text) + 2 + len(one) <= width:
+                text = text + "  " + one if text else one[:width]
+                break
     return text
 
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from model import parameters
 from engine.cpu_kernels import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
-                                i64,
-                                input_side, largest, njit, noise, output_side, perturbed, product, project)
+                                i64, inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
 from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
 
@@ -31,7 +30,7 @@ from engine.simd import PANEL, ROWS, exp_sum
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
-@njit
+@inner
 def vector(c, w, param, layer, S, noisy, out):
     """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it, clipped."""
     perturbed(c, w, param, layer, S, noisy, out)
@@ -40,7 +39,7 @@ def vector(c, w, param, layer, S, noisy, out):
             out[m, i] = clip(out[m, i])
 
 
-@njit
+@inner
 def divide(y, r, d, out, o, lowest):
     """out[o] int8 = clip(y[r] / d rounded down), `lowest` at least."""
     reciprocal = f32(f32(1) / f32(d))
@@ -48,7 +47,7 @@ def divide(y, r, d, out, o, lowest):
         out[o, i] = max(i32(lowest), quotient(y[r, i], i32(d), reciprocal))
 
 
-@njit
+@inner
 def norm(x, r, weight, m, n, o):
     """n[o] uint8 = ln(x[r]) + 128, x int8 rows, with the weights of member m."""
     total = i32(0)
@@ -60,7 +59,7 @@ def norm(x, r, weight, m, n, o):
         n[o, i] = np.uint8(i32(quotient(i32(i32(x[r, i]) * weight[m, i]), mean, reciprocal) + i32(128)))
 
 
-@njit
+@inner
 def embed(c, w, S, noisy, tokens, members, n, x):
     """x int8 [sequences * n, H]: row s * n + t is token t of sequence s; tokens int32 [sequences / members, >= n]."""
     H, shift = c.H, i32(c.matrix_shift)
@@ -86,7 +85,7 @@ def embed(c, w, S, noisy, tokens, members, n, x):
                         x[r, i] = w.tokens[k, i]
 
 
-@njit
+@inner
 def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
@@ -138,7 +137,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 x[r, i] = clip(i32(i32(x[r, i]) + after))
 
 
-@njit
+@inner
 def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidates):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
     without noise)."""
@@ -165,7 +164,7 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidate
                 divide(y, r, c.divisor, out, first + at + r, -127)
 
 
-@njit
+@inner
 def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
     """x = clip(x + W_down (W_up ln_2(x))) for the rows of gates_of, in place."""
     H, shift = c.H, i32(c.matrix_shift)
@@ -202,7 +201,7 @@ def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
                 x[first + at + r, i] = clip(i32(i32(x[first + at + r, i]) + quotient(y[r, i], d_down, r_down)))
 
 
-@njit
+@inner
 def read(c, w, S, noisy, tokens, n, state, x):
     """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last
     layer's output; state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
@@ -219,7 +218,7 @@ def read(c, w, S, noisy, tokens, n, state, x):
             mlp(c, w, layer, u32(S + q), noisy, rows, n, q * rows, x)
 
 
-@njit
+@inner
 def logits(c, w, S, noisy, rows, per_member, first, x, z):
     """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x
     begins there."""

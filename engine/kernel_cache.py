@@ -9,6 +9,7 @@ called functions and equal sources elsewhere.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -25,7 +26,7 @@ import types
 import llvmlite
 import numba
 import numpy as np
-from numba.core import serialize
+from numba.core import codegen, serialize
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
@@ -226,10 +227,45 @@ class CpuCache:
 def njit(variant):
     """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
     def decorate(function):
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        compiled = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
         compiled._cache = CpuCache(function, variant)
         return compiled
     return decorate
+
+
+class Inner(codegen.JITCodeLibrary):
+    """A function that is optimized and becomes machine code only within its callers. numba does both for every function
+    and everything that it calls, which takes most of the time where functions are nested deeply."""
+
+    def finalize(self):
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._final_module.verify()
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    # what numba asks for so that Python can call the function: a call of it raises a TypeError
+    codegen = property(lambda self: self)
+
+    def set_env(self, name, environment):
+        """There is no machine code that could want an environment."""
+
+    def get_pointer_to_function(self, name):
+        return ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
+
+
+class InnerCompiler(numba.core.compiler.Compiler):
+    """numba's compiler for an `Inner`."""
+
+    def compile_extra(self, function):
+        self.state.library = Inner(self.state.targetctx.codegen(), function.__qualname__)
+        return super().compile_extra(function)
+
+
+# a decorator for functions that only compiled functions call
+inner = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
+                   pipeline_class=InnerCompiler)
 
 
 class CudaCache:

@@ -705,6 +705,12 @@ def compare(constants, seed, ready):
     return ", ".join(wrong), seconds
 
 
+def callable_by_python(inner):
+    """A function of the CPU engine that only compiled functions call (engine.kernel_cache.Inner), for a test."""
+    import numba
+    return numba.njit(lambda *arguments: inner(*arguments))
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 def weights_of(cfg, z, seen, temp, min_p, penalty):

@@ -266,6 +266,12 @@ def test_a_late_worker_catches_up(tmp_path):
     assert late.state().digests() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
 
 
+def test_the_first_samples_and_validations_come_early():
+    for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
+        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
+        assert every or not egg_net.due(every, 0)
+
+
 def test_validation_and_samples_reach_the_console(tmp_path):
     from model import data_files
     decoding = data_files.load_decoding(CFG)

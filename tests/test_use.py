@@ -33,9 +33,8 @@ from cluster import snapshots
 from tools import train
 from tools import use
 from tools.debug import Reading
-from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, drawn, hold_draws_against_the_distribution, random_config,
-                 settings_of,
-                 work_in_thread)
+from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, drawn,
+                 hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -77,7 +76,8 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[1::2, 5] = -100
     a = np.zeros((1, 64), np.uint8)
-    cpu_transformer.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
+    attend = callable_by_python(cpu_transformer.attend)
+    attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
     want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
     assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 

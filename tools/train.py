@@ -80,15 +80,15 @@ def start_engine(cfg, data, device, threads, log):
     return engine
 
 
-def step_seconds(cfg, engine):
-    """The seconds that a step will take on this engine alone, estimated from slices of growing size."""
+def members_a_second(cfg, engine):
+    """How many members this engine evaluates per second, estimated from slices of growing size."""
     count = 2
     while True:
         started = time.perf_counter()
         engine.evaluate(0, count)
         seconds = time.perf_counter() - started
         if seconds > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
-            return cfg.POPULATION_SIZE * seconds / count
+            return count / seconds
         count = min(4 * count, cfg.CHUNK_SIZE)
 
 
@@ -130,7 +130,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         pipe.send(("ready", engine.name))
-        if device == "cpu" and (seconds := step_seconds(cfg, engine)) > SLOW_SECONDS:
+        if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
             pipe.send(("slow", seconds))
         egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))

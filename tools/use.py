@@ -15,7 +15,6 @@ import math
 import mmap
 import os
 import sys
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from model import rules
 from cluster import snapshots
 from engine import engines
 from egg_config import EggError
+from tools import prepare
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -202,17 +202,8 @@ def write_tensors(path, arrays, metadata):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     directory, name = os.path.split(os.path.abspath(path))
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=name, delete=False) as file:
-        try:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for array in arrays.values():
-                file.write(np.ascontiguousarray(array))
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    parts = [len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())]
+    prepare.write_files(directory, {name: parts})
 
 
 def read_tensors(path):
