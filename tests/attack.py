@@ -1,8 +1,8 @@
 """Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
 
 A coordinator process serves one honest worker that takes 2 ms for a chunk. Another process floods it. Prints for each
-kind: steps/s and CPU of the coordinator before, during and after; the longest time that a worker which arrives meanwhile needs to be let in; the
-most memory of the coordinator; bytes written to the save directory."""
+kind: steps/s and CPU of the coordinator before, during and after; the longest time that a worker which arrives
+meanwhile needs to be let in; the most memory of the coordinator; bytes written to the save directory."""
 
 import argparse
 import contextlib
@@ -230,8 +230,8 @@ def attack(kind, seconds):
             process.kill()
             process.wait()
     return {"kind": kind, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
-            "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
-            "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
+            "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2),
+            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
 
 
 if __name__ == "__main__":
