@@ -285,6 +285,11 @@ def clock(seconds):
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
 
 
+def path_text(path):
+    """A path as text that can be encoded; its bytes need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
 def count_text(n):
     """A number of tokens in millions or billions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"

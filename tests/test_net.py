@@ -176,6 +176,7 @@ def test_duplicate_results_count_once(tmp_path):
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server.port)
+        assert peer.chunk(0) == 0                                # who holds chunk 0 validates
         peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)

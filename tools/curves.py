@@ -67,10 +67,11 @@ def read_curve(path):
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
     reader = _Reader()
     try:
-        with open(name, "rb") as file:
-            for line in iter(lambda: file.readline(LONGEST), b""):
-                with contextlib.suppress(*INCOMPLETE):
-                    reader.add(json.loads(line))
+        for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
+            with open(part, "rb") as file:
+                for line in iter(lambda: file.readline(LONGEST), b""):
+                    with contextlib.suppress(*INCOMPLETE):
+                        reader.add(json.loads(line))
     except OSError as error:
         why = "contains no run of egg" if name != path and isinstance(error, FileNotFoundError) else error.strerror
         raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
