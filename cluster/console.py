@@ -110,7 +110,7 @@ class Console(Printer):
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         """Takes an event. line: what is printed of it, None for nothing."""
         kind = event["event"]
         if kind == "start":

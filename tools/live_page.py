@@ -141,7 +141,7 @@ class Figures:
         self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer,
                             "peer_step": peer_step, "part": round(share, 4)})
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         kind = event["event"]
         if kind == "step":
             self._add_step(event)

@@ -300,7 +300,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             references = print_references(cfg, data, console)
             if references:
                 values = {name: round(x, 4) for name, x in references.items()}
-                events.tell("references", unit=data.validation.unit, values=values)
+                events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
@@ -323,7 +323,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                     _log_final(events, final, data, coordinator.progress.tokens_a_step)
                 summary = _summary(coordinator, references, final, data)
                 _print_summary(summary, console)
-                events.tell("stop", egg_net.farewell(run), step=run.step)
+                events.emit("stop", egg_net.farewell(run), step=run.step)
                 if coordinator.page:
                     coordinator.page.farewell()
                 return summary
@@ -343,11 +343,11 @@ def _plan(cfg, run, steps, minutes):
 def _log_final(events, final, data, tokens_a_step):
     """Logs the last validation and sample like those of the steps before."""
     if final.figure is not None:
-        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
+        events.emit("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
                     unit=data.validation.unit)
     if final.sample is not None:
         prompt, _, text = final.sample.partition(" >>> ")
-        events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):
