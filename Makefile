@@ -19,7 +19,7 @@ CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hard
 run: $(VENV)/ready
 	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
 	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
-	echo "one minute of training; before it the engine is compiled, the first time for about half a minute"; set -x; \
+	echo "make run: one minute of training, the first time after 25 to 55 s of compiling"; set -x; \
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 install: $(VENV)/ready
@@ -44,7 +44,7 @@ clean:
 
 $(VENV)/ready: requirements/core.txt requirements/cuda12.txt requirements/cuda13.txt $(VENV)/pip
 	@cuda=$(CUDA); if [ "$$cuda" = 0 ]; then list=requirements/core.txt; else list=requirements/cuda$$cuda.txt; fi; \
-	echo "installing $$list into $(VENV) ..."; $$(cat $(VENV)/pip) install -q -r $$list
+	echo "installing $$list into $(VENV) (once, about a minute) ..."; $$(cat $(VENV)/pip) install -q -r $$list
 	@touch $@
 
 $(VENV)/ready-test: requirements/test.txt $(VENV)/ready

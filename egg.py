@@ -95,8 +95,8 @@ COMMON = dict([
     option("--minutes", "stop after N minutes", "N", number(float, 1e-3, 1e7, "a number of minutes")),
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
-    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT",
+    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
+           "password if there is a secret", "[HOST:]PORT",
            parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
@@ -116,6 +116,8 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
+CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
+                 "local: a new one on this machine (default: auto)", "ADDRESS")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 COMMANDS = []                  # (function, options, source of the saved constants)
 
@@ -134,15 +136,14 @@ def command(*options, saved=lambda args: ({}, None)):
 
 def of_directory(args):
     """The constants of the run that --save-dir or --load-dir continues; none where a run begins."""
-    if args.save_dir or args.load_dir:
-        from cluster import history
-        for directory in filter(None, (args.save_dir, args.load_dir)):
-            if history.holds_run(directory):
-                return history.configuration(directory), directory
+    from cluster import history
+    for directory in filter(None, (args.save_dir, args.load_dir)):
+        if history.holds_run(directory):
+            return history.configuration(directory), directory
     return {}, None
 
 
-def for_this_machine(cfg, args):
+def for_this_machine(cfg, args, say):
     """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
     given = egg_config.given(args.preset, args.defines)
     facts, files = egg_config.FACTS, egg_config.DATA_FILES
@@ -150,7 +151,7 @@ def for_this_machine(cfg, args):
     own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
     if own or hardware.devices(cfg) != ["cpu"]:
         return cfg
-    print("no GPU here: taking the preset laptop (or choose with --preset and -D)")
+    say("no GPU here: taking the preset laptop (or choose with --preset and -D)")
     return egg_config.load("laptop", args.defines)
 
 
@@ -164,15 +165,16 @@ def train(cfg, args):
       python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
     from cluster import auth
     from tools import train
-    cfg = for_this_machine(cfg, args)
+    console = run_console(args)
+    cfg = for_this_machine(cfg, args, console.line)
     http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads,
-                       console(sys.stdout, args.verbose), http, args.log_json, args.tensorboard)
-    invite_to_continue(args.argv, done.coordinator.directory)
-    if done.final is not None and done.coordinator.directory:
-        directory = done.coordinator.directory
-        print("plot it: " + command_line("plot", directory))
-        print("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, http,
+                       args.log_json, args.tensorboard)
+    directory = done.coordinator.directory
+    invite_to_continue(args.argv, directory, console)
+    if done.final is not None and directory:
+        console.line("plot it: " + command_line("plot", directory))
+        console.line("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
 @command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -206,10 +208,11 @@ def coordinator(cfg, args):
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
     island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
                          not args.no_accept, tls)
+    console = run_console(args)
     done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
-                                   args.minutes, console(sys.stdout, args.verbose), access, page(args, access),
-                                   args.log_json, args.tensorboard, island)
-    invite_to_continue(args.argv, done.directory)
+                                   args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
+                                   island)
+    invite_to_continue(args.argv, done.directory, console)
 
 
 @command(option("host", "name or address of the coordinator", "HOST"),
@@ -232,6 +235,44 @@ def worker(cfg, args):
     from tools import train
     train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol,
                name=args.name)
+
+
+@command("--steps", "--minutes",
+         option("--save-dir", "keep the run in DIR, on the node that holds a run there, else on this node", "DIR",
+                required=True),
+         *RUN[1:], "--port", "--verbose", CLUSTER,
+         option("--workers", "number of workers, or all: as many as the nodes have room for (default: all)", "N",
+                number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
+         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
+                "if this is given (default: the fewest that a node has)", "N",
+                number(int, 1, 1024, "a number of cores")),
+         option("--wait", "minutes to wait until the first worker has found its resources (default: 5)", "N",
+                number(float, 1e-3, 1e6, "a number of minutes")),
+         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
+def ray(cfg, args):
+    """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
+
+    examples:
+      python egg.py ray --save-dir ckpt --preset best
+      ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
+    from cluster import auth
+    from deploy import ray
+    access = auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    http = page(args, access) if args.http else None
+    console = run_console(args)
+    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console), console)
+
+
+@command(CLUSTER, option("file", "the table of settings, TOML (docs/CLUSTERS.md)", "FILE"),
+         option("--save-dir", "directory of the trials (default: FILE without .toml)", "DIR"))
+def sweep(cfg, args):
+    """train with many settings on a Ray cluster, stop the bad ones early, and rank them by validation
+
+    example: python egg.py sweep settings.toml --address local"""
+    from deploy import sweep
+    runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
+    if runs:
+        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host", "the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"), "--port",
@@ -276,7 +317,7 @@ def generate(cfg, args):
     if not text:
         raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, console(sys.stdout), **settings)
+    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, printer(), **settings)
 
 
 @command(*SAVED_RUN, option("file", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", "FILE", nargs="?"),
@@ -289,7 +330,7 @@ def eval_(cfg, args):
       python egg.py eval --load-dir ckpt
       python egg.py eval --load-dir ckpt --best other.txt"""
     from tools import use
-    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, console(sys.stdout))
+    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, printer())
 
 
 @command(*SAVED_RUN, option("file", "the file to write", "FILE"),
@@ -300,7 +341,7 @@ def export(cfg, args):
 
     example: python egg.py export weights.safetensors --load-dir ckpt"""
     from tools import use
-    print(use.export(cfg, load(cfg, args), args.file, args.full))
+    printer().line(use.export(cfg, load(cfg, args), args.file, args.full))
 
 
 def of_file(args):
@@ -317,8 +358,8 @@ def import_(cfg, args):
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
-    print(use.import_(cfg, args.file, args.save_dir))
-    print("next: " + command_line("train", "--save-dir", args.save_dir))
+    printer().line(use.import_(cfg, args.file, args.save_dir))
+    printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
 @command(*SAVED_RUN, option("--json", "append them to FILE, as one line of JSON", "FILE"), saved=of_run)
@@ -331,7 +372,7 @@ def debug(cfg, args):
     from tools import debug
     from model import data_files
     tokens, saved = data_files.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
-    debug.report(cfg, saved.engine, tokens, console(sys.stdout), args.json)
+    debug.report(cfg, saved.engine, tokens, printer(), args.json)
 
 
 @command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
@@ -344,7 +385,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, args.x, args.out)
+    plot.plot(args.runs, printer(), args.x, args.out)
 
 
 @command()
@@ -373,9 +414,10 @@ def prepare(cfg, args):
     prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    size = prepare.prepare(args.texts, wanted, args.val, args.out)
+    say = printer().line
+    size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
-    print("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
 @command("--threads", "--gpu")
@@ -408,30 +450,38 @@ def page(args, access):
 def load(cfg, args):
     """The use.Saved of the arguments."""
     from tools import use
-    device = hardware.one_device(cfg, args.gpu)
-    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, console(sys.stderr))
-    print(f"egg: {args.load_dir}, step {saved.step}", file=sys.stderr, flush=True)
+    told = printer(sys.stderr)
+    saved = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
+    told.line(f"egg: {args.load_dir}, step {saved.step}")
     return saved
 
 
-def console(stream, verbose=False):
+def printer(stream=None):
+    from cluster.console import Printer
+    return Printer(stream)
+
+
+def run_console(args):
+    """The console of a run, which ends as `args` say."""
     from cluster.console import Console
-    return Console(stream, verbose=verbose)
+    return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
 def command_line(*arguments):
     """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
-    name, python = os.path.basename(sys.executable), os.path.relpath(sys.executable)
-    if sys.executable == shutil.which(name):
-        python = name
-    elif python.startswith(".."):
-        python = sys.executable
-    return shlex.join([python, os.path.relpath(__file__), *map(str, arguments)])
+    name = os.path.basename(sys.executable)
+    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
+    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
+
+
+def from_here(path):
+    """A path as it is short in this directory."""
+    return min(os.path.relpath(path), os.path.abspath(path), key=len)
 
 
 def as_called(text):
     """`text` with commands as they work in this directory, with the Python that runs it."""
-    lists = os.path.relpath(os.path.join(ROOT, "requirements"))
+    lists = from_here(os.path.join(ROOT, "requirements"))
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
@@ -441,7 +491,7 @@ def pip():
     """The command that installs into the Python that runs this; where `make` has set it up, its own."""
     try:
         with open(os.path.join(sys.prefix, "pip")) as file:
-            return file.read().strip().replace(".venv/", shlex.quote(os.path.relpath(sys.prefix)) + "/")
+            return file.read().strip().replace(".venv/", shlex.quote(from_here(sys.prefix)) + "/")
     except OSError:
         return shlex.quote(sys.executable) + " -m pip"
 
@@ -450,12 +500,12 @@ def installation():
     """What to do without a library that every command needs."""
     venv = os.path.join(ROOT, ".venv")
     if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
-        python = os.path.relpath(os.path.join(venv, "bin", "python"))
-        return f"it is installed for another: {shlex.join([python, os.path.relpath(__file__), *sys.argv[1:]])}"
-    return f"install it with `make -C {shlex.quote(os.path.relpath(ROOT))} install`"
+        words = [from_here(os.path.join(venv, "bin", "python")), from_here(__file__), *sys.argv[1:]]
+        return f"it is installed for another: {shlex.join(words)}"
+    return f"install it with `make -C {shlex.quote(from_here(ROOT))} install`"
 
 
-def invite_to_continue(argv, directory):
+def invite_to_continue(argv, directory, console):
     """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
     limits and without the constants that the run has kept."""
     if directory is None:
@@ -470,7 +520,7 @@ def invite_to_continue(argv, directory):
         option = "-D" if name == "D" else "--" + name.replace("_", "-")
         for one in value if isinstance(value, list) else [value]:
             words += [option] if one is True else [option, one]
-    print("continue it: " + command_line(command, *words))
+    console.line("continue it: " + command_line(command, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -524,16 +574,6 @@ def main(argv=None):
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        return execute(argv)
-    except Exception:
-        if interrupted:              # libraries that are being imported turn it into errors of their own
-            return 130
-        raise
-
-
-def execute(argv):
-    """The same, without what an interrupted import raises."""
-    try:
         args = parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
         saved, args.run = args.saved(args)
@@ -542,25 +582,28 @@ def execute(argv):
         return 0
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] not in LIBRARIES:
-            raise
-        return fail(f"{sys.executable} has no {error.name}: {installation()}", 1)
-    except BrokenPipeError:
+    except Exception as error:
+        # libraries that are being imported turn a Ctrl-C into errors of their own
+        return 130 if interrupted else failed(error)
+
+
+def failed(error):
+    """Prints the line of an error that ended a command; the exit status. Raises an error of the program itself."""
+    message = error
+    if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
+        message = f"{sys.executable} has no {error.name}: {installation()}"
+    elif isinstance(error, BrokenPipeError):
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except EggError as error:
-        return fail(error, error.status)
-    except MemoryError:
-        return fail("not enough memory: take a smaller configuration, or a shorter text", 1)
-    except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
-
-
-def fail(message, status):
-    print("egg: " + as_called(" ".join(str(message).split())), file=sys.stderr)
-    return status
+    elif isinstance(error, MemoryError):
+        message = "not enough memory: take a smaller configuration, or a shorter text"
+    elif isinstance(error, OSError):
+        message = f"{error.filename}: {error.strerror}" if error.filename else error
+    elif not isinstance(error, EggError):
+        raise error
+    printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
+    return getattr(error, "status", 1)
 
 
 if __name__ == "__main__":

@@ -101,10 +101,10 @@ REJUVENATE_AFTER = 0          # steps without improvement before moments restart
 SAMPLING_TEMP = 0.6           # 0 is greedy
 SAMPLING_MIN_P = 0.08         # tokens less likely than this share of the likeliest are cut; 0 cuts none
 SAMPLING_PRESENCE_PENALTY = 0.2   # nats, taken once from every token seen
-SAMPLE_EVERY = 5              # steps between samples during training; 0: none
+SAMPLE_EVERY = 5              # steps between samples during training; 0: none; from 10 on a few more at first
 SAMPLE_PROMPT = 32            # tokens of the data a sample starts from
 SAMPLE_TOKENS = 64            # tokens that a sample adds
-VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none
+VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none; from 10 on a few more at first
 VALIDATE_TOKENS = 65536       # most tokens that a validation reads, in windows spread evenly over the file; 0: all
 VALIDATE_WINDOW = 0           # gru: tokens of such a window, which begins with a state of zero; 0: SEQ_LEN
 
@@ -392,6 +392,12 @@ def _derive(cfg):
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
+
+
+def loss_unit(constants):
+    """(bits in one unit of the losses of d-eggs, the unit in which losses are shown) with these {name: value}."""
+    bits = 16 / (constants["SOFTMAX_EXP_SCALE"] * math.log(2))
+    return bits, "bits/byte" if constants["VOCAB_SIZE"] == 256 else "bits/token"
 
 
 def bounds(name):

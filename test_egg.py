@@ -23,7 +23,8 @@ from model import rules
 from model import sampling
 from engine import simd
 from tools.debug import Reading, drawn, hashes
-from kit import HERE, golden, loss_of, population_fitness, random_config, recorded_generation
+from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
+                 recorded_generation)
 
 STEPS = 6
 
@@ -214,22 +215,24 @@ def test_recorded_run_with_other_instructions(kind, others):
     assert others[kind].wait() == 0, said
 
 
-@pytest.fixture(scope="module")
-def default_engine():
-    """The engine of golden E, which several tests take further: an update of 327,680 members takes seconds."""
-    cfg, tokens, _ = golden("E")
-    return cpu_engine.CpuEngine(cfg, tokens)
-
-
-def test_recorded_default_configuration(default_engine):
-    (cfg, _, z), engine = golden("E"), default_engine
-    if engine.step:
-        engine.load(parameters.initial_state(cfg))
+def test_recorded_default_configuration():
+    """Golden E: losses of step 0, five updates, and what the C++ system wrote before and after them. Its presence
+    penalty (SPEC 11) is emulated: 51 units off the logit for every occurrence."""
+    cfg, tokens, z = golden("E")
+    engine = cpu_engine.CpuEngine(cfg, tokens)
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
-    engine.update(z["fitness_0"])
-    assert engine.state().digests() == tuple(str(z[part][0]) for part in
-                                             ("model_sha256", "adam_sha256", "scales_sha256"))
+    c, s, unseen = engine._constants, sampling.settings(cfg), np.zeros(cfg.VOCAB_SIZE, np.uint8)
+    for step in 0, 5:
+        recorded, prompt = recorded_generation(engine, step)
+        read, begun = engine._model.reader(engine._w, len(recorded)), 0
+        for t in range(prompt - 1, len(recorded) - 1):
+            logits, begun = read(recorded[begun:t + 1])[:cfg.VOCAB_SIZE].copy(), t + 1
+            np.subtract.at(logits, recorded[:t + 1], 51)
+            # penalised already: nothing is left for the engine's own penalty
+            token = cpu_engine.choose_token(c, engine._exp, logits, unseen, s.penalty, s.temp, s.floor,
+                                            sampling.random(engine.seed, t))
+            assert token == recorded[t + 1], t
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -256,20 +259,21 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_exact_loss_in_fixed_point():
     """Integer log2 against float64 over the whole range of Q, and no overflow at its ends."""
     cfg = egg_config.make(LOSS="exact")
-    unit, rng = integer_tables.log_unit(cfg), np.random.default_rng(5)
+    unit, rng, loss = integer_tables.log_unit(cfg), np.random.default_rng(5), callable_by_python(cpu_rules.loss)
     for q in [1 << 18, (1 << 18) + 1, (1 << 36) - 1, 1 << 36, *(int(2 ** e) for e in rng.uniform(18, 36, 300))]:
         exact = 256 * 6 * np.log(q / 2 ** 18)
-        assert -1.01 <= cpu_rules.loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
-    assert cpu_rules.loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
+        assert -1.01 <= loss(1, q, 0, 0, 18, unit) - exact <= 0.01, q
+    assert loss(1, 1 << 36, 1 << 23, -(1 << 23), 18, unit) > 1 << 32
 
 
 def test_divisions_by_a_reciprocal_are_exact():
     """What the CPU engine multiplies by in place of the divisions of SPEC 5 and of the recurrent model."""
     rng = np.random.default_rng(9)
+    divide, quotient = callable_by_python(cpu_rules.divide), callable_by_python(cpu_rules.quotient)
     for p, d in zip(rng.integers(-127 * 381, 127 * 381 + 1, 3000).tolist(), rng.integers(1, 128, 3000).tolist()):
         p = p // d * d + int(rng.integers(-1, 2)) if p % 2 else p                     # half of them beside a multiple
-        assert cpu_rules.divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
-        q = cpu_rules.quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
+        assert divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
+        q = quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
         assert q == np.clip(p // d, -127, 127), (p, d)
 
 
@@ -299,28 +303,6 @@ def test_generation_does_not_depend_on_the_cache():
         assert token == reading.logits(sequence)[-1].argmax()
         sequence.append(token)
     assert len(got) == 30
-
-
-@pytest.mark.parametrize("step", [0, 5])
-def test_recorded_generation(step, default_engine):
-    """The C++ system's continuations of golden E, its presence penalty (SPEC 11) emulated: 51 units off the logit for
-    every occurrence."""
-    engine = default_engine if step else cpu_engine.CpuEngine(*golden("E")[:2])
-    recorded, prompt = recorded_generation(engine, step)
-    cfg, c, s = engine.cfg, engine._constants, sampling.settings(engine.cfg)
-    for t in range(prompt - 1, len(recorded) - 1):
-        logits = last_logits(engine, recorded[:t + 1])
-        np.subtract.at(logits, recorded[:t + 1], 51)
-        # penalised already: nothing is left for the engine's own penalty
-        token = cpu_engine.choose_token(c, engine._exp, logits, np.zeros(cfg.VOCAB_SIZE, np.uint8), s.penalty, s.temp,
-                                        s.floor,
-                                     sampling.random(engine.seed, t))
-        assert token == recorded[t + 1], t
-
-
-def last_logits(engine, tokens):
-    """int32 [VOCAB_SIZE]: the engine's logits after a sequence of tokens."""
-    return engine._model.reader(engine._w, len(tokens))(tokens)[:engine.cfg.VOCAB_SIZE].copy()
 
 
 def test_sampling():

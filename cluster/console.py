@@ -1,82 +1,188 @@
 """What a command writes to its terminal: lines, a progress line below them, colours; and the signals that stop it."""
 
 import contextlib
-import math
+import io
 import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
 
+import egg_config
 
-class Console:
-    """Where lines go. On a terminal a progress line may stand below them; colours only there, and not with NO_COLOR.
+COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
+           "white": "37", "grey": "90"}
+OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
-    The steps of a run: on a terminal a status line that is rewritten in place, and a lasting line at each validation,
-    snapshot and sample, or every LINE_EVERY seconds. Elsewhere, and with `verbose`, the line of d-eggs for each."""
 
-    COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
-               "white": "37", "grey": "90"}
+class Printer:
+    """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR.
+
+    Every text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
+
     PROGRESS_EVERY = 0.1       # seconds
-    LINE_EVERY = 10.0
 
-    def __init__(self, stream=None, quiet=False, verbose=False):
-        self.stream, self.quiet = stream or sys.stdout, quiet
+    def __init__(self, stream=None):
+        self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
         self.terminal = self.stream.isatty()
-        self.live = self.terminal and not verbose
-        self._status, self._line_at = [], 0.0                # parts of the status line; when the next one lasts
-        self._references, self._last_validation, self._bits, self._unit = "", "", 1.0, ""
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
-        self._progress, self._next = False, 0.0              # a progress line stands there; when it may change
-        self._last_loss = math.inf
-        self._validation = None                              # an event that the next step's line will show
+        self._shown, self._text, self._next = 0, "", 0.0     # progress line: its columns, its text, when it may change
 
-    def tell(self, event, line):
-        """Makes the console a sink of events (cluster.event_log)."""
-        if self.live and event["event"] in self.LIVE:
-            self.LIVE[event["event"]](self, event)
-        elif event["event"] == "validation":
+    def line(self, text):
+        self._write(self._erased() + self._clean(text) + "\n")
+        self._text, self._next = "", 0.0
+        self.progress()
+
+    def progress(self, text=None):
+        """Rewrites the line below the others; text: its last part, None for the one that it has."""
+        self._text = self._text if text is None else text
+        if self.terminal and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.PROGRESS_EVERY
+            text = fit(*self._parts(), clean(self._text))
+            if text or self._shown:
+                self._write((self._erased() or "\r\x1b[J") + text)
+                self._shown = len(text)
+
+    def clear(self):
+        """Removes the progress line."""
+        self._text = ""
+        self._write(self._erased())
+
+    def write(self, text, name=None):
+        """Writes part of a line at once, in a colour."""
+        text = clean(text) if self.terminal else text
+        self.stream.write(self._encodable(self.colour(text, name) if name and text else text))
+        self.stream.flush()
+
+    def sample(self, text):
+        """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
+        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
+        if not parts:
+            return text
+        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green")
+
+    def colour(self, text, name):
+        return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
+
+    def _parts(self):
+        """[text]: what stands in the progress line before its text; see `fit`."""
+        return []
+
+    def _erased(self):
+        """What removes the progress line, also where a terminal that became narrower has wrapped it."""
+        above, self._shown = max(self._shown - 1, 0) // shutil.get_terminal_size().columns if self._shown else None, 0
+        return "" if above is None else (f"\x1b[{above}A" if above else "") + "\r\x1b[J"
+
+    def _clean(self, text):
+        return "".join(part if k % 2 and self.coloured else clean(part)
+                       for k, part in enumerate(OWN_CODES.split(text)))
+
+    def _encodable(self, text):
+        encoding = self.stream.encoding or "utf-8"
+        return text.encode(encoding, "replace").decode(encoding)
+
+    def _write(self, text):
+        if text:
+            self.stream.write(self._encodable(text))
+            self.stream.flush()
+
+
+class Console(Printer):
+    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: lines for which there
+    is no room, or no disk, are lost, which is said once.
+
+    On a terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or
+    every LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where
+    the run will end, for its bar; None: nowhere."""
+
+    LINE_EVERY = 10.0
+    BAR = 8                    # columns
+
+    def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
+        super().__init__(stream)
+        self.quiet, self.steps, self.minutes = quiet, steps, minutes
+        self.live = self.terminal and not verbose
+        self._lossy = None if quiet else Lossy(self.stream)
+        self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
+        self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
+        self._references, self._last_loss, self._validation = "", float("inf"), None
+
+    def emit(self, event, line):
+        """Takes an event. line: what is printed of it, None for nothing."""
+        kind = event["event"]
+        if kind == "start":
+            self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
+        elif kind == "references":
+            named = {name: value for name, value in event["values"].items() if name != "uniform"}
+            self._references = "(" + ", ".join(f"{name} {value:.2f}" for name, value in named.items()) + ")"
+        elif kind == "validation":
             self._validation = event
-        elif event["event"] == "step":
+            if self.live:
+                self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}",
+                              self._references))
+        elif kind == "snapshot" and self.live:
+            self.line(f"snapshot of step {event['step']} kept")
+        elif kind == "step" and self.live:
+            self._live_step(event)
+        elif kind == "step":
             self.line(self._step_line(event))
         elif line is not None:
             before, newline, text = line.rpartition("\n")    # a sample is one line
-            self.line(before + newline + self.sample(text) if event["event"] == "sample" else line)
+            self.line(before + newline + self.sample(text) if kind == "sample" else line)
 
-    def _live_start(self, event):
-        config = event["config"]
-        self._bits = 16 / (config["SOFTMAX_EXP_SCALE"] * math.log(2))        # of a unit of loss
-        self._unit = "bits/byte" if config["VOCAB_SIZE"] == 256 else "bits/token"
-
-    def _live_references(self, event):
-        self._references = "(" + ", ".join(f"{name} {value:.2f}" for name, value in event["values"].items()) + ")"
-
-    def _live_validation(self, event):
-        self._last_validation = f"val {event['value']:.2f} {event['unit']}"
-        self.line(_fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}", self._references))
-
-    def _live_snapshot(self, event):
-        self.line(f"snapshot of step {event['step']} kept")
+    def clear(self):
+        """Removes the progress line and forgets the status."""
+        self._step = None
+        super().clear()
 
     def _live_step(self, event):
-        minutes, seconds = divmod(int(event["elapsed"]), 60)
-        self._status = [f"{minutes}:{seconds:02} step {event['step']}", self._last_validation,
-                        f"loss {event['loss'] * self._bits:.2f} {self._unit}", f"{count_text(event['tokens'])} tokens",
-                        f"{event['tokens_per_second'] / 1e3:,.0f} k/s", self._references]
-        now = time.monotonic()
-        if now >= self._line_at:
-            self._line_at = now + self.LINE_EVERY
-            self.line(_fit(*self._status))
+        self._step, self._step_at = event, time.monotonic()
+        if self._step_at >= self._line_at:
+            self._line_at = self._step_at + self.LINE_EVERY
+            self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
         self.progress()
 
-    LIVE = dict(start=_live_start, references=_live_references, validation=_live_validation, snapshot=_live_snapshot,
-                step=_live_step)
+    def _parts(self):
+        if self._step is None:
+            return []
+        elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
+        goal = self._goal(elapsed) if shutil.get_terminal_size().columns >= 80 else ""
+        return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
+
+    def _figures(self):
+        """Of the last step and the last validation; see `fit`."""
+        step, val = self._step, self._validation
+        loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
+        same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
+        units = [f"{loss} {step['unit']}", f"{val_text} {val['unit']}"] if val and val["unit"] != step["unit"] else same
+        speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
+        return [*units, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
+
+    def _goal(self, elapsed):
+        """A bar and the time of the end, "" for a run without one."""
+        ends = []                                            # [(share done, seconds left)]
+        if self.minutes is not None:
+            ends.append((elapsed / (60 * self.minutes), 60 * self.minutes - elapsed))
+        if self.steps is not None:
+            done = self._step["step"] + 1 - self._first
+            left = self.steps - self._first - done
+            waited = elapsed - self._step["elapsed"]
+            ends.append((done / max(done + left, 1), self._step["elapsed"] / done * left - waited))
+        if not ends:
+            return ""
+        share, left = min(ends, key=lambda end: end[1])
+        full = min(int(share * self.BAR), self.BAR)
+        form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72000 else "%a %d %b"
+        end = time.strftime(form, time.localtime(round(time.time() + max(left, 0))))
+        return f" [{'#' * full}{'-' * (self.BAR - full)}] ends {end}"
 
     def _step_line(self, event):
+        """The line of d-eggs; its loss has the unit of d-eggs."""
         better, self._last_loss = event["loss"] <= self._last_loss, event["loss"]
-        loss = self.colour(f"{event['loss']:.4f}", "green" if better else "red")
+        loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
         speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | Loss: {loss} | "
@@ -91,70 +197,97 @@ class Console:
             line += f" (step {validation['step']})" if validation["step"] != event["step"] else ""
         return line
 
-    def line(self, text):
-        if not self.quiet:
-            self._write(("\r\x1b[K" if self._progress else "") + text + "\n")
-            self._progress = False
-            if self._status:
-                self._next = 0.0
-                self.progress()
-
-    def progress(self, text=""):
-        """Rewrites the line below the others: the status of the run, if there is one, and `text`."""
-        if self.terminal and not self.quiet and time.monotonic() >= self._next:
-            self._write("\r\x1b[K" + _fit(*self._status, text))
-            self._progress, self._next = True, time.monotonic() + self.PROGRESS_EVERY
-
-    def clear(self):
-        """Removes the progress line and forgets the status."""
-        self._status = []
-        if self._progress:
-            self._write("\r\x1b[K")
-            self._progress = False
-
-    def write(self, text, name=None):
-        """Writes part of a line at once, in a colour. Control characters do not reach a terminal."""
-        if self.terminal:
-            text = "".join(c for c in text if c.isprintable() or c in "\n\t")
-        self._write(self.colour(text, name) if name and text else text)
-
-    def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
-        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
-        if not parts:
-            return text
-        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green")
-
-    def colour(self, text, name):
-        return f"\x1b[{self.COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
-
     def _write(self, text):
-        encoding = self.stream.encoding or "utf-8"
-        self.stream.write(text.encode(encoding, "replace").decode(encoding))
-        self.stream.flush()
+        if self._lossy and text:
+            self._lossy.write(self._encodable(text))
 
 
-def _fit(*parts):
-    """The parts that fit a line of the terminal, as one text."""
+class Lossy:
+    """Writes to a stream without waiting for whoever reads it. What cannot be written is lost; `write` never raises.
+
+    The descriptor itself stays as it is, for it is shared with other processes: a pipe or a terminal is opened anew to
+    be written without blocking."""
+
+    MOST = 1 << 16             # bytes that wait for room
+
+    def __init__(self, stream):
+        self.stream, self.file, self.waiting, self.lost, self.told = stream, None, b"", 0, False
+        with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
+            stream.flush()
+            number = stream.fileno()
+            kind = os.fstat(number).st_mode
+            if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+                number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                self.file = io.FileIO(number, "w")
+            else:
+                self.file = io.FileIO(number, "w", closefd=False)
+
+    def write(self, text):
+        if self.file is None:
+            with contextlib.suppress(OSError):
+                self.stream.write(text)
+                self.stream.flush()
+            return
+        self._drain()
+        if len(self.waiting) > self.MOST:
+            self._lose("nobody reads it")
+            return
+        if self.lost:
+            text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
+        self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
+        self._drain()
+
+    def _drain(self):
+        try:
+            while self.waiting and (size := self.file.write(self.waiting)):
+                self.waiting = self.waiting[size:]
+        except OSError as error:
+            self.waiting = b""
+            self._lose(error.strerror)
+
+    def _lose(self, why):
+        self.lost += 1
+        if not self.told and self.stream is not sys.stderr:
+            self.told = True
+            Lossy(sys.stderr).write(f"egg: the output: {why}: lines are missing in it from now on\n")
+
+
+def fit(*parts):
+    """The parts that fit a line of the terminal, as one text. A part may be a tuple, of which the first that fits."""
     width, text = shutil.get_terminal_size().columns - 1, ""
     for part in filter(None, parts):
-        if not text:
-            text = part[:width]
-        elif len(text) + 2 + len(part) <= width:
-            text += "  " + part
+        for one in [part] if type(part) is str else part:
+            if not text or len(text) + 2 + len(one) <= width:
+                text = text + "  " + one if text else one[:width]
+                break
     return text
 
 
+def clean(text):
+    """Text without control characters, line ends excepted: nothing in it steers a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "" for c in text)
+
+
 def printable(text):
-    """Text from a peer made safe for a terminal and a log: no control characters, and indented, so that no line of it
-    looks like one of this program."""
-    lines = ("".join(c for c in line.replace("\t", " ") if c.isprintable()) for line in text.split("\n"))
-    return "\n".join("  " + line for line in lines)
+    """Text from a peer made safe for a log: clean, and indented, so that no line of it looks like one of this
+    program."""
+    return "\n".join("  " + line for line in clean(text).split("\n"))
 
 
 def one_line(text, most=2000):
     """The same as part of a line, of at most `most` characters."""
-    return printable(text.replace("\n", " ")).strip()[:most]
+    return clean(text.replace("\n", " ")).strip()[:most]
+
+
+def clock(seconds):
+    """1:05, 2:03:59."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+
+
+def path_text(path):
+    """A path as text that can be encoded; its bytes need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def count_text(n):

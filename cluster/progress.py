@@ -1,11 +1,16 @@
 """What a coordinator measures of its run: loss, speed, validations, time, bytes."""
 
 import math
+import statistics
 import time
 from typing import NamedTuple
 
+import egg_config
 from cluster.hub import Traffic
 from cluster.wire import FrameError
+
+
+MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
 class Summary(NamedTuple):
@@ -20,15 +25,15 @@ class Summary(NamedTuple):
 
 
 class Progress:
-    """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
-    step; validations: [(step, figure, unit)], the first and the last three."""
+    """started: when the first chunk was handed out (time.monotonic), None before; loss (in the unit of d-eggs), speed
+    (tokens/s): of the last step; validations: [(step, figure, unit)], the first and the last three."""
 
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step, self.started, self._completed = run.step, None, None
         self.loss, self.speed, self.validations = None, 0.0, []
-        self.traffic = Traffic()
+        self.traffic, (self._bits, self._unit) = Traffic(), egg_config.loss_unit(cfg.constants())
 
     def begin_step(self):
         self._updates = []           # weights changed by the last update, of every worker that reports them
@@ -50,34 +55,43 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
-    def complete_step(self, step, sum_loss):
-        """The fields of the event of a completed step."""
+    def complete_step(self, step, chunk_losses):
+        """The fields of the event of a completed step. chunk_losses: the sum of losses of every chunk. A lie hardly
+        moves the loss that is shown: a chunk counts with half the median at least, and twice the median at most."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
+        losses = [min(max(loss, 0), MOST_BITS / self._bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
+        middle = statistics.median(losses)
+        self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:
             self.events.warn(f"step {step}: workers report different numbers of changed weights, "
                              f"{sorted(set(self._updates))}: a replica has drifted; restart the workers")
-        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss, 6),
-                "updates": self.updates, "reports": len(self._updates),
+        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self._bits, 7),
+                "unit": self._unit, "updates": self.updates, "reports": len(self._updates),
                 "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 
-    def validation(self, trusted, step, tokens, n_bytes, nats):
-        """(figure, unit) of a worker's validation, None where it does not count. Raises FrameError."""
-        if not tokens or not math.isfinite(nats) or nats < 0:
-            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
+    @staticmethod
+    def figure(tokens, n_bytes, nats):
+        """(figure, unit) of what a worker states about a validation. Raises FrameError."""
+        bits = nats / math.log(2) if tokens else math.nan
+        if not (0 <= bits <= MOST_BITS * tokens and bits <= MOST_BITS * (n_bytes or tokens)):
+            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens of {n_bytes} bytes")
+        return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+
+    def validated(self, step, figure):
+        """Notes the figure of a step; whether it is the first of that step."""
         first = max(self.run.step - 1, self.run.start.step)
-        if not (trusted and first <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
-            return None
-        figure = nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+        if not first <= step <= self.run.step or any(v[0] == step for v in self.validations[-2:]):
+            return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
-        self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
+        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
                          unit=figure[1])
-        return figure
+        return True
 
     def summary(self):
         steps = self.run.step - self.first_step
@@ -88,5 +102,6 @@ class Progress:
     def status(self):
         """Its part of `egg.py status`."""
         validation = dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None
-        return {"tokens_per_second": self.speed, "loss": self.loss, "validation": validation,
+        loss = None if self.loss is None else self.loss * self._bits
+        return {"tokens_per_second": self.speed, "loss": loss, "loss_unit": self._unit, "validation": validation,
                 "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0}

@@ -13,7 +13,7 @@ from engine import simd
 from engine.cpu_rules import draw, factor, hash32, i32, input_coefficient, input_fold, input_term, scaled, u32
 from engine.simd import PANEL, ROWS, tile
 
-njit = kernel_cache.njit(simd.use)
+njit, inner = kernel_cache.njit(simd.use), kernel_cache.inner
 
 # columns of Weights.table: one row a parameter and layer
 FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
@@ -22,7 +22,6 @@ AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIE
 i64 = np.int64
 # the layer of what is in none, a pair's first member, a model without noise
 NO_LAYER = EVEN = CLEAN = i64(0)
-NOISY = i64(1)
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 
@@ -70,26 +69,26 @@ class Weights(NamedTuple):
 
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------
 
-@njit
+@inner
 def noise(c, seed, i):
     """int32: the noise of SPEC 2."""
     return draw(c.gaussian, hash32(seed, i), c.mask)
 
 
-@njit
+@inner
 def vote_draw(c, seed, i):
     """int32: the noise as votes count it."""
     n = noise(c, seed, i)
     return n if c.clt else i32(i32(n > 0) - i32(n < 0))
 
 
-@njit
+@inner
 def fill_noise(c, seed, n, out):
     for i in range(n):
         out[i] = noise(c, seed, i)
 
 
-@njit
+@inner
 def output_side(c, w, param, layer, S, out):
     """out int32 [cols]: trunc(noise(A, c) * f_col(c))."""
     t = w.table[param, layer]
@@ -99,7 +98,7 @@ def output_side(c, w, param, layer, S, out):
         out[i] = scaled(c.mode, out[i], w.overlay[at + i], seed, i)
 
 
-@njit
+@inner
 def input_side(c, w, param, layer, S, coefficients, scale):
     """coefficients int32 [rows], scale float32 [rows] of the input side, as `input_term` takes them; scale in mode 2
     only."""
@@ -113,7 +112,7 @@ def input_side(c, w, param, layer, S, coefficients, scale):
             scale[i] = factor(c.mode, w.overlay[at + i], seed, i)
 
 
-@njit
+@inner
 def project(c, x, r, coefficients, scale):
     """sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K], activation + 128."""
     s = i32(0)
@@ -122,7 +121,7 @@ def project(c, x, r, coefficients, scale):
     return s
 
 
-@njit
+@inner
 def project_down(c, x, r, coefficients, scale):
     """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
     s, H = i32(0), coefficients.size // 4
@@ -135,7 +134,7 @@ def project_down(c, x, r, coefficients, scale):
     return s
 
 
-@njit
+@inner
 def perturbed(c, w, param, layer, S, noisy, out):
     """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it."""
     t = w.table[param, layer]
@@ -157,7 +156,7 @@ def perturbed(c, w, param, layer, S, noisy, out):
 
 # Rows are named by array and index: a slice would count references, which costs more than a row of a small model.
 
-@njit
+@inner
 def product(c, w, param, layer, x, rows, out):
     """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W; x uint8 [>= padded rows, K]."""
     t = w.table[param, layer]
@@ -170,7 +169,7 @@ def product(c, w, param, layer, x, rows, out):
                  out, r * stride + p * PANEL, stride, k4)
 
 
-@njit
+@inner
 def add_noise(y, r, s, noise, shift):
     """y[r, c] += (sb * noise(A, c) * sign) >> shift; s is sb, already negated for an odd member (a product wraps either
     way alike)."""
@@ -178,7 +177,7 @@ def add_noise(y, r, s, noise, shift):
         y[r, i] = i32(y[r, i] + i32(i32(s * noise[i]) >> shift))
 
 
-@njit
+@inner
 def largest(z, r, n):
     """The largest of the first n of row r."""
     top = z[r, 0]

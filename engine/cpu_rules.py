@@ -9,9 +9,10 @@ import numba
 import numpy as np
 from llvmlite import ir
 
+from engine import kernel_cache
 from model import rules
 
-rule = numba.njit(nogil=True, error_model="numpy")
+rule = kernel_cache.inner
 i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 

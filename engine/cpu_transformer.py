@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cpu_kernels import (AT_W, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
-                                fill_noise, i64,
-                                input_side, largest, njit, noise, output_side, perturbed, product, project,
-                                project_down)
+from engine.cpu_kernels import (AT_W, CLEAN, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
+                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed,
+                                product, project, project_down)
 from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
 from model import integer_tables
@@ -29,7 +28,7 @@ class Tables(NamedTuple):
     ntt: np.ndarray
 
 
-@njit
+@inner
 def layer_norm(h, r, weight, bias, m, x, o):
     """x[o] uint8 = ln(h[r]) + 128 with the weights and biases of member m."""
     n, total = h.shape[1], i32(0)
@@ -40,7 +39,7 @@ def layer_norm(h, r, weight, bias, m, x, o):
         x[o, i] = np.uint8(normed(h[r, i], weight[m, i], bias[m, i], mean) + i32(128))
 
 
-@njit
+@inner
 def amax(v, r, out, o):
     """out[o] int8 = amax of v[r] int32 (SPEC 5)."""
     n, top = out.shape[1], i32(0)
@@ -53,14 +52,14 @@ def amax(v, r, out, o):
         out[o, i] = i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1))
 
 
-@njit
+@inner
 def add_residual(h, r, y, o, shift, bias, m):
     """y[o] = h[r] + (y[o] >> shift) + the bias of member m."""
     for i in range(h.shape[1]):
         y[o, i] = i32(i32(i32(h[r, i]) + i32(y[o, i] >> shift)) + bias[m, i])
 
 
-@njit
+@inner
 def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
@@ -103,7 +102,7 @@ def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, ro
             amax(y, r, h, first + r)
 
 
-@njit
+@inner
 def rotate(y, r, rope, t, D, bit):
     """Rotary embedding of row r of int32 y at position t, in place; rope int64 [positions, D / 2, 2]."""
     half = np.int64(1) << (bit - 1)
@@ -115,7 +114,7 @@ def rotate(y, r, rope, t, D, bit):
             y[r, base + 2 * i + 1] = i32((e * sin + o * cos + half) >> bit)
 
 
-@njit
+@inner
 def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     """Causal attention of one member: queries q int8 [rows, H] from first_row on stand at positions start..start + n -
     1; its keys and values int8 [rows, H] begin at cache_row; a uint8 [rows, H] (+ 128) is filled.
@@ -193,7 +192,7 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                     a[first_row + block + r, base + d] = np.uint8(clip(i32(weighted[r, d] / total_weight)) + i32(128))
 
 
-@njit
+@inner
 def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     """h = amax(h + attention block(h)) in place. keys, values int8 [members * positions, H] are the cache, where this
     call's are put at positions start..start + n - 1 of each member."""
@@ -242,7 +241,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
         amax(y, r, h, r)
 
 
-@njit
+@inner
 def coefficient(c, tb, tokens, sequence, position):
     """int64: the transform's coefficient at a position (model.transforms)."""
     T, total = tb.ntt.shape[0], np.int64(0)
@@ -252,13 +251,12 @@ def coefficient(c, tb, tokens, sequence, position):
     return total % c.ntt_prime if c.ntt_prime else total
 
 
-@njit
+@inner
 def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
-    """out int32 [rows, H]: what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
+    """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
     unit, scale = np.empty(H, i32), np.empty(H, f32)
-    out[:] = 0
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
@@ -277,7 +275,7 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
                 out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
 
 
-@njit
+@inner
 def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= start + n]; row r is position start + r % n of
     sequence min(r // n, last)."""
@@ -312,7 +310,7 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
                 h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + bias[m, i]) + more[at, i]))
 
 
-@njit
+@inner
 def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
 
@@ -334,7 +332,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
         layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
 
 
-@njit
+@inner
 def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
     """z int32 [>= count, V padded]: logits (item 4 of SPEC 7) of `count` rows of x, the first of which is row `first`
     of a pair of T positions a member."""
@@ -384,6 +382,18 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
                     nats[i] += np.log(q) + (top - target) * unit
 
 
+@njit
+def next_logits(c, w, tb, sequence, n, start, keys, values, z):
+    """z int32 [>= ROWS, V padded]: row 0 gets the logits after position start + n - 1 of sequence int32 [1, >= start +
+    n], whose positions before `start` are in the caches keys, values int8 [L, positions, H]."""
+    x = np.empty((n, c.H), np.uint8)
+    hidden(c, w, tb, u32(0), CLEAN, sequence, i64(1), n, start, keys, values, x)
+    last, no_ints = np.zeros((ROWS, c.H), np.uint8), np.empty(0, i32)
+    for i in range(c.H):
+        last[0, i] = x[n - 1, i]
+    logits(c, w, CLEAN, no_ints, no_ints, np.empty(0, f32), i64(1), i64(0), last, i64(1), z)
+
+
 class Transformer:
     """The forward pass of a model as the engine wants it; `engine.cpu_gru.Gru` is the other."""
 
@@ -413,8 +423,6 @@ class Transformer:
         cfg, c, tables = self.cfg, self._constants, self._tables
         cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
         z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        last, no_ints = np.zeros((ROWS, cfg.HIDDEN_DIM), np.uint8), np.empty(0, np.int32)
-        no_floats = np.empty(0, np.float32)
         sequence, start = np.zeros((1, 0), np.int32), 0
 
         def read(tokens):
@@ -428,10 +436,7 @@ class Transformer:
                 tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64),
                                          ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
-            x = np.empty((n, cfg.HIDDEN_DIM), np.uint8)
-            hidden(c, w, tables, u32(0), 0, sequence, 1, n, start, cache[0], cache[1], x)
-            last[0] = x[-1]
-            logits(c, w, 0, no_ints, no_ints, no_floats, 1, 0, last, 1, z)
+            next_logits(c, w, tables, sequence, n, start, cache[0], cache[1], z)
             start += n
             return z[0]
 

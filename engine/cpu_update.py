@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
+from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, inner, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, tile
 from model import optimizers
@@ -121,7 +121,7 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
                     out[r, j] = fma(beta, out[r, j], f32(alpha * right[r, j]))
 
 
-@njit
+@njit                       # not `inner`: optimized only within its caller, it takes more than twice the time
 def move(o, rate, vote, direction, weight, moments):
     """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it;
     direction: Muon's."""

@@ -8,6 +8,8 @@ called functions and equal sources elsewhere.
 """
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -18,15 +20,18 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import types
 
 import llvmlite
 import numba
 import numpy as np
-from numba.core import serialize
+from numba.core import codegen, serialize
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
+MOST_BYTES = 1 << 31       # of the kernels that are kept
+UNUSED_SECONDS = 90 * 86400.0
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
@@ -38,8 +43,9 @@ def directory():
     there."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
-        if path.is_absolute() and is_private(path):
-            return path
+        resolved = path.parent.resolve() / path.name     # so that no link on the way can be turned later
+        if path.is_absolute() and is_private(resolved):
+            return resolved
     path = tempfile.mkdtemp(prefix="egg-")
     atexit.register(shutil.rmtree, path, True)
     tell(f"egg: {cache} has no private directory for compiled kernels, so they are compiled again every time\n")
@@ -47,20 +53,29 @@ def directory():
 
 
 def is_private(path):
-    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link."""
+    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link; and
+    nobody but this user and root can put another one in its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        found, above = path.lstat(), [parent.stat() for parent in path.parents]
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
+    return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
+            and all(one.st_uid in (0, os.getuid()) and (not one.st_mode & 0o022 or one.st_mode & stat.S_ISVTX)
+                    for one in above))
 
 
 def read(path):
-    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved."""
+    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved. Its time of
+    change becomes that of its last use."""
     try:
-        return pickle.loads(path.read_bytes())
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                return None
+            os.utime(file.fileno())
+            return pickle.load(file)
     except (OSError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
         return None
 
@@ -71,8 +86,25 @@ def write(path, data):
     try:
         part.write_bytes(data)
         part.replace(path)
+        prune(path.parent)
     except OSError as error:
         cannot_keep(path.parent, error.strerror)
+
+
+@functools.cache
+def prune(where, most=MOST_BYTES):
+    """Removes kernels that were not used for UNUSED_SECONDS, and of the others those that were not used for longest
+    until all together have `most` bytes; once in a process."""
+    found = []
+    for path in where.iterdir():
+        with contextlib.suppress(OSError):
+            found.append((path.lstat(), path))
+    total, oldest = 0, time.time() - UNUSED_SECONDS
+    for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
+        total += status.st_size
+        if status.st_mtime < oldest or total > most:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @functools.cache
@@ -195,10 +227,45 @@ class CpuCache:
 def njit(variant):
     """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
     def decorate(function):
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        compiled = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
         compiled._cache = CpuCache(function, variant)
         return compiled
     return decorate
+
+
+class Inner(codegen.JITCodeLibrary):
+    """A function that is optimized and becomes machine code only within its callers. numba does both for every function
+    and everything that it calls, which takes most of the time where functions are nested deeply."""
+
+    def finalize(self):
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._final_module.verify()
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    # what numba asks for so that Python can call the function: a call of it raises a TypeError
+    codegen = property(lambda self: self)
+
+    def set_env(self, name, environment):
+        """There is no machine code that could want an environment."""
+
+    def get_pointer_to_function(self, name):
+        return ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
+
+
+class InnerCompiler(numba.core.compiler.Compiler):
+    """numba's compiler for an `Inner`."""
+
+    def compile_extra(self, function):
+        self.state.library = Inner(self.state.targetctx.codegen(), function.__qualname__)
+        return super().compile_extra(function)
+
+
+# a decorator for functions that only compiled functions call
+inner = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
+                   pipeline_class=InnerCompiler)
 
 
 class CudaCache:

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import signal
 import subprocess
 
 import pytest
@@ -15,6 +16,12 @@ from engine import hardware
 from kit import CFG
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+# a shell that runs the tests in the background has them, and all that they start, ignore SIGINT
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +40,16 @@ def compiled_gru(tmp_path_factory):
         cpu_engine.warm_up(egg_config.make(MODEL="gru"), lambda line: None, cpu_engine.VERBS)
 
 
+def shared(tmp_path_factory):
+    """The temporary directory of a test run, of all processes of pytest-xdist."""
+    directory = tmp_path_factory.getbasetemp()
+    return directory.parent if XDIST else directory
+
+
 @contextlib.contextmanager
 def one_at_a_time(tmp_path_factory, name):
     """A block that the processes of pytest-xdist enter one after the other: the first compiles, the others find it."""
-    directory = tmp_path_factory.getbasetemp()
-    with open((directory.parent if XDIST else directory) / f"{name}.lock", "w") as lock:
+    with open(shared(tmp_path_factory) / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -70,11 +82,35 @@ def certificates(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def compiler():
-    """A kit.Compiler on as many processes as this one has cores for itself."""
-    with processes(1 if XDIST else hardware.cores()) as pool:
-        yield kit.Compiler(pool)
-        pool.shutdown(cancel_futures=True)
+def compiler(tmp_path_factory):
+    """A kit.Compiler whose files all processes of pytest-xdist share."""
+    directory = shared(tmp_path_factory) / "ptx"
+    directory.mkdir(exist_ok=True)
+    return kit.Compiler(directory)
+
+
+@pytest.fixture
+def compiled_kernels(request, compiler):
+    """{card: {file: (Kernel, PTX)}} of what the test's mark `compiles` names."""
+    mark = request.node.get_closest_marker("compiles")
+    return compiler(*mark.args, **mark.kwargs)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_ahead(request, compiler):
+    """While other tests run, processes of low priority compile what the marks `compiles` name; those of pytest-xdist
+    begin at different ends."""
+    marks = [mark for item in request.session.items for mark in item.iter_markers("compiles")]
+    jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, kit.CARDS)[:2]]
+            for cc in cards]
+    if WORKER % 2:
+        jobs.reverse()
+    started = [compiler.ahead(jobs[i:] + jobs[:i]) for i in range(1 if XDIST else hardware.cores())] if jobs else []
+    try:
+        yield
+        [process.wait() for process in started]              # another process may want what they compile
+    finally:
+        [process.kill() for process in started]
 
 
 def processes(count):
@@ -86,9 +122,22 @@ def processes(count):
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
 
 
+LONG = ("test_recorded_default_configuration", "test_an_archipelago_survives_chaos", "test_chaos_changes_no_bit",
+        "test_nothing_is_compiled_once_the_clock_runs", "test_ctrl_c_early_leaves_no_traceback")
+
+
 def pytest_collection_modifyitems(items):
-    """Comparisons of both engines come last: they run in other processes while this one does the other tests."""
-    items.sort(key=lambda item: "compared" in item.fixturenames)
+    """The longest tests begin first, those whose work other processes prepare come last: comparisons of both engines,
+    and compiled kernels. pytest-xdist gives each of its processes a share in this order, so each share begins with some
+    of the long ones."""
+    def prepared(item):
+        return not {"compared", "compiled_kernels"}.isdisjoint(item.fixturenames)
+
+    long = [item for name in LONG for item in items if item.name.partition("[")[0] == name]
+    rest = sorted((item for item in items if item not in long), key=prepared)
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    shares = [len(rest) * i // count for i in range(count + 1)]
+    items[:] = [item for i in range(count) for item in long[i::count] + rest[shares[i]:shares[i + 1]]]
 
 
 @pytest.fixture(autouse=True)

@@ -3,18 +3,23 @@ peers that speak frame by frame, a cluster in which everything goes wrong, and t
 are in conftest.py."""
 
 import contextlib
+import fcntl
+import gc
 import hashlib
 import json
 import os
 import pathlib
+import pickle
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 import zlib
 
+import hypothesis
 import numpy as np
 import pyzstd
 
@@ -259,7 +264,16 @@ class Peer:
             return True
 
 
-def until(condition, seconds=10):
+def free_port():
+    """A port of this machine that a server can come back to: connections take none below 32768 as their own end."""
+    while True:
+        port = random.randrange(10000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def until(condition, seconds=60):
+    """Waits for what comes at once on a quiet machine; the bound is for one that is not."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -356,6 +370,12 @@ class Liar(FakeEngine):
         return losses[::-1].copy() if self.step >= self.start else losses
 
 
+# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
+                           derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+
+
 class Drifting(FakeEngine):
     """Its weights change by themselves after some step, so many times."""
 
@@ -386,7 +406,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
         threads[-1].start()
     time.sleep(0.1)
     with server:
-        until(lambda: server.run.step == steps, 30)
+        until(lambda: server.run.step == steps)
     [thread.join(10) for thread in threads]
     return server
 
@@ -401,7 +421,7 @@ class Chaos:
         self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
         self.stop, self.threads, self.engines = False, [], []
         self.kind, drifting, liar = kinds
-        self.process, self.port = coordinator_process(directory, 0, cfg)
+        self.process, self.port = coordinator_process(directory, free_port(), cfg)
         self.collect()
         for i in range(honest):
             self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
@@ -521,55 +541,81 @@ CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0)
 
 
 def kernels_of(constants, cc):
-    """([Kernel] of engine.cuda_engine.kernels, [Kernel] of them that are the forward pass) of a configuration on a
-    card."""
+    """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", of these the "forward" pass,
+    and of it the "noisy" one."""
     from numba import uint32
 
     from engine import cuda_engine
-    _, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    forward, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
     every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
-    every = list(every.values())
-    return every, [kernel for kernel in every if kernel.dispatcher not in own.values()]
-
-
-def compile_kernel(constants, cc, index):
-    """The PTX of one of `kernels_of`."""
-    from numba import cuda
-    kernel = kernels_of(constants, cc)[0][index]
-    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
+    noisy, every = [kernel for kernel, *_ in forward._noisy.kernels], list(every.values())
+    return {"all": every, "forward": [kernel for kernel in every if kernel.dispatcher not in own.values()],
+            "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 
 
 class Compiler:
-    """Compiles kernels for every card, each distinct one once: what is the same on several cards, or in several
-    configurations, is compiled for the first of them."""
+    """Compiles CUDA kernels into files of a directory, which the processes of a test run share. Each distinct kernel is
+    compiled once: what is the same on several cards, or in several configurations, for one of them."""
 
-    def __init__(self, pool):
-        self.pool, self.made = pool, {}
+    def __init__(self, directory):
+        self.directory = directory
 
-    def __call__(self, constants, cc, wanted=lambda name: True, forward_only=False):
-        """[(name, the card it is compiled for, future of its PTX, dynamic shared bytes)] of the kernels of a
-        configuration on one card."""
+    def files(self, constants, cc, part="all", names=None):
+        """[(Kernel, its file)] of a configuration on a card; names: the first kernel of each of these is enough."""
         from engine import kernel_cache
-        (every, forward), known, out = kernels_of(constants, cc), {}, []
-        for index, kernel in enumerate(every):
-            if wanted(kernel.name) and (not forward_only or kernel in forward):
-                key = kernel_cache.key(known, kernel.dispatcher, kernel.signature)
-                if key not in self.made:
-                    self.made[key] = cc, self.pool.submit(compile_kernel, constants, cc, index)
-                out.append((kernel.name, *self.made[key], kernel.shared))
-        return out
+        some, known = kernels_of(constants, cc)[part], {}
+        if names is not None:
+            some = {kernel.name: kernel for kernel in reversed(some) if kernel.name in names}.values()
+        return [(kernel, self.directory / kernel_cache.key(known, kernel.dispatcher, kernel.signature))
+                for kernel in some]
+
+    def compile(self, kernel, file, cc, wait=True):
+        """Makes a kernel's file; without `wait`, unless another process is about to."""
+        from numba import cuda
+        with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if not file.exists():
+                ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
+                                          cc=(9, 0, "a") if cc == (9, 0) else cc)
+                file.with_suffix(".part").write_text(ptx)
+                file.with_suffix(".part").rename(file)
+
+    def __call__(self, constants, cards=CARDS, **which):
+        """{card: {file: (Kernel, its PTX)}} of a configuration."""
+        made = {}
+        for cc in cards:
+            files = self.files(constants, cc, **which)
+            for kernel, file in files:
+                self.compile(kernel, file, cc)
+            made[cc] = {file: (kernel, file.read_text()) for kernel, file in files}
+        return made
+
+    def ahead(self, jobs):
+        """Starts a process that compiles at low priority what jobs, [arguments of a call], will want."""
+        code = "import kit, pickle, sys; kit.compile_ahead(*pickle.load(sys.stdin.buffer))"
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdin=subprocess.PIPE,
+                                   env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE / 'tests'}"})
+        process.stdin.write(pickle.dumps((self, jobs)))
+        process.stdin.close()
+        return process
 
 
-def hold_against_cards(compiler, constants, cards=CARDS, **which):
-    """The kernels of a configuration compile for the cards that they are made for, keep everything in registers and fit
-    the shared memory. Returns {card: [names]}."""
-    made = {cc: compiler(constants, cc, **which) for cc in cards}
+def compile_ahead(compiler, jobs):
+    os.nice(10)
+    gc.disable()                                             # saves a sixth of the time
+    for constants, cards, which in jobs:
+        for cc in cards:
+            for kernel, file in compiler.files(constants, cc, **which):
+                compiler.compile(kernel, file, cc, wait=False)
+
+
+def hold_against_cards(made):
+    """The kernels that a Compiler made are in registers alone and fit the shared memory of the cards."""
     for cc, kernels in made.items():
-        for name, card, ptx, shared in kernels:
-            assert re.search(rf"\.target sm_{card[0]}{card[1]}a?\b", ptx.result()), (name, card)
-            assert not re.search(r"\.local\b", ptx.result()), f"{name} for {card} uses local memory"
-            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory on {cc}"
-    return {cc: [name for name, *_ in kernels] for cc, kernels in made.items()}
+        for kernel, ptx in kernels.values():
+            assert re.search(r"\.target sm_\d+a?\b", ptx), kernel.name
+            assert not re.search(r"\.local\b", ptx), f"{kernel.name} for {cc} uses local memory"
+            assert kernel.shared <= CARDS[cc] * 1024, f"{kernel.name} needs {kernel.shared} bytes of shared memory"
 
 
 # --- both engines ----------------------------------------------------------------------------------------------------
@@ -657,6 +703,12 @@ def compare(constants, seed, ready):
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
             wrong.append(f"losses of step {state.step} with {more}")
     return ", ".join(wrong), seconds
+
+
+def callable_by_python(inner):
+    """A function of the CPU engine that only compiled functions call (engine.kernel_cache.Inner), for a test."""
+    import numba
+    return numba.njit(lambda *arguments: inner(*arguments))
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

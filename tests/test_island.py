@@ -37,7 +37,7 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, until, work_in_thread
+from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, free_port, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -96,7 +96,7 @@ class Isle(Server):
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
         self.validation = validation
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         self.events.append(event)
 
     def told(self, event, /, **fields):
@@ -257,7 +257,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         until(lambda: len(a.told("peer", peer="b", state="up")) == 2)
         with pytest.raises(egg_net.OldCoordinator), socket.create_connection(("127.0.0.1", a.port)) as old:
             old.sendall(wire.frame(wire.JOB_REQUEST, bytes(24)))       # protocol 1 has no snapshots
-            assert old.recv(100) == b"" and "cannot take snapshots" in a.lines.text
+            assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.lines.text
             raise egg_net.OldCoordinator
         assert a.coordinator.status()["island"]["peers"][0]["state"] == "up"
         again.link.close()
@@ -270,14 +270,10 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
 
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
     """Everybody is given everybody, itself too, and calls both ways: one connection for each pair stays."""
-    ports = []
-    for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
+    ports = [free_port() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
-        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles),
-              20)
+        until(lambda: all(sum(p.session is not None for p in isle.island.peers.known.values()) == 2 for isle in isles))
         time.sleep(0.5)
         assert [len(isle.coordinator.hub.connections) for isle in isles] == [2, 2, 2]
         assert all(sum(target.is_self for target in isle.island.peers.targets) == 1 for isle in isles)
@@ -295,7 +291,8 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
         until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
-        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers.known
+        assert "wants a secret" in c.lines.text and "does not know the secret" in d.lines.text
+        assert not a.island.peers.known
 
 
 def test_every_island_has_its_own_noise():
@@ -505,7 +502,7 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
         stranger.say(0.001)                                       # and then nothing
         stranger.next(STATE_REQUEST)
         until(lambda: "nothing more came of the state of stranger" in a.lines.text)
-        assert not a.island.incoming and not a.island.peers.distrusted
+        assert not a.island.incoming and a.island.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
@@ -530,13 +527,13 @@ def test_a_flood_of_questions_is_bounded(tmp_path):
     with Isle(tmp_path, "a", 3) as a:
         until(lambda: a.run.step > 2)
         stranger = Stranger(a.port)
+        answers, began = 0, time.monotonic()
         for _ in range(500):
             stranger.say()
-        answers = 0
         with contextlib.suppress(TimeoutError):
             while True:
                 answers += not json.loads(stranger.next(STANDING, 0.5))["ask"]
-        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + 5
+        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (time.monotonic() - began) / peers.ASK_EVERY + 1
         for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
             stranger.send(STATE_REQUEST, STATE_WANTED.pack(b"?" * 32, 1 << 40, 1 << 31))
         assert STATE_HEAD.unpack(stranger.next(STATE))[1:] == (0, 1 << 40)
@@ -677,7 +674,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
-        monkeypatch.setattr(history, "_create", full)
+        monkeypatch.setattr(history, "write_file", full)
         until(lambda: "goes on with the own state: the new state cannot be kept: No space left" in b.lines.text)
         monkeypatch.undo()
         before = b.run.step
@@ -720,7 +717,9 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
                                         (len(data), download.got, some[:100] + noise),
                                         (len(data) + 1, download.got, some), (len(data), place, some),
                                         (1 << 63, download.got, noise)][kind]
-                download.add(total, offset, piece)
+                download.feed(total, offset, piece)
+                while download.pending:
+                    download.unpack()
             assert not download.finished or download.upload.sha256 == sha256
         except ValueError:
             pass
@@ -823,10 +822,7 @@ class Archipelago:
     def __init__(self, directory, seed, islands, cfg, laptop):
         self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
         self.cfgs = [egg_config.make(**{**cfg.constants(), "ISLAND_SEED": i + 1}) for i in range(islands)]
-        doors = [socket.create_server(("127.0.0.1", 0)) for _ in self.cfgs]
-        self.ports = [door.getsockname()[1] for door in doors]
-        for door in doors:
-            door.close()
+        self.ports = [free_port() for _ in self.cfgs]
         self.sea, self.count = Sea(self.ports), {"killed": 0, "stopped": 0, "cut": 0, "slowed": 0}
         self.processes, self.workers, self.threads = [self._coordinator(i) for i in range(islands)], [], []
         for i in range(islands):
@@ -904,12 +900,22 @@ class Archipelago:
         self.sea.cut, self.sea.slow = set(), {}
         # every island trains on, and has a snapshot (SNAPSHOT_EVERY is 10), however slow the machine is
         wanted = [max(self.steps(i) + 3, 12) for i in range(len(self.ports))]
-        until(lambda: all(self.steps(i) >= n for i, n in enumerate(wanted)), 60 + 10 * self.laptop * len(self.ports))
+        seen = None
+        while behind := self.behind(wanted):
+            if behind != seen:
+                seen, end = behind, time.monotonic() + 120
+            assert time.monotonic() < end, f"islands stand still: {behind}"
+            time.sleep(0.2)                                  # the learners are threads of this process
 
     def happened(self):
         """Whether an island was killed and another one has found a deceiver out."""
         logs = (events_of(self.directory / f"i{i}") for i in range(len(self.ports)))
         return self.count["killed"] and any("nothing of" in event.get("text", "") for log in logs for event in log)
+
+    def behind(self, wanted):
+        """{island: its steps} of those that have fewer than wanted."""
+        done = {i: self.steps(i) for i in range(len(wanted))}
+        return {i: steps for i, steps in done.items() if steps < wanted[i]}
 
     def steps(self, i):
         return sum(event["event"] == "step" for event in events_of(self.directory / f"i{i}"))

@@ -27,8 +27,8 @@ from tools import train
 from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
-from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, result_frame,
-                 until, whole, work_in_thread)
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, free_port,
+                 result_frame, until, whole, work_in_thread)
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -176,6 +176,7 @@ def test_duplicate_results_count_once(tmp_path):
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server.port)
+        assert peer.chunk(0) == 0                                # who holds chunk 0 validates
         peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
@@ -197,7 +198,7 @@ def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
     assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
     console.progress("step 12: 3/8 chunks")
     console.line("done")
-    assert stream.text == "\r\x1b[Kstep 12: 3/8 chunks\r\x1b[Kdone\n"
+    assert stream.text == "\r\x1b[Jstep 12: 3/8 chunks\r\x1b[Jdone\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert egg_net.Console(stream).colour("x", "red") == "x"
 
@@ -265,6 +266,12 @@ def test_a_late_worker_catches_up(tmp_path):
     assert late.state().digests() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
 
 
+def test_the_first_samples_and_validations_come_early():
+    for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
+        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
+        assert every or not egg_net.due(every, 0)
+
+
 def test_validation_and_samples_reach_the_console(tmp_path):
     from model import data_files
     decoding = data_files.load_decoding(CFG)
@@ -283,8 +290,8 @@ def test_validation_and_samples_reach_the_console(tmp_path):
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
     packed, digests = expected(4)
     engine, lines = FakeEngine(pause=0.01), Lines()
-    with Server(tmp_path / "a", save=True) as server:
-        port = server.port
+    port = free_port()
+    with Server(tmp_path / "a", port=port, save=True) as server:
         work_in_thread(port, engine, retry=True, lines=lines)
         until(lambda: server.run.step >= 2)
         server.stop()
@@ -637,19 +644,19 @@ def start_golden_worker(*arguments):
 
 def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled):
     cfg, recorded = golden_a()
-    server = Server(tmp_path / "run", cfg, save=True, steps=4)
-    port, flag = server.port, tmp_path / "stuck"
+    port, flag = free_port(), tmp_path / "stuck"
+    server = Server(tmp_path / "run", cfg, port=port, save=True, steps=4)
     steady, victim, late = start_golden_worker(port), start_golden_worker(port, 2, str(flag)), start_golden_worker(port)
     victim[1].send("go")
     with server:
-        until(flag.exists, 60)
+        until(flag.exists)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.dispatcher.work.done) == 7, 60)
+        until(lambda: len(server.coordinator.dispatcher.work.done) == 7)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
-        until(lambda: server.run.step == 4, 30)
+        until(lambda: server.run.step == 4)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
         late[1].send("go")
-        until(lambda: server.run.step == 6, 30)
+        until(lambda: server.run.step == 6)
         assert victim[0].exitcode == -signal.SIGKILL
         for k in range(6):
             assert (fitness_digits.unpack_ternary(server.run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
@@ -679,7 +686,7 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
 
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
-    process, port = coordinator_process(tmp_path)
+    process, port = coordinator_process(tmp_path, free_port())
     work_in_thread(port, engine, retry=True)
     until(lambda: engine.step >= 3)
     process.kill()
@@ -721,11 +728,13 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
     cfg, lines = egg_config.make(**{**small.constants(), "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}), Lines()
     options = dict(steps=80, threads=1)
     killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
+    others = multiprocessing.active_children()                   # of other tests: the compilers of kernels
     thread = threading.Thread(target=train.train, args=(cfg,), kwargs=killed)
     thread.start()
-    until(lambda: "Step 2 " in lines.text, 60)
+    until(lambda: "Step 2 " in lines.text)
     for process in multiprocessing.active_children():
-        process.kill()
+        if process not in others:
+            process.kill()
     train.train(cfg, save_dir="undisturbed", console=egg_net.Console(Lines()), **options)
     thread.join(60)
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text

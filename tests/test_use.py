@@ -22,6 +22,7 @@ from engine import cpu_transformer
 from model import data_files
 from tools import debug
 from model import state_digest
+from cluster import console
 from cluster import history
 from model import fitness_digits
 from model import integer_tables
@@ -32,9 +33,8 @@ from cluster import snapshots
 from tools import train
 from tools import use
 from tools.debug import Reading
-from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, drawn, hold_draws_against_the_distribution, random_config,
-                 settings_of,
-                 work_in_thread)
+from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, drawn,
+                 hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -76,7 +76,8 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[1::2, 5] = -100
     a = np.zeros((1, 64), np.uint8)
-    cpu_transformer.attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
+    attend = callable_by_python(cpu_transformer.attend)
+    attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
     want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
     assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 
@@ -417,7 +418,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "ln_f is int8 [63], this configuration has int8 [64]:", ln_f=np.zeros(63, np.int8))
     refused(arrays, "ln_f is float32 [64]", ln_f=np.zeros(64, np.float32))
     refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
-    refused(arrays, "weights go from -127 to 127", ln_f=np.full(64, -128, np.int8))
+    refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, np.int8))
     refused(arrays, "its step and seed", {**metadata, "step": "many"})
     refused(arrays, "no such constant", {**metadata, "config": '{"NO_LAYERS": 1}'})
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
@@ -552,7 +553,7 @@ def test_debug_command_and_layout(here, capsys):
     call(capsys, "debug", "--json", "trace.jsonl", "--best")
     steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
     assert steps == [STEPS, SNAPSHOT]
-    colour = lambda text, name: f"\x1b[{egg_net.Console.COLOURS[name]}m{text}\x1b[0m"
+    colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
     assert "\x1b[35m" in debug.describe(json.loads(open("trace.jsonl").readline()), colour)[0]
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import ssl
 import struct
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import strategies as st
 
 import egg
+import egg_config
 from cluster import admission
 from cluster import auth
 from cluster import status as cluster_status
@@ -32,11 +34,13 @@ from tools import plot
 from tools import train
 from cluster import event_log
 from cluster import wire
+from cluster.progress import Progress
 from cluster.wire import LOG_MESSAGE, VALIDATION
 from kit import CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread
 
-EVERYBODY = live_page.Where("127.0.0.1", 0, b"", None)
-MASTER = live_page.Where("127.0.0.1", 0, SECRET, None)
+EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
+PASSWORD = auth.page_password(SECRET).encode()
+MASTER = live_page.Where("127.0.0.1", 0, PASSWORD.decode(), None)
 
 
 def events(path):
@@ -51,7 +55,7 @@ def of_kind(kind, told):
 
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
           "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
-          "step": {"step", "tokens", "loss", "updates", "reports", "learning_rate", "seconds", "elapsed",
+          "step": {"step", "tokens", "loss", "unit", "updates", "reports", "learning_rate", "seconds", "elapsed",
                    "tokens_per_second", "sent", "received"},
           "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
 
@@ -76,13 +80,17 @@ def test_a_run_keeps_its_events(tmp_path):
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     assert [(e["step"], e["tokens"]) for e in steps] == [(k, k * a_step) for k in range(5)]
     run = history.open_run(cfg, tmp_path)
-    assert [(e["loss"], e["updates"]) for e in steps] == [(pytest.approx(run.record(k)[0] / a_step / 16, abs=1e-6),
-                                                           run.record(k)[1]) for k in range(5)]
+    bits, unit = egg_config.loss_unit(cfg.constants())
+    assert [(e["loss"], e["unit"], e["updates"]) for e in steps] == [
+        (pytest.approx(run.record(k)[0] / a_step / 16 * bits, abs=1e-6), unit, run.record(k)[1]) for k in range(5)]
+    log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
+    assert [row[2] for row in log] == [f"{run.record(k)[0] / a_step / 16:.6f}" for k in range(5)]       # of d-eggs
     run.close()
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
     assert [e["text"] for e in of_kind("sample", told)] == ["AAA", "CCC", "EEE"]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
     assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", of_kind("sample", told)[0]["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
@@ -126,8 +134,8 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
 
     path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
     log = event_log.JsonLog(path, "", print)
-    log.tell(json.loads(step(2, 3.5)), None)
-    log.tell({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
+    log.emit(json.loads(step(2, 3.5)), None)
+    log.emit({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
     log.close()
     with open(path, "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n'
@@ -136,6 +144,39 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
     assert (curve.validation, curve.unit, curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
+
+
+def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
+    """They are in the unit of d-eggs, which depends on the run; a run that went on with this version has both."""
+    bits = 16 / 6 / np.log(2)
+    for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
+        path = tmp_path / str(vocabulary)
+        old = [{"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary, "RECOMBINE_ALPHA": 1}},
+               {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}]
+        new = [{"event": "step", "step": 1, "tokens": 10, "loss": 7.0, "unit": unit, "seconds": 1}]
+        for told in (old, old + new):
+            path.write_text("".join(json.dumps(event) + "\n" for event in told))
+            curve = read_curve(path)
+            assert [p[3] for p in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
+            assert curve.loss_unit == unit
+    text = plot.terminal(*charts([path]), Stream(), 80)
+    assert "training loss, bits/token\n" in text
+
+
+def test_a_label_stands_where_no_curve_is(tmp_path):
+    """A curve that ends on a reference: its label is left of it, whole."""
+    path = tmp_path / "log"
+    with open(path, "w") as file:
+        print(json.dumps({"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}}), file=file)
+        for k in range(100):
+            value = 3.5 + 4 * 0.9 ** k
+            for event in ("validation", "step"):
+                print(json.dumps({"event": event, "step": k, "tokens": k, "value": value, "loss": 1, "seconds": 1,
+                                  "unit": "bits/byte"}), file=file)
+    for width in (60, 80, 160):
+        text = plot.terminal(*charts([path]), Stream(), width)
+        assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
+        assert "bigram 3.50" not in plot.terminal(*charts([path]), Stream(), 20)
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
@@ -173,7 +214,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
     said = []
     log = event_log.JsonLog(tmp_path / "pipe", "", said.append)
     for _ in range(100):
-        log.tell({"text": "x" * 4000}, None)
+        log.emit({"text": "x" * 4000}, None)
     assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
     log.close(), os.close(reader)
 
@@ -201,22 +242,21 @@ def records(directory):
 def test_tensorboard_gets_figures_and_samples(tmp_path):
     run = history.open_run(CFG)
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
-        told.tell("step", step=7, tokens=70, loss=1.5, updates=3, reports=1, learning_rate=0.25, seconds=1.0,
-                  elapsed=8.0, tokens_per_second=10.0,
-                  sent=1, received=2)
-        told.tell("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
-        told.tell("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
-        told.tell("snapshot", step=9, bytes=1, overlay=None)
-        told.tell("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
+        told.emit("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
+                  seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
+        told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+        told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
+        told.emit("snapshot", step=9, bytes=1, overlay=None)
+        told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
     run.close()
     got = {}
     for record in records(tmp_path / "tb"):
         for value in record.summary.value:
             got[value.tag] = (record.step,
                               value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
-    assert got == {"loss": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0), "learning_rate": (7, 0.25),
-                   "validation/bits_per_byte": (7, 3.5), "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0),
-                   "overlay/max": (8, 9.0),
+    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+                   "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0), "overlay/max": (8, 9.0),
                    "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 
@@ -231,7 +271,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
         for step in range(3):
-            told.tell("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
+            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
     run.close()
     assert lines.text.count("No space left on device: nothing more is written there") == 1
 
@@ -526,12 +566,12 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             until(lambda: server.run.step == 3)
             events = server.coordinator.events
             if told:
-                events.tell("merge", "another line", **merged(3))
-                events.tell("merge", "back",
+                events.emit("merge", "another line", **merged(3))
+                events.emit("merge", "back",
                             **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
-                events.tell("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-                events.tell("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
-                events.tell("rejuvenated", "a line", step=3, epoch=2, digest="")
+                events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+                events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+                events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
             state = json.loads(ask(server, "/state.json")[2])
             values = parse_metrics(ask(server, "/metrics")[2].decode())
             if not told:
@@ -581,6 +621,39 @@ def test_status_tells_of_an_island(tmp_path):
     alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
     text = cluster_status.describe_status({**told, "island": alone})
     assert text.endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
+
+
+def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
+    """Thousands of workers, bans and islands with the longest names: the first of them are told, and how many more."""
+    name = "\U0001f95a" * 64
+    worker = dict(name=name, device=name, address="10.0.0.1:1", protocol=2, step=0, chunks=0, chunk_seconds=None,
+                  last_seen=0.5, state="working")
+    status = egg_net.Coordinator.status
+    for island in (None, {**ISLAND, "peers": ISLAND["peers"] * 3000}):
+        more = dict(workers=[worker] * 4000, connected=4000, island=island, banned={f"{name} {k}": name
+                                                                                    for k in range(100)})
+        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
+        with Server(tmp_path) as server:
+            told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
+        shown = len(told["workers"])
+        assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
+        assert len(json.dumps(told).encode()) <= wire.STATUS_LIMIT
+        text = cluster_status.describe_status(told)
+        assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
+
+
+@pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
+def test_a_lie_does_not_move_the_loss(lie, tmp_path):
+    """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as told:
+        honest, liar = Progress(CFG, run, told), Progress(CFG, run, told)
+        for progress, last in ((honest, 40_000), (liar, lie)):
+            progress.begin_step()
+            progress.chunk_handed_out()
+            progress.complete_step(0, [40_000, 41_000, 42_000, last])
+    run.close()
+    assert liar.loss == pytest.approx(honest.loss, rel=0.3)
 
 
 # --- the live page ----------------------------------------------------------------------------------------------------
@@ -640,18 +713,21 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert not re.search(rb'(src|href)="(?!state.json|metrics|data:)', html)
         peer = Peer(server.port, cfg)
         peer.link.send(wire.frame(LOG_MESSAGE, "sample at step 0: a<script>\u23ceb >>> <img src=x>".encode()))
-        peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             assert peer.chunk(0) == position
+            if position == 0:
+                peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
             peer.result(0, position, loss=4096, updates=5)
         until(lambda: server.run.step == 1)
         time.sleep(live_page.MADE_EVERY)
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
-        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"], state["loss"]) == (1, 3, 4, 0,
-                                                                                                         1.0)
-        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), 1.0]]
+        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
+        bits = egg_config.loss_unit(cfg.constants())[0]
+        assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
+        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
+        assert state["finished"] is False
         assert state["name"] == tmp_path.name
         assert state["curves"]["validation"][0][2] == 1.0
         assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
@@ -665,13 +741,43 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/metrics")
         assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
         values = parse_metrics(body.decode())
-        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8 and values["egg_loss"] == 1
+        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
+        assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
         assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
         assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
         assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404
         peer.link.close()
+
+
+def test_the_page_tells_of_the_end(tmp_path):
+    """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
+    for looks in (True, False):
+        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
+            states = [fetch(port)] if looks else []
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            while looks and (state := fetch(port)):
+                states.append(state)
+                time.sleep(0.3)
+            assert process.wait(10) == 0
+            took = time.monotonic() - started
+        assert [state["finished"] for state in states[:1] + states[-1:]] == [False, True][:2 * looks]
+        assert (took >= live_page.FAREWELL_SECONDS - 0.5) == looks and took < live_page.FAREWELL_SECONDS + 2
+
+
+def fetch(port):
+    """The state of a page, None where nobody serves it."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(request("/state.json"))
+            return json.loads(receive(sock)[2] or "null")
+    except OSError:
+        return None
 
 
 def parse_metrics(text):
@@ -727,7 +833,9 @@ def test_requests_that_cannot_be_served(tmp_path):
                 got = receive(sock)
                 assert got[0] == status, (data[:60], got)
                 assert sock.recv(1) == b"", data[:60]                     # and the connection ends
-        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "localhost.evil",
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
+                     "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
+                     "localhost.evil",
                      "[::2]:80", ""):
             assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
         for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
@@ -769,37 +877,45 @@ def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
         assert time.monotonic() - began < 3
         for sock in (silent, idle, lingering):
             assert sock.recv(1) == b""
-        until(lambda: not server.coordinator.page.clients)
+        until(lambda: not (server.coordinator.page.newcomers.count or server.coordinator.page.served))
         assert ask(server, "/metrics")[0] == 200 and Peer(server.port).chunk(0) == 0
 
 
-def test_there_is_an_end_to_connections(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_page, "MOST_CLIENTS", 8)
+def test_who_holds_connections_keeps_no_browser_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
     with Server(tmp_path, http=EVERYBODY) as server:
-        held = [connect(server) for _ in range(8)]
-        until(lambda: len(server.coordinator.page.clients) == 8)
-        assert receive(connect(server))[0] == 503
-        held[0].sendall(request("/metrics", close=False))
-        assert receive(held[0])[0] == 200
-        assert ask(server, "/metrics")[0] == 200                           # in the place of the one that was idle
-        assert held[0].recv(1) == b"" and len(server.coordinator.page.clients) <= 8
+        page = server.coordinator.page
+        browser = connect(server)
+        browser.sendall(request("/metrics", close=False))
+        assert receive(browser)[0] == 200
+        held = [connect(server) for _ in range(30)]
+        assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
+        browser.sendall(request("/metrics", close=False))
+        assert receive(browser)[0] == 200                                  # its connection was kept
+        for sock in held:
+            with contextlib.suppress(OSError):
+                sock.sendall(request("/metrics", close=False))
+        until(lambda: len(page.served) > 1)
+        assert page.newcomers.count <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
+        [sock.close() for sock in held]
 
 
-def test_the_secret_is_asked_for(tmp_path):
+def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
     with Server(tmp_path, http=MASTER) as server:
         for path in ("/", "/state.json", "/metrics", "/nothing"):
             status, fields, body = ask(server, path)
             assert status == 401 and fields["www-authenticate"].startswith("basic realm=") and b"egg_" not in body
-        for wrong in (b"", b"sixteen bytes or mor", SECRET + b"e", SECRET.upper(), b"\xff" * 21):
+        for wrong in (b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21):
             assert ask(server, authorization=basic(wrong))[0] == 401
-        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(SECRET).decode(), "Bearer " + SECRET.decode(),
+        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
+                      "Bearer " + PASSWORD.decode(),
                       "Basic \xe9"):
             assert ask(server, authorization=wrong)[0] == 401
         for name in (b"me", b"", b"egg"):
-            assert ask(server, "/metrics", authorization=basic(SECRET, name))[0] == 200
-        assert ask(server, "/metrics", host="evil.example", authorization=basic(SECRET))[0] == 403
+            assert ask(server, "/metrics", authorization=basic(PASSWORD, name))[0] == 200
+        assert ask(server, "/metrics", host="evil.example", authorization=basic(PASSWORD))[0] == 403
         second = f"Authorization: {basic(b'x')}\r\nConnection".encode()
-        twice = request("/", authorization=basic(SECRET)).replace(b"Connection", second)
+        twice = request("/", authorization=basic(PASSWORD)).replace(b"Connection", second)
         with connect(server) as sock:
             sock.sendall(twice)
             assert receive(sock)[0] == 400
@@ -807,16 +923,16 @@ def test_the_secret_is_asked_for(tmp_path):
 
 def test_the_page_under_tls(tmp_path, certificates):
     cert, key = certificates
-    where = live_page.Where("127.0.0.1", 0, SECRET, auth.server_tls(cert, key))
+    where = live_page.Where("127.0.0.1", 0, PASSWORD.decode(), auth.server_tls(cert, key))
     with Server(tmp_path, http=where) as server:
         assert server.coordinator.page.invitation().startswith("live page: https://127.0.0.1:")
         context = ssl.create_default_context(cafile=cert)
         with connect(server) as sock, context.wrap_socket(sock, server_hostname="localhost") as secure:
             for _ in range(2):
-                secure.sendall(request("/", close=False, authorization=basic(SECRET)))
+                secure.sendall(request("/", close=False, authorization=basic(PASSWORD)))
                 assert receive(secure)[0] == 200
             # more than one TLS record
-            secure.sendall(request("/nothing", close=False, authorization=basic(SECRET)) * 300)
+            secure.sendall(request("/nothing", close=False, authorization=basic(PASSWORD)) * 300)
             assert all(receive_small(secure).startswith(b"HTTP/1.1 404") for _ in range(300))
         with connect(server) as plain:
             plain.sendall(request())
@@ -859,7 +975,7 @@ def test_noise_does_no_harm(tmp_path):
     with Server(tmp_path, http=MASTER) as server:
         for _ in range(150):
             with connect(server) as sock, contextlib.suppress(OSError):
-                whole = request("/metrics", authorization=basic(SECRET))
+                whole = request("/metrics", authorization=basic(PASSWORD))
                 kind = rng.randrange(4)
                 if kind == 0:
                     sock.sendall(rng.randbytes(rng.randrange(20000)))
@@ -871,7 +987,7 @@ def test_noise_does_no_harm(tmp_path):
                 else:
                     sock.sendall(whole)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
-        assert ask(server, "/metrics", authorization=basic(SECRET))[0] == 200 and Peer(server.port).chunk(0) == 0
+        assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server.port).chunk(0) == 0
 
 
 def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
@@ -888,14 +1004,14 @@ def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
 def test_where_the_page_may_be_served():
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     access = auth.Access
-    assert live_page.where(("127.0.0.1", 80), access()) == ("127.0.0.1", 80, b"", None)
+    assert live_page.where(("127.0.0.1", 80), access()) == ("127.0.0.1", 80, "", None)
     # no TLS on the way to oneself
-    assert live_page.where(("localhost", 80), access(SECRET, tls)) == ("localhost", 80, SECRET, None)
-    assert live_page.where(("10.0.0.1", 80), access(SECRET, tls)) == ("10.0.0.1", 80, SECRET, tls)
-    assert live_page.where(("0.0.0.0", 80), access(b"", None, True)).secret == b""
+    assert live_page.where(("localhost", 80), access(SECRET, tls)) == ("localhost", 80, PASSWORD.decode(), None)
+    assert live_page.where(("10.0.0.1", 80), access(SECRET, tls)) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
+    assert live_page.where(("0.0.0.0", 80), access(b"", None, True)).password == ""
     with pytest.raises(auth.AuthError, match="show the run to anybody"):
         live_page.where(("0.0.0.0", 80), access())
-    with pytest.raises(auth.AuthError, match="secret over the network in the clear"):
+    with pytest.raises(auth.AuthError, match="password over the network in the clear"):
         live_page.where(("0.0.0.0", 80), access(SECRET))
     for text, got in (("80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
         assert live_page.parse_address(text) == got
@@ -926,7 +1042,7 @@ def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
                "run = history.open_run(cfg)\n"
                f"coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, log_dir={str(tmp_path)!r}, http=where)\n"
                "coordinator.poll(0)\n"
-               "heavy = ('numba', 'llvmlite', 'http', 'tensorboardX', 'matplotlib')\n"
+               "heavy = ('numba', 'llvmlite', 'tensorboardX', 'matplotlib')\n"
                "print({m for m in sys.modules if m.split('.')[0] in heavy}, threading.active_count())")
     done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
     assert done.stdout == "set() 1\n"

@@ -3,12 +3,11 @@
 import math
 import os
 import shutil
-import sys
 import textwrap
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
-from tools.curves import read_curve
+from tools.curves import Thinned, read_curve
 
 ROWS = 12                  # lines of a chart in the terminal
 LABEL = 8                  # columns of the numbers on its left
@@ -22,14 +21,14 @@ COUNT = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "), (1e1
 POINTS = 2000              # most points of a curve, each the mean of neighbours
 
 
-def plot(runs, x="tokens", out=None):
+def plot(runs, printer, x="tokens", out=None):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps". out: file of
-    the picture, None for the terminal. Raises WatchError."""
+    the picture, None: `printer` (a console.Printer) gets them in characters. Raises WatchError."""
     curves = _named([read_curve(run) for run in runs], runs)
     charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
     tree = Tree(curves, charts[0])
     if out is None:
-        sys.stdout.write(terminal(charts, [curve.name for curve in curves], tree))
+        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream).rstrip("\n"))
     else:
         picture(charts, [curve.name for curve in curves], out, tree)
 
@@ -48,7 +47,10 @@ class Chart:
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
         points = [getattr(curve, quantity) for curve in curves]
         units = sorted({curve.unit for curve in curves if curve.validation})
-        self.title = f"validation, {' or '.join(units)}" if quantity == "validation" else "training loss"
+        title, named = quantity, units
+        if quantity == "loss":
+            title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
+        self.title = ", ".join([title, " or ".join(named)]) if named else title
         furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME, 2) if x == "time" else (COUNT, 1)
@@ -56,7 +58,12 @@ class Chart:
         self.size = size
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
         self.x_end = furthest / size or 1.0
-        self.lines = [(i, thinned([(p[column] / size, p[3]) for p in line])) for i, line in enumerate(points) if line]
+        self.lines = []
+        for i, line in ((i, line) for i, line in enumerate(points) if line):
+            thinned = Thinned(POINTS)
+            for point in line:
+                thinned.add(point[column] / size, point[3])
+            self.lines.append((i, thinned.all()))
         ys = [y for _, line in self.lines for _, y in line]
         self.low, self.high = (min(ys), max(ys)) if ys else (0.0, 1.0)
         self.references = {}
@@ -133,12 +140,6 @@ def shortened(words):
     return ", ".join(words[:MOST_NAMED] + [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED))
 
 
-def thinned(points):
-    every = -(-len(points) // POINTS)
-    groups = [points[k:k + every] for k in range(0, len(points), every)]
-    return [tuple(sum(column) / len(group) for column in zip(*group)) for group in groups]
-
-
 def ticks(low, high, count):
     """([position], decimals) of about `count` round numbers from low to high, 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / max(count, 1)
@@ -150,7 +151,7 @@ def ticks(low, high, count):
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
-def terminal(charts, names, tree, stream=sys.stdout, width=None):
+def terminal(charts, names, tree, stream, width=None):
     """str: the charts and the Tree in characters, `width` columns wide (default: the terminal's). Braille dots if the
     stream can show them and has colours, or if there is only one run; else a letter for every run."""
     coloured = stream.isatty() and not os.environ.get("NO_COLOR")
@@ -212,10 +213,7 @@ def _rows(chart, width, dots, frame, paint):
     words = {row_of(y): f"{name} {y:.2f}" for name, y in chart.references.items()}
     out = []
     for row in range(ROWS):
-        text, word = "", words.get(row, "")
-        if any((row, column) in cells for column in range(columns - len(word), columns)):
-            word = ""                                # a curve would cover part of it
-        word = word.rjust(columns)[-columns:]
+        text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
         for column in range(columns):
             bits, i = cells.get((row, column), (0, 0))
             text += paint(chr(0x2800 + bits) if dots else _letter(i), i) if bits else word[column]
@@ -230,6 +228,12 @@ def _rows(chart, width, dots, frame, paint):
         start = min(max(LABEL + 1 + column - len(text) // 2, 0), width - len(text))
         below[start:start + len(text)] = text
     return out + [" " * LABEL + frame[2] + "".join(axis), "".join(below).rstrip()[:width], chart.x_title.rjust(width)]
+
+
+def _beside(word, taken, columns):
+    """A row with the word as far right as no curve is in its way; an empty row where there is no such place."""
+    free = (at for at in range(columns - len(word), -1, -1) if taken.isdisjoint(range(at - 1, at + len(word) + 1)))
+    return (" " * next(free, columns) + word).ljust(columns)[:columns]
 
 
 def _lanes(tree, chart, width, frame, paint):
@@ -295,9 +299,8 @@ def picture(charts, names, path, tree):
                         markeredgecolor="white", zorder=3)
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
-            below = y < min(line[-1][1] for _, line in chart.lines)        # on the side without curves
-            ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), ha="right", color="0.35",
-                        xytext=(-4, -11 if below else 3), textcoords="offset points", fontsize=9)
+            ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", color="0.35",
+                        xytext=(4, 0), textcoords="offset points", fontsize=9)             # beside the curves
         ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
         ax.set(xlim=(0, chart.x_end), ylim=(chart.low - margin, chart.high + margin))

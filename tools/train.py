@@ -4,7 +4,6 @@ Ctrl-C. Also what every worker does before it serves: open the data, make the en
 
 import contextlib
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from cluster import auth
 from model import data_files
+from model import parameters
 from engine import engines
 from engine import hardware
 from cluster import history
@@ -30,6 +30,7 @@ FINAL_SECONDS = 120.0      # that the first of them may take for the final valid
 LEAVE_SECONDS = 5.0        # that each may take to end
 SLOW_SECONDS = 30.0        # a step that takes longer is announced
 SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
+COMPILING = "(once; 25 to 55 s on two cores)"
 
 
 class TrainError(EggError):
@@ -79,15 +80,15 @@ def start_engine(cfg, data, device, threads, log):
     return engine
 
 
-def step_seconds(cfg, engine):
-    """The seconds that a step will take on this engine alone, estimated from slices of growing size."""
+def members_a_second(cfg, engine):
+    """How many members this engine evaluates per second, estimated from slices of growing size."""
     count = 2
     while True:
         started = time.perf_counter()
         engine.evaluate(0, count)
         seconds = time.perf_counter() - started
         if seconds > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
-            return cfg.POPULATION_SIZE * seconds / count
+            return count / seconds
         count = min(4 * count, cfg.CHUNK_SIZE)
 
 
@@ -129,7 +130,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         pipe.send(("ready", engine.name))
-        if device == "cpu" and (seconds := step_seconds(cfg, engine)) > SLOW_SECONDS:
+        if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
             pipe.send(("slow", seconds))
         egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
@@ -210,7 +211,7 @@ class Training:
                     raise TrainError(value)
                 if kind == "log":
                     self.status = value
-                    self.console.line(f"starting: {value}")
+                    self.console.line(f"starting: {value} {COMPILING}")
                 if kind == "slow":
                     self.coordinator.events.warn(
                         f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {_duration(value)} "
@@ -221,8 +222,12 @@ class Training:
                     self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
             if child.process.exitcode is not None:
                 self._restart(child)
+        waited = f"{time.monotonic() - self.started:.0f} s"
         if not any(child.ready for child in self.children):
-            self.console.progress(f"starting: {self.status} {time.monotonic() - self.started:.0f} s")
+            self.console.progress(f"starting: {self.status} {waited}")
+        elif self.coordinator.progress.loss is None:
+            done, of = len(self.coordinator.dispatcher.work.done), self.coordinator.cfg.N_CHUNKS
+            self.console.progress(f"the first step: {done} of {of} chunks, {waited} since the start")
 
     def _restart(self, child):
         code = child.process.exitcode
@@ -242,7 +247,8 @@ class Training:
                 child.pipe.send("finish")
                 until = time.monotonic() + FINAL_SECONDS
                 while child.process.is_alive() and time.monotonic() < until:
-                    multiprocessing.connection.wait([child.pipe, child.process.sentinel], 1.0)
+                    self.coordinator.dismiss()               # also a worker that has come too late
+                    self.coordinator.poll(0.05)              # the page is still served
                     for kind, value in child.reports():
                         if kind == "final":
                             return value
@@ -286,7 +292,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
         for line in run.notices:
             events.warn(line)
-        # a secret for the own workers: nobody else on this machine may take part
+        # a random secret keeps other processes of this machine out
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
         training = None
@@ -294,12 +300,13 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             references = print_references(cfg, data, console)
             if references:
                 values = {name: round(x, 4) for name, x in references.items()}
-                events.tell("references", unit=data.validation.unit, values=values)
+                events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
-            if run.directory is None:
-                console.line("nothing of this run is kept: --save-dir DIR keeps it")
+            console.line(_plan(cfg, run, steps, minutes))
+            console.line(f"kept in {run.directory}" if run.directory else
+                         "nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
@@ -310,28 +317,37 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 if stopped:
                     console.line("stopping (once more to stop at once) ...")
                 coordinator.drain(APPLY_SECONDS)
-                coordinator.close()
+                coordinator.dismiss()
                 final = training.final()
+                if final is not None:
+                    _log_final(events, final, data, coordinator.progress.tokens_a_step)
+                summary = _summary(coordinator, references, final, data)
+                _print_summary(summary, console)
+                events.emit("stop", egg_net.farewell(run), step=run.step)
+                if coordinator.page:
+                    coordinator.page.farewell()
+                return summary
         finally:
             coordinator.close()
             if training is not None:
                 training.end()
-        if final is not None:
-            _log_final(events, final, data, coordinator.progress.tokens_a_step)
-        summary = _summary(coordinator, references, final, data)
-        _print_summary(summary, console)
-        events.tell("stop", egg_net.farewell(run), step=run.step)
-        return summary
+
+
+def _plan(cfg, run, steps, minutes):
+    """A line about what the training will do."""
+    ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
+    return (f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from step "
+            f"{run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
 
 
 def _log_final(events, final, data, tokens_a_step):
     """Logs the last validation and sample like those of the steps before."""
     if final.figure is not None:
-        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
+        events.emit("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
                     unit=data.validation.unit)
     if final.sample is not None:
         prompt, _, text = final.sample.partition(" >>> ")
-        events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):
