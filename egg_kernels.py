@@ -466,7 +466,7 @@ def _token_kernel(cfg):
     [heads][positions]."""
     H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-    WORDS, H4, NTT, normed = H // 4, 4 * H, cfg.NTT_MODE != 0, NORMS.normed
+    WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
 
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
@@ -486,7 +486,9 @@ def _token_kernel(cfg):
         mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
         if t >= H:
             return int32(0)
-        return normed(h, int32(weights[plan[p] + t]), int32(weights[plan[p + 4] + t]), mean)
+        product = int32(h * int32(weights[plan[p] + t]))
+        quotient = int32(uint32(abs(product)) // uint32(mean))
+        return clip(int32((quotient if product >= 0 else int32(-quotient)) + int32(weights[plan[p + 4] + t])))
 
     @device
     def scaled_down(v, part, t):
