@@ -44,7 +44,7 @@ from numba import cuda, float64, int8, int32, int64, uint32, uint64
 from kernels import ptx
 from kernels import transformer
 from kernels.parts import (A8, A32, AF64, PLAN, TILE, amax_scale, blocks, byte, clip, ntt_functions,
-                           pack4, quad_max, quad_sum, quantise, unrolled)
+                           pack4, quad_max, quad_sum, quantise)
 from kernels import products
 from kernels.products import CLEAN_EXPS, Pass, block_sum, chunk, matrix_vector, ranges, tile_functions
 from kernels.rules import NORMS, build_noise, device
@@ -355,22 +355,24 @@ def _head_kernel(cfg):
     STEPS, RAGGED = 2 * TILES * CHUNKS, V % TILE != 0
     fetch, multiply, _ = tile_functions(H, KC)
 
-    # A thread has rows r = 0..3, 8 apart, of 16 columns.
+    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
+    # on every card.
 
     @device
-    def largest(r, acc, top, limit):
-        """top[r] after the columns before `limit` of row r; those beyond become the lowest value."""
+    def largest(acc, r, top, limit):
+        """top, and the columns before `limit` of row r; those beyond become the lowest value."""
         for j in range(8):
             for e in range(2):
                 i = (r >> 1) * 32 + (r & 1) * 2 + j * 4 + e
                 if RAGGED and j * 8 + e >= limit:
                     acc[i] = int32(LOWEST)
-                top[r] = int32(max(top[r], acc[i]))
+                top = int32(max(top, acc[i]))
+        return top
 
     @device
-    def weigh(r, acc, top, total, hit, target, col0, limit, exps):
-        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; hit[r]: the target's logit."""
-        some, where = float64(0), target[r] - col0
+    def weigh(acc, r, top, total, hit, where, limit, exps):
+        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; column `where` is the target."""
+        some = float64(0)
         for j in range(8):
             for e in range(2):
                 v = int32(acc[(r >> 1) * 32 + (r & 1) * 2 + j * 4 + e] >> int32(SHIFT))
@@ -379,8 +381,6 @@ def _head_kernel(cfg):
                 if where == j * 8 + e:
                     hit[r] = v
         total[r] += some
-
-    largest_of_all, weigh_all = unrolled(4, largest), unrolled(4, weigh)
 
     @cuda.jit(launch_bounds=256)
     def head(call, plan, packed, windows, count, rows, exps, x, nats):
@@ -421,9 +421,13 @@ def _head_kernel(cfg):
                 col0 = tile * TILE + (warp & 1) * 64 + q * 2
                 limit = V - col0
                 if step < STEPS // 2:
-                    largest_of_all(acc, top, limit)
+                    top[0], top[1] = largest(acc, 0, top[0], limit), largest(acc, 1, top[1], limit)
+                    top[2], top[3] = largest(acc, 2, top[2], limit), largest(acc, 3, top[3], limit)
                 else:
-                    weigh_all(acc, top, total, hit, target, col0, limit, exps)
+                    weigh(acc, 0, top, total, hit, target[0] - col0, limit, exps)
+                    weigh(acc, 1, top, total, hit, target[1] - col0, limit, exps)
+                    weigh(acc, 2, top, total, hit, target[2] - col0, limit, exps)
+                    weigh(acc, 3, top, total, hit, target[3] - col0, limit, exps)
                 if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
                     for r in range(4):
                         m = quad_max(top[r])
