@@ -445,6 +445,10 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 bytes_[PAST + here + 1] = gated(f2, int32(bytes_[here + 1]))
 
     @device
+    def step(h, f, new):
+        return int32(h + int32(int32(int32(f & int32(255)) * int32(new - h)) >> int32(8)))
+
+    @device
     def advance(i, acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n,
                 position, lane):
         """The new state, and x."""
@@ -459,8 +463,8 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                 f, old, here = int32(gates[at + (c >> 1)]), candidates[at + (c >> 1)], place(row, c)
                 new = clip(int32(int32(low(old) + y) + int32(bytes_[BIAS + (ROWS + row) * H + c])))
                 new2 = clip(int32(int32(high(old) + y2) + int32(bytes_[BIAS + (ROWS + row) * H + c + 1])))
-                h = next_state(int32(f & int32(255)), int32(bytes_[here]), new)
-                h2 = next_state(int32(int32(f >> int32(8)) & int32(255)), int32(bytes_[here + 1]), new2)
+                h = step(int32(bytes_[here]), f, new)
+                h2 = step(int32(bytes_[here + 1]), int32(f >> int32(8)), new2)
                 bytes_[here], bytes_[here + 1] = h, h2
                 if live:
                     both = x[at + (c >> 1)]
