@@ -105,7 +105,7 @@ class CoordinatorActor:
                 while not (coordinator.finished or self.stopping):
                     coordinator.poll()
                 coordinator.drain(0 if self.stopping else 5)
-            events.tell("stop", egg_net.farewell(run), step=run.step)
+            events.emit("stop", egg_net.farewell(run), step=run.step)
             return coordinator.summary()
 
     def _open(self, cfg, save_dir, load_dir):
@@ -119,7 +119,7 @@ class CoordinatorActor:
                     raise
             time.sleep(0.2)
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         self.calls.append(("tell", event, line))
         if event["event"] in ("step", "validation"):
             for name in self.gauges.keys() & event.keys():

@@ -123,8 +123,8 @@ class Reporter(Console):
         super().__init__()
         self.trained, self.spent, self.found = spent, spent, None
 
-    def tell(self, event, line):
-        super().tell(event, line)
+    def emit(self, event, line):
+        super().emit(event, line)
         if event["event"] == "step":
             self.trained = self.spent + event["elapsed"] / 60
             self.report()

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.cpu_kernels import (AT_W, CLEAN, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
-                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed, product, project,
-                                project_down)
+                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed,
+                                product, project, project_down)
 from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
 from model import integer_tables

@@ -96,7 +96,7 @@ with_sign = _instruction("copysign.f32 $0, $2, $1;", float32, (float32,) * 2)   
 half_like = _instruction("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", float32, (float32,))   # 0.5, sign of x
 minimum = _instruction("min.f32 $0, $1, $2;", float32, (float32,) * 2)
 maximum = _instruction("max.f32 $0, $1, $2;", float32, (float32,) * 2)
-reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # within a unit in the last place
+reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # to 1 ulp
 mad_wide = _instruction("mad.wide.s32 $0, $1, $2, $3;", int64, (int32, int32, int64))   # a * b + c in 64 bits
 # x, but what is made of it stays in the loop: saves registers
 here = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
@@ -154,7 +154,7 @@ def int16_pairs(cc):
 
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 
-# Four core matrices; lane i gives the shared address of row i % 8 of matrix i // 8. Four int32: word q of row g of each.
+# Four core matrices; lane i gives the shared address of row i % 8 of matrix i // 8. 4 int32: word q of row g of each.
 load_matrix4 = _instruction(LDMATRIX + " {$0,$1,$2,$3}, [$4];", 4, (int32,), MEMORY)
 # an int32 at a shared address; `load_shared` is for tables only: nothing orders it but its address
 load_shared = _instruction("ld.shared.b32 $0, [$1];", int32, (int32,))
