@@ -373,6 +373,14 @@ class Coordinator:
         """Something has happened for the requests that are held."""
         self.dispatcher.changed = True
 
+    def finish(self, seconds):
+        """The end of the run: see `drain`; then the sinks are told, and whoever looks at the page sees it."""
+        self.drain(seconds)
+        self.console.clear()
+        self.events.emit("stop", farewell(self.run), step=self.run.step)
+        if self.page:
+            self.page.farewell()
+
     def dismiss(self):
         """Ends the connections of the workers; the page is still served. Can be called more than once."""
         self.closing = True
@@ -645,11 +653,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
-                coordinator.drain(0 if stopped else 5)
-                coordinator.console.clear()
-                events.emit("stop", farewell(run), step=run.step)
-                if coordinator.page:
-                    coordinator.page.farewell()
+                coordinator.finish(0 if stopped else 5)
         return coordinator.summary()
 
 

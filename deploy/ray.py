@@ -104,8 +104,7 @@ class CoordinatorActor:
                     self.line(coordinator.page.invitation())
                 while not (coordinator.finished or self.stopping):
                     coordinator.poll()
-                coordinator.drain(0 if self.stopping else 5)
-            events.emit("stop", egg_net.farewell(run), step=run.step)
+                coordinator.finish(0 if self.stopping else 5)
             return coordinator.summary()
 
     def _open(self, cfg, save_dir, load_dir):

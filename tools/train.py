@@ -323,9 +323,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                     _log_final(events, final, data, coordinator.progress.tokens_a_step)
                 summary = _summary(coordinator, references, final, data)
                 _print_summary(summary, console)
-                events.emit("stop", egg_net.farewell(run), step=run.step)
-                if coordinator.page:
-                    coordinator.page.farewell()
+                coordinator.finish(0)
                 return summary
         finally:
             coordinator.close()
