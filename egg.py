@@ -116,6 +116,8 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
+CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
+                 "local: a new one on this machine (default: auto)", "ADDRESS")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 COMMANDS = []                  # (function, options, source of the saved constants)
 
@@ -233,6 +235,44 @@ def worker(cfg, args):
     from tools import train
     train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol,
                name=args.name)
+
+
+@command("--steps", "--minutes",
+         option("--save-dir", "keep the run in DIR, on the node that holds a run there, else on this node", "DIR",
+                required=True),
+         *RUN[1:], "--port", "--verbose", CLUSTER,
+         option("--workers", "number of workers, or all: as many as the nodes have room for (default: all)", "N",
+                number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
+         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
+                "if this is given (default: the fewest that a node has)", "N",
+                number(int, 1, 1024, "a number of cores")),
+         option("--wait", "minutes to wait until the first worker has found its resources (default: 5)", "N",
+                number(float, 1e-3, 1e6, "a number of minutes")),
+         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
+def ray(cfg, args):
+    """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
+
+    examples:
+      python egg.py ray --save-dir ckpt --preset best
+      ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
+    from cluster import auth
+    from deploy import ray
+    access = auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    http = page(args, access) if args.http else None
+    console = run_console(args)
+    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console), console)
+
+
+@command(CLUSTER, option("file", "the table of settings, TOML (docs/CLUSTERS.md)", "FILE"),
+         option("--save-dir", "directory of the trials (default: FILE without .toml)", "DIR"))
+def sweep(cfg, args):
+    """train with many settings on a Ray cluster, stop the bad ones early, and rank them by validation
+
+    example: python egg.py sweep settings.toml --address local"""
+    from deploy import sweep
+    runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
+    if runs:
+        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host", "the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"), "--port",

@@ -603,6 +603,13 @@ def test_a_terminal_that_is_held_holds_nothing_up():
     os.close(master)
 
 
+def test_closed_streams_are_no_error(tmp_path):
+    done = subprocess.run(f"cd {tmp_path}; {sys.executable} {kit.HERE / 'egg.py'} plot . >&- 2>&-", shell=True)
+    assert done.returncode == 1                          # for there is no run, and not for a traceback's 1
+    code = "import sys; sys.stdout = None; from cluster.console import Console; Console().line('x')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=kit.HERE).returncode == 0
+
+
 def test_a_reader_that_leaves_ends_no_run(capfd):
     reader, writer = os.pipe()
     with open(writer, "w") as stream:

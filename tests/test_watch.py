@@ -90,6 +90,7 @@ def test_a_run_keeps_its_events(tmp_path):
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
     assert [e["text"] for e in of_kind("sample", told)] == ["AAA", "CCC", "EEE"]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
     assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", of_kind("sample", told)[0]["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
