@@ -256,10 +256,6 @@ class Connection:
         """The peer's certificate for TLS (bytes), None where it has shown none."""
         return self.sock.getpeercert(True) if self._tls else None
 
-    def turn(self, mask):
-        """Does what is due: `mask` is the event that was waited for, 0 after Hub.again."""
-        self._stage(mask)
-
     def send(self, data):
         self.traffic.sent += len(data)
         self.outbox = memoryview(bytes(self.outbox) + data if self.outbox else data)
@@ -320,7 +316,7 @@ class Connection:
     def closed(self):
         pass
 
-    # the stages of a connection: each is called with the event that it waits for
+    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
     def _connected(self, _):
         """The connection that was begun here stands, or cannot be made."""
@@ -355,7 +351,7 @@ class Connection:
         except OSError as error:
             self.failed(f"no TLS: {getattr(error, 'reason', None) or reason(error)}")
         else:
-            self._stage = self._transfer
+            self.turn = self._transfer
             self._wait_for(READ)
             self.opened()
             self._read()
@@ -402,7 +398,7 @@ class Connection:
         self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
 
     def _register(self, stage, event):
-        self._stage, self._event = stage, event
+        self.turn, self._event = stage, event
         self._selector.register(self.sock, event, self)
 
     def _wait_for(self, event):
