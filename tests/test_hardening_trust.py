@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import egg_config
 import egg_net
-from cluster import admission, dispatch, history, leases, snapshots, trust, wire
+from cluster import admission, dispatch, event_log, history, leases, snapshots, trust, wire
 from cluster.wire import JOB_RESPONSE
 from islands import gossip, peers, transfer
 from model import fitness_digits, parameters, state_digest
@@ -568,11 +568,22 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
     os.symlink(secret, source / history.SETTINGS)
     with open(source / "snapshot-00000004.egg", "wb") as file:
         file.truncate(1 << 42)
+    with open(source / "history-002.egg", "wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 28)                                   # small enough, but with a hole
+    for name in ("banned.txt", "coordinator.log", history.EVENTS):
+        os.symlink(secret, source / name)
     run.close()
     history.open_run(CFG, tmp_path / "target", source).close()
     assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
     run = history.open_run(CFG, source)
     assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
+    bans = admission.Bans(source)
+    bans.add("w1", "it lied")
+    assert bans.all() == {"w1": "it lied"}
+    for name in ("coordinator.log", history.EVENTS):
+        with pytest.raises(event_log.WatchError):
+            event_log.JsonLog(str(source / name), "", None)
     assert secret.read_text() == "a file of this user"                       # and nothing was written through a link
     run.close()
     with pytest.raises(OSError, match="regular"):
