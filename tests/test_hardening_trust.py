@@ -29,7 +29,7 @@ from islands import gossip, peers, transfer
 from model import fitness_digits, parameters, state_digest
 from tools import use
 from kit import CFG, FUZZ, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
-from test_island import ISLE, Isle, Stranger
+from test_island import ISLE, Isle, Learner, Stranger
 
 BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))
 
@@ -441,6 +441,20 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(tm
         until(lambda: not any(peer.session for peer in known.values()))
         a.island.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
         assert not known
+
+
+def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
+    """Two workers: one gives the state with which an epoch begins, the other one states its hash."""
+    hashed, plain = [], snapshots.state_hash
+    monkeypatch.setattr(snapshots, "state_hash", lambda state: hashed.append(state.step) or plain(state))
+    cfg = egg_config.make(**{**ISLE.constants(), "REJUVENATE_AFTER": 12, "SNAPSHOT_EVERY": 1000})
+    with Isle(tmp_path, "a", 0, cfg=cfg) as a:
+        for _ in range(2):
+            a.work(Learner(a.cfg, 0))
+        until(lambda: a.told("rejuvenated"), 20)
+        step = a.told("rejuvenated")[0]["step"]
+        assert hashed == [step] and "goes on with the own state" not in a.lines.text
+        until(lambda: a.run.step > step + 2)
 
 
 def test_coming_and_going_does_not_fill_the_log(tmp_path):
