@@ -95,8 +95,8 @@ COMMON = dict([
     option("--minutes", "stop after N minutes", "N", number(float, 1e-3, 1e7, "a number of minutes")),
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
-    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT",
+    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
+           "password if there is a secret", "[HOST:]PORT",
            parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
@@ -116,6 +116,8 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
 SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
+CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
+                 "local: a new one on this machine (default: auto)", "ADDRESS")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 COMMANDS = []                  # (function, options, source of the saved constants)
 
@@ -134,15 +136,14 @@ def command(*options, saved=lambda args: ({}, None)):
 
 def of_directory(args):
     """The constants of the run that --save-dir or --load-dir continues; none where a run begins."""
-    if args.save_dir or args.load_dir:
-        from cluster import history
-        for directory in filter(None, (args.save_dir, args.load_dir)):
-            if history.holds_run(directory):
-                return history.configuration(directory), directory
+    from cluster import history
+    for directory in filter(None, (args.save_dir, args.load_dir)):
+        if history.holds_run(directory):
+            return history.configuration(directory), directory
     return {}, None
 
 
-def for_this_machine(cfg, args):
+def for_this_machine(cfg, args, say):
     """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
     given = egg_config.given(args.preset, args.defines)
     facts, files = egg_config.FACTS, egg_config.DATA_FILES
@@ -150,7 +151,7 @@ def for_this_machine(cfg, args):
     own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
     if own or hardware.devices(cfg) != ["cpu"]:
         return cfg
-    print("no GPU here: taking the preset laptop (or choose with --preset and -D)", flush=True)
+    say("no GPU here: taking the preset laptop (or choose with --preset and -D)")
     return egg_config.load("laptop", args.defines)
 
 
@@ -164,9 +165,9 @@ def train(cfg, args):
       python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
     from cluster import auth
     from tools import train
-    cfg = for_this_machine(cfg, args)
-    http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
     console = run_console(args)
+    cfg = for_this_machine(cfg, args, console.line)
+    http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, http,
                        args.log_json, args.tensorboard)
     directory = done.coordinator.directory
@@ -236,6 +237,44 @@ def worker(cfg, args):
                name=args.name)
 
 
+@command("--steps", "--minutes",
+         option("--save-dir", "keep the run in DIR, on the node that holds a run there, else on this node", "DIR",
+                required=True),
+         *RUN[1:], "--port", "--verbose", CLUSTER,
+         option("--workers", "number of workers, or all: as many as the nodes have room for (default: all)", "N",
+                number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
+         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
+                "if this is given (default: the fewest that a node has)", "N",
+                number(int, 1, 1024, "a number of cores")),
+         option("--wait", "minutes to wait until the first worker has found its resources (default: 5)", "N",
+                number(float, 1e-3, 1e6, "a number of minutes")),
+         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
+def ray(cfg, args):
+    """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
+
+    examples:
+      python egg.py ray --save-dir ckpt --preset best
+      ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
+    from cluster import auth
+    from deploy import ray
+    access = auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    http = page(args, access) if args.http else None
+    console = run_console(args)
+    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console), console)
+
+
+@command(CLUSTER, option("file", "the table of settings, TOML (docs/CLUSTERS.md)", "FILE"),
+         option("--save-dir", "directory of the trials (default: FILE without .toml)", "DIR"))
+def sweep(cfg, args):
+    """train with many settings on a Ray cluster, stop the bad ones early, and rank them by validation
+
+    example: python egg.py sweep settings.toml --address local"""
+    from deploy import sweep
+    runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
+    if runs:
+        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
+
+
 @command(option("host", "the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"), "--port",
           "--secret-file", *TLS, flag("--json", "all of it, for programs"))
 def status(cfg, args):
@@ -245,10 +284,7 @@ def status(cfg, args):
     import json
     from cluster import status
     report = status.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        printer().line(status.describe_status(report))
+    print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
 
 
 def of_run(args):
@@ -414,9 +450,9 @@ def page(args, access):
 def load(cfg, args):
     """The use.Saved of the arguments."""
     from tools import use
-    device = hardware.one_device(cfg, args.gpu)
-    saved = use.load(cfg, args.load_dir, args.best, device, args.threads, printer(sys.stderr))
-    printer(sys.stderr).line(f"egg: {args.load_dir}, step {saved.step}")
+    told = printer(sys.stderr)
+    saved = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
+    told.line(f"egg: {args.load_dir}, step {saved.step}")
     return saved
 
 
@@ -538,16 +574,6 @@ def main(argv=None):
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        return execute(argv)
-    except Exception:
-        if interrupted:              # libraries that are being imported turn it into errors of their own
-            return 130
-        raise
-
-
-def execute(argv):
-    """The same, without what an interrupted import raises."""
-    try:
         args = parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
         saved, args.run = args.saved(args)
@@ -556,25 +582,28 @@ def execute(argv):
         return 0
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] not in LIBRARIES:
-            raise
-        return fail(f"{sys.executable} has no {error.name}: {installation()}", 1)
-    except BrokenPipeError:
+    except Exception as error:
+        # libraries that are being imported turn a Ctrl-C into errors of their own
+        return 130 if interrupted else failed(error)
+
+
+def failed(error):
+    """Prints the line of an error that ended a command; the exit status. Raises an error of the program itself."""
+    message = error
+    if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
+        message = f"{sys.executable} has no {error.name}: {installation()}"
+    elif isinstance(error, BrokenPipeError):
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except EggError as error:
-        return fail(error, error.status)
-    except MemoryError:
-        return fail("not enough memory: take a smaller configuration, or a shorter text", 1)
-    except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
-
-
-def fail(message, status):
+    elif isinstance(error, MemoryError):
+        message = "not enough memory: take a smaller configuration, or a shorter text"
+    elif isinstance(error, OSError):
+        message = f"{error.filename}: {error.strerror}" if error.filename else error
+    elif not isinstance(error, EggError):
+        raise error
     printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
-    return status
+    return getattr(error, "status", 1)
 
 
 if __name__ == "__main__":

@@ -101,10 +101,10 @@ REJUVENATE_AFTER = 0          # steps without improvement before moments restart
 SAMPLING_TEMP = 0.6           # 0 is greedy
 SAMPLING_MIN_P = 0.08         # tokens less likely than this share of the likeliest are cut; 0 cuts none
 SAMPLING_PRESENCE_PENALTY = 0.2   # nats, taken once from every token seen
-SAMPLE_EVERY = 5              # steps between samples during training; 0: none
+SAMPLE_EVERY = 5              # steps between samples during training; 0: none; from 10 on a few more at first
 SAMPLE_PROMPT = 32            # tokens of the data a sample starts from
 SAMPLE_TOKENS = 64            # tokens that a sample adds
-VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none
+VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none; from 10 on a few more at first
 VALIDATE_TOKENS = 65536       # most tokens that a validation reads, in windows spread evenly over the file; 0: all
 VALIDATE_WINDOW = 0           # gru: tokens of such a window, which begins with a state of zero; 0: SEQ_LEN
 

@@ -17,7 +17,6 @@ Coordinator._answer, Worker._apply.
 """
 
 import contextlib
-import errno
 import os
 import random
 import resource
@@ -26,7 +25,7 @@ import time
 
 import numpy as np
 
-from cluster import auth, event_log, history, snapshots, trust
+from cluster import auth, event_log, history, snapshots, status, trust
 from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
@@ -36,10 +35,10 @@ from cluster.hooks import Hook
 from cluster.hub import Hub, NetError, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
-from cluster.status import closed_on_greeting
-from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE,
-                          NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA, SNAPSHOT_REQUEST,
-                          SNAPSHOT_WANTED, STATED, STEP, TEXT_LIMIT, V1, V2, VALIDATED, VALIDATION)
+from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
+                          LOG_MESSAGE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA,
+                          SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH, TEXT_LIMIT, V1, V2,
+                          VALIDATED, VALIDATION)
 from model import data_files, fitness_digits, parameters
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -69,23 +68,25 @@ class Worker:
         engine = self.engine
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
-        answers = (JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED) if link.version == V2 else (JOB_RESPONSE,)
+        answers = (JOB_RESPONSE,)
+        if link.version == V2:
+            answers += REBUILD, SNAPSHOT_WANTED, HASH_WANTED
         while True:
             request = REQUEST.pack(engine.seed, engine.step, 0)
             link.send(link.frame(JOB_REQUEST, request, self._state_digest(link)))
             opcode, payload = link.any_of(answers)
-            while opcode == SNAPSHOT_WANTED:
-                self._send_snapshot(link, *STEP.unpack(payload))
+            while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
+                self._send_state(link, opcode, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
             answered()
             if opcode == REBUILD:
-                self._rebuild_from(link, *STEP.unpack(payload))
+                self._rebuild_from(link, link.unpack_step(payload))
                 continue
             seed, step, position, packed = link.unpack_response(payload)
             if packed:
                 self._apply(link, step, packed)
             elif position == NOTHING:
-                # a seed of 0 means nothing: a C++ coordinator may leave these fields empty here
+                # a C++ coordinator may leave these fields empty: a seed of 0 is no information
                 if step < engine.step and seed not in (0, engine.seed):
                     self._start_over(link, seed, step)
                 else:
@@ -150,12 +151,12 @@ class Worker:
         cfg, step = self.cfg, self.engine.step
         if self.inspect:
             self.inspect(self.engine)
-        if self.validation and (self.validate_next or cfg.VALIDATE_EVERY and step % cfg.VALIDATE_EVERY == 0):
+        if self.validation and (self.validate_next or due(cfg.VALIDATE_EVERY, step)):
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and sample_due(cfg.SAMPLE_EVERY, step):
+        if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
 
@@ -212,18 +213,23 @@ class Worker:
         self.console.line(f"worker: at step {step} by a snapshot")
         return True
 
-    def _send_snapshot(self, link, step):
+    def _send_state(self, link, opcode, step):
+        """Answers a SNAPSHOT_WANTED or HASH_WANTED."""
         if step != self.engine.step:
-            raise NetError(f"{link.name}: it wants a snapshot of step {step}, here is step {self.engine.step}")
-        body = snapshots.pack(self.engine.state())
+            raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
+        state = self.engine.state()
+        if opcode == HASH_WANTED:
+            link.send(link.frame(STATE_HASH, STEP_HASH.pack(step, snapshots.state_hash(state))))
+            return
+        body = snapshots.pack(state)
         for offset in range(0, len(body), BLOCK):
             head = BLOCK_HEAD.pack(step, len(body), offset)
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
 
 
-def sample_due(every, step):
-    """Whether a step has a sample: every so many have one, and some before, as the first words are what one waits
-    for."""
+def due(every, step):
+    """Whether a step has a sample, or a validation: every so many have one, and a few early ones, so that the beginning
+    of learning shows."""
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
@@ -250,10 +256,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
-    card = {"role": "worker", "id": os.urandom(8).hex(), "name": name or f"{socket.gethostname()}/{engine.name}",
+    card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
+            "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
     version = protocol or V2
-    connected, pause = False, BACK_OFF[0]
+    connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
 
     def answered():
@@ -263,7 +270,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     while True:
         link, line = None, None
         try:
-            link = Link(cfg, host, port, version, access, card)
+            link = Link(cfg, host, port, version, access, card, proves_first)
+            proves_first = link.proves_first
             if log_arrival:
                 log_arrival, log_loss = False, True
                 spoken = " (protocol 1)" if link.version == V1 else ""
@@ -275,9 +283,9 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
-                raise NetError(closed_on_greeting(host, port)) from None
+                raise NetError(status.closed_on_greeting(host, port)) from None
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
-            line = f"worker: the coordinator closed on our greeting{advice}, trying again"
+            line = f"worker: the coordinator closed the connection during the introduction{advice}, trying again"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -300,12 +308,10 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
 
 # --- coordinator -----------------------------------------------------------------------------------------------------
 
-BACKLOG = 1024             # connections that the system holds until they are accepted
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
 OTHER_FILES = 64           # files that a coordinator may open beside its connections
-STATUS_WORKERS = 4000      # workers that `status` lists at most, so that it stays below wire.STATUS_LIMIT
-STATUS_BANS = 100
+LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
 class Coordinator:
@@ -328,25 +334,12 @@ class Coordinator:
         self.closing, self._check_at = False, 0.0
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.wake)
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = (files if files != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
-        files -= sum(plugged.descriptors for plugged in (http, island) if plugged)
-        self.admission = Admission(self, access, files)
+        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
+        self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
-        self.address = self._listen(auth.listen_host(host, access), port)
+        self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
         self.page = http.attach(self) if http else None
-
-    def _listen(self, host, port):
-        try:
-            return self.hub.listen(host, port, self.admission.accept, BACKLOG)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
-                               "--port") from None
-            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and "
-                           "--port") from None
 
     @property
     def shelf(self):
@@ -361,7 +354,8 @@ class Coordinator:
 
     def poll(self, timeout=TICK):
         """Does what there is to do, after waiting for it at most `timeout` seconds."""
-        self.hub.poll(0 if self.dispatcher.busy else timeout)
+        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
+        self.collector.unpack()
         self.dispatcher.answer_waiting()
         now = time.monotonic()
         if now >= self._check_at:
@@ -408,13 +402,7 @@ class Coordinator:
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
-        workers = sorted((w.status() for w in self.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
-        bans, directory = self.admission.bans, self.run.directory
-        return {"step": self.run.step, "steps": self.steps, "chunks_done": len(self.dispatcher.work.done),
-                "chunks": self.cfg.N_CHUNKS, **self.progress.status(), "snapshot": self.shelf.newest,
-                "save_dir": str(directory) if directory else None,
-                "banned": dict(list(bans.all().items())[-STATUS_BANS:]), "ban_file": bans.path,
-                "connected": len(workers), "workers": workers[:STATUS_WORKERS], "island": self.island.status()}
+        return status.report(self)
 
     # who comes and goes (cluster.admission lets in)
 
@@ -422,21 +410,22 @@ class Coordinator:
         """The greeting.Welcome for who comes in now."""
         return Welcome(snapshots.config_digest(self.cfg), self.run.data, self.run.step, self.shelf.newest)
 
-    def worker_joined(self, session, author, device):
-        session.role = RemoteWorker(session, self, author, device)
+    def worker_joined(self, session, author, device, data=b""):
+        """data: the digest of its training data, b"" or zeros where it states none."""
+        session.role = RemoteWorker(session, self, author, device, data)
         self.dispatcher.workers.add(session.role)
 
     def worker_left(self, worker):
-        self.collector.drop([worker])
         if worker.step is not None and not self.closing:
             held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
         if self.dispatcher.leave(worker):
             self.trust.forget(worker.author)
+        self.collector.leave(worker)
 
     def _log_worker(self, kind, worker, line):
-        self.events.tell(kind, line if self.peers else None, worker=worker.author.name, address=worker.session.address,
-                         device=worker.device, step=worker.step)
+        self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
+                          address=worker.session.address, device=worker.device, step=worker.step)
 
     # a step: requests, chunks, results, and its end
 
@@ -455,7 +444,7 @@ class Coordinator:
         """Serves a request: with what the worker lacks, with a chunk, or later."""
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
-            # our worker takes this as the sign to start over; others wait until the run has come as far
+            # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
             session.reply(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
         elif step < run.start.step or step == run.start.step and self._is_of_epoch_before(worker):
             self._send_to_start(worker)
@@ -503,10 +492,13 @@ class Coordinator:
         step, work = self.run.step, self.dispatcher.work
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
         event = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
+        if names := self.trust.unconfirmed(step):
+            self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
+                             f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()             # before anything is written: workers come first
-        self.events.tell("step", **event)
+        self.events.emit("step", **event)
 
     def _begin_step(self):
         self.dispatcher.begin_step()
@@ -516,17 +508,16 @@ class Coordinator:
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         """A worker has measured its replica. Raises FrameError."""
-        if figure := self.progress.validation(worker.trusted, step, tokens, n_bytes, nats):
+        figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
+        if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 
-    def take_snapshot(self, worker, payload):
-        """A worker sends a piece of its state."""
-        if upload := self.collector.take(worker, payload):
-            if upload.remembered:
-                self.island.state_received(upload)
-            else:
-                self.island.snapshot_kept(upload.step)
+    def _snapshot_kept(self, upload):
+        if upload.remembered:
+            self.island.state_received(upload)
+        else:
+            self.island.snapshot_kept(upload.step)
 
     # replicas
 
@@ -538,13 +529,14 @@ class Coordinator:
         verdict = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
-            self.shelf.forget(step)                  # nobody shall rebuild from a snapshot that most contradict
+            self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
         if verdict.kind == trust.AGREES:
             worker.trusted = True
             for wrong in verdict.outvoted:
                 self._distrust(wrong)
             if verdict.news:
                 self.wake()                          # others of this state have waited for the decision
+            self.collector.ask_witness(worker, step)
             self._complete_step_if_done()            # so may the step
             return True
         self._distrust(author)
@@ -567,10 +559,11 @@ class Coordinator:
         self.collector.drop(self.dispatcher.distrust(author))
 
     def ban(self, author, why):
-        """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
-        self.events.tell("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
+        """Bans a worker with a wrong result or state and discards its results."""
+        self.events.emit("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
                          address=author.host, reason=why)
-        self.admission.bans.add(author.identity, why)
+        if author.named:
+            self.admission.bans.add(author.identity, why)
         self._distrust(author)
         for worker in [w for w in self.dispatcher.workers if w.author == author]:
             worker.session.refuse(self.admission.bans.message(author) or f"banned: {why}", BANNED)
@@ -610,6 +603,18 @@ class Coordinator:
         self._begin_step()
 
 
+def room_for_connections(*plugged):
+    """The number of connections that a coordinator may hold open beside its files, and what cluster.hooks lists. Raises
+    NetError where that is too few."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    if room < LEAST_CONNECTIONS:
+        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
+                       "raise the limit with `ulimit -n 4096`")
+    return room
+
+
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or
@@ -642,7 +647,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     coordinator.poll()
                 coordinator.drain(0 if stopped else 5)
                 coordinator.console.clear()
-                events.tell("stop", farewell(run), step=run.step)
+                events.emit("stop", farewell(run), step=run.step)
                 if coordinator.page:
                     coordinator.page.farewell()
         return coordinator.summary()

@@ -1,60 +1,77 @@
 """Who comes in: limits on connections, bans, and the checks that a peer passes before it may take part."""
 
 import contextlib
+import errno
 import hashlib
 import os
+import time
 from typing import NamedTuple
 
-from cluster import auth, greeting, history, wire
+from cluster import auth, greeting, history, status, wire
 from cluster.console import one_line
+from cluster.hub import Crowd, NetError, reason
 from cluster.session import Role, Session
-from cluster.status import pack_status
-from cluster.wire import BANNED, ERROR, FAILED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
+from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
+BACKLOG = 1024                                 # connections that the system holds until they are accepted
+ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
-NO_VERSION_1 = "version 1 peers prove nothing and are not let in where there is a secret or TLS"
-NO_SNAPSHOTS = "version 1 peers cannot take snapshots, by which an island goes on from another state: use protocol 2"
+NO_VERSION_1 = "protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2"
+NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapshots"
 
 
 class Author(NamedTuple):
-    """Who is responsible for results, through all its connections. key: of the process; certificate: SHA-256 (hex) of
-    the one that it showed for TLS, "" without."""
+    """Who is responsible for results, through all its connections. key: the `id` of a greeting.Card; certificate:
+    SHA-256 (hex) of the one that it showed for TLS, "" without."""
     host: str
     key: str
     name: str
     certificate: str = ""
+    named: bool = True         # False for a peer of version 1: a ban would keep out all of its host, and ends it only
 
     @property
     def identity(self):
-        """What a ban names: the certificate, which cannot be made up, where the coordinator asks for one."""
-        return f"certificate {self.certificate}" if self.certificate else f"{self.name} at {self.host}"
+        """What a ban names: the certificate if the coordinator requires one (it cannot be forged), else name, address
+        and, unless the worker is an old one, its user on that machine: nobody else there can get it banned."""
+        if self.certificate:
+            return f"certificate {self.certificate}"
+        user, dot, _ = self.key.partition(".")
+        mark = f" ({hashlib.sha256(user.encode()).hexdigest()[:16]})" if dot else ""
+        return f"{self.name} at {self.host}{mark}"
+
+    @property
+    def voter(self):
+        """What has one vote (cluster.trust): the certificate, or else the host."""
+        return self.certificate or self.host
 
 
 class Door:
-    """Counts connections, and logs who is refused, each reason once."""
+    """Counts the connections of callers, and logs who is refused, each reason once. arrivals: those that have proved
+    nothing yet; they count by themselves, so that they keep no worker out."""
 
     def __init__(self, total, per_address, events):
-        self.total, self.per_address, self.events = total, per_address, events
-        self.count, self.by_host = 0, {}
+        self.arrivals = Crowd(min(ARRIVALS, total // 4))
+        self.total, self.per_address, self.events = total - self.arrivals.most, per_address, events
+        self.by_host = {}                      # host -> connections that were let in
         self._logged = {}                      # host -> reasons
 
-    def enter(self, host):
-        """Counts a connection and returns None, or returns the reason why there can be no more."""
-        if self.count >= self.total:
-            return f"{self.total} connections are open, as many as can be"
-        if self.by_host.get(host, 0) >= self.per_address:
-            return (f"{self.per_address} connections from one address are open, as many as may be "
-                    "(CONNECTIONS_PER_ADDRESS)")
-        self.count += 1
-        self.by_host[host] = self.by_host.get(host, 0) + 1
-        return None
+    def let_in(self, session):
+        """An arrival has proved who it is. Raises Refused where there can be no more."""
+        if sum(self.by_host.values()) >= self.total:
+            raise Refused(f"{self.total} connections are open, as many as can be", FULL)
+        if self.by_host.get(session.host, 0) >= self.per_address:
+            raise Refused(f"{self.per_address} connections from one address are open, as many as may be "
+                          "(CONNECTIONS_PER_ADDRESS)", FULL)
+        self.arrivals.discard(session)
+        self.by_host[session.host] = self.by_host.get(session.host, 0) + 1
+        session.become_known()
 
-    def leave(self, host):
-        self.count -= 1
-        self.by_host[host] -= 1
-        if not self.by_host[host]:
-            del self.by_host[host]
+    def leave(self, session):
+        if not self.arrivals.discard(session):
+            self.by_host[session.host] -= 1
+            if not self.by_host[session.host]:
+                del self.by_host[session.host]
 
     def report(self, host, title, why):
         """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
@@ -64,7 +81,7 @@ class Door:
         logged = self._logged.setdefault(host, set())
         if why not in logged and len(logged) < REASONS_LOGGED:
             logged.add(why)
-            self.events.tell("refused", f"refused {title}: {why}", address=title, reason=why)
+            self.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
 
 
 class Bans:
@@ -108,23 +125,28 @@ class Admission:
 
     def __init__(self, coordinator, access, most):
         self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
+        auth.stretched(access.secret)                # takes a while, once
         self.limits = wire.limits(self.cfg)
         self.door = Door(most, self.cfg.CONNECTIONS_PER_ADDRESS, coordinator.events)
         self.bans = Bans(coordinator.run.directory)
+        self._status_made, self._status_until = b"", 0.0
+
+    def listen(self, host, port):
+        """The (host, port) that is listened on. Raises NetError."""
+        try:
+            return self.coordinator.hub.listen(host, port, self.accept, self.door.arrivals.room, BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
+                               "--port") from None
+            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and "
+                           "--port") from None
 
     def accept(self, sock, address):
         """See hub.Hub.listen."""
-        if why := self.door.enter(address[0]):
-            self.door.report(address[0], f"{address[0]}:{address[1]}", why)
-            with sock, contextlib.suppress(OSError):
-                sock.send(wire.frame(ERROR, FAILED.pack(FULL), why.encode(), version=V2))
-            return
-        try:
-            session = Session(self.coordinator.hub, sock, address, self.coordinator.progress.traffic, self.door,
-                              wire.only(self.limits, wire.FROM_ARRIVAL), self.access.tls)
-        except OSError:
-            self.door.leave(address[0])
-            raise
+        session = Session(self.coordinator.hub, sock, address, self.coordinator.progress.traffic, self.door,
+                          wire.only(self.limits, wire.FROM_ARRIVAL), self.access.tls)
+        self.door.arrivals.add(session)
         session.role = Arrival(session, self)
 
     def author(self, session, card):
@@ -137,9 +159,10 @@ class Admission:
             raise Refused(NO_SNAPSHOTS)
         if self.access.secret or self.access.tls:
             raise Refused(NO_VERSION_1)
-        author = Author(session.host, session.title, "a version 1 peer")
+        author = Author(session.host, session.title, "a version 1 peer", named=False)
         if why := self.bans.message(author):
             raise Refused(why)
+        self.door.let_in(session)
         session.limits = wire.only(self.limits, wire.FROM_WORKER[V1])
         self.coordinator.worker_joined(session, author, "")
 
@@ -150,17 +173,27 @@ class Admission:
             self._check_worker(card, author)
         elif card.role == "island":
             self.coordinator.island.admit_peer(card, author)
+        self.door.let_in(session)
         session.limits = wire.only(self.limits, wire.FROM_WORKER[V2])
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            self.coordinator.worker_joined(session, author, card.device)
+            self.coordinator.worker_joined(session, author, card.device, card.data)
         elif card.role == "status":
             session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
         session.reply(*host.welcome(self.coordinator.welcome()))
         if card.role == "status":
-            session.reply(wire.STATUS, pack_status(self.coordinator.status()))
+            session.reply(wire.STATUS, self._status())
         elif card.role == "island" and session.open:
             self.coordinator.island.peer_joined(session, card, author)
+
+    def _status(self):
+        """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
+        if time.monotonic() >= self._status_until:
+            began = time.monotonic()
+            self._status_made = status.pack_status(self.coordinator.status())
+            now = time.monotonic()
+            self._status_until = now + 10 * (now - began)
+        return self._status_made
 
     def _check_worker(self, card, author):
         if why := self.bans.message(author):
@@ -168,13 +201,20 @@ class Admission:
         sides = "at the coordinator", "at the worker"
         if differ := history.difference(history.kept(self.cfg), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        run = self.coordinator.run
         if any(card.data):
-            if any(run.data) and card.data != run.data:
-                raise Refused("other training data than the first worker of this run had: give every worker the same "
-                              f"INPUT_FILE; to go on with other data, remove {history.DATA_FILE} from the save "
-                              "directory", OTHER_DATA)
-            run.keep_data(card.data)
+            self._check_data(author, card.data)
+
+    def _check_data(self, author, digest):
+        """A worker that comes in states the digest of its training data. Raises Refused if most have other data; if
+        others are proved to have, they are refused."""
+        run, trust = self.coordinator.run, self.coordinator.trust
+        why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
+               f"on with other data, remove {history.DATA_FILE} from the save directory")
+        run.keep_data(trust.data_of_most(digest, author, run.data))
+        for worker in [w for w in self.coordinator.dispatcher.workers if any(w.data) and w.data != run.data]:
+            worker.session.refuse(why, OTHER_DATA)
+        if digest != run.data:
+            raise Refused(why, OTHER_DATA)
 
 
 class Arrival(Role):
@@ -189,16 +229,21 @@ class Arrival(Role):
         session = self.session
         if session.version == V1:
             self.admission.let_in_version_1(session)
-            session.role.handle(opcode, payload)
-            return
+            return session.role.handle(opcode, payload)
         if answer := self.host.handle(opcode, payload):
             session.reply(*answer)
         if self.host.card:
             self.admission.let_in(session, self.host)
+        return True
 
     def check(self, now):
         if now - self.session.born > auth.HANDSHAKE_SECONDS:
-            self.session.refuse(f"said nothing useful for {auth.HANDSHAKE_SECONDS:g} s")
+            self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
+
+    def closed(self):
+        if self.host.proved and not self.session.known:
+            self.admission.door.report(self.session.host, self.session.title, "it does not believe our proof: has it "
+                                       "another secret?")
 
 
 class StatusReader(Role):

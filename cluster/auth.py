@@ -2,16 +2,19 @@
 
 Both sides send 32 random bytes and prove with HMAC-SHA256 over both, and over what the caller states about itself, that
 they know the secret. Fresh random bytes on either side make a recorded proof worthless. The side is part of what is
-signed, so a proof cannot be sent back as one's own. Without TLS whoever controls the line can read and, after the
-introduction, change what passes: use TLS on a network that others control.
+signed, so a proof cannot be sent back as one's own. The coordinator proves itself first, with a key on which every
+guess costs a scrypt, so a caller gives nothing to an impostor (docs/SECURITY.md). Without TLS whoever controls the line
+can read and, after the introduction, change what passes: use TLS on a network that others control.
 """
 
+import functools
 import hashlib
 import hmac
 import ipaddress
 import os
 import shlex
 import ssl
+import stat
 import sys
 from typing import NamedTuple
 
@@ -64,10 +67,47 @@ def proves(secret, given, side, hello, challenge, text):
     return hmac.compare_digest(given, proof(secret, side, hello, challenge, text))
 
 
+@functools.cache
+def stretched(secret):
+    """32 bytes, which take some 50 ms and 16 MiB to make of a guessed secret; b"" without one."""
+    return secret and hashlib.scrypt(secret, salt=b"egg 2 coordinator first", n=1 << 14, r=8, p=1, dklen=32)
+
+
+def early_proof(secret, hello, challenge):
+    """32 bytes that only who knows the secret can make; the coordinator sends them before the caller states a proof."""
+    return hmac.digest(stretched(secret), b"egg 2 coordinator first\0" + hello + challenge, "sha256")
+
+
+def page_password(secret):
+    """The password of the live page: nobody finds the secret by it."""
+    return hmac.digest(stretched(secret), b"egg 2 page", "sha256").hex()[:32] if secret else ""
+
+
+def user_key():
+    """Text that identifies this user on this machine to a coordinator, and that other users do not know; the same in
+    every process unless no file can keep it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory, fresh = os.path.join(cache, "egg"), os.urandom(16).hex()
+    path = os.path.join(directory, "worker-key")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(fresh)
+            return fresh
+        except FileExistsError:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+                found, key = os.fstat(file.fileno()), file.read(33)
+        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        return key if private and len(key) == 32 and key.isalnum() else fresh
+    except (OSError, ValueError):
+        return fresh
+
+
 def is_loopback(host):
     """Whether an address (or the name localhost) is reached from this machine alone."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 

@@ -1,16 +1,26 @@
-"""The snapshots of a run and the upload of the next one from a worker."""
+"""The snapshots of a run and the upload of the next one from a worker, which a second worker confirms."""
 
 from cluster import snapshots
-from cluster.wire import BLOCK_HEAD, SNAPSHOT_WANTED, STEP
+from cluster.trust import tally
+from cluster.wire import BLOCK_HEAD, HASH_WANTED, SNAPSHOT_WANTED, STEP, STEP_HASH
+
+WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
 class Collector:
-    """shelf: the snapshots.Shelf; worker, upload: who is sending which snapshots.Upload, or None. freed() is called
-    when another upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
+    """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
+    counts once another author has stated the same hash of the state, of another host where there are any; at once where
+    nobody else can. The digest that goes with every request is too weak for that (model.state_digest).
 
-    def __init__(self, cfg, run, events, freed):
-        self.cfg, self.run, self.events, self._freed = cfg, run, events, freed
+    dispatcher: of the workers. Calls kept(upload), with one that counts; liar(author, why), with who sent another state
+    than others have; freed() when the next upload may begin. Raises HistoryError where the state with which an epoch
+    began is missing."""
+
+    def __init__(self, cfg, run, events, dispatcher, kept, liar, freed):
+        self.cfg, self.run, self.events, self.dispatcher = cfg, run, events, dispatcher
+        self._kept, self._liar, self._freed = kept, liar, freed
         self.worker = self.upload = None
+        self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         self.shelf = snapshots.Shelf(cfg, run)
         self.shelf.check_start()
 
@@ -23,35 +33,109 @@ class Collector:
         try:
             self.upload = snapshots.Upload(self.cfg, self.run.step, self.run.seed, worker.digest, self.run.directory,
                                            remember=remember)
-            self.worker = worker
+            self.worker, self._hashes, self._asked = worker, {}, {self._voice(worker)}
             worker.session.reply(SNAPSHOT_WANTED, STEP.pack(self.run.step))
         except OSError as error:
             self._stop(error)
 
+    def ask_witness(self, worker, step):
+        """Asks a worker, at `step`, for the hash of its state if that can confirm the present upload."""
+        if (self.upload and step == self.upload.step and worker.digest and worker.states_hash
+                and worker.hash_wanted is None and len(self._asked) <= WITNESSES
+                and self._voice(worker) not in self._asked):
+            self._asked.add(self._voice(worker))
+            worker.hash_wanted = step
+            worker.session.reply(HASH_WANTED, STEP.pack(step))
+
+    def take_hash(self, worker, payload):
+        """Takes a STATE_HASH."""
+        step, stated = STEP_HASH.unpack(payload)
+        if worker.hash_wanted == step:
+            worker.hash_wanted = None
+            if self.upload and self.upload.step == step:
+                self._hashes.setdefault(stated, set()).add(worker.author)
+                self.settle()
+
+    def ignored(self, worker):
+        """The worker has sent something else than the hash that it was asked for: it is of an older version."""
+        worker.states_hash, worker.hash_wanted = False, None
+        self.settle()
+
     def take(self, worker, payload):
-        """Takes a SNAPSHOT_DATA; the Upload once it is whole and kept or remembered, None until then."""
+        """Takes a SNAPSHOT_DATA."""
         step, total, offset = BLOCK_HEAD.unpack_from(payload)
         upload = self.upload
-        if self.worker is not worker or upload.step != step:
-            return None                              # of an upload that was given up
+        if self.worker is not worker or upload.step != step or upload.finished:
+            return                                   # of an upload that was given up
+        self._unpack(lambda: upload.feed(total, offset, payload[BLOCK_HEAD.size:]))
+        if self.unpacking:
+            worker.session.wait()                    # with its next piece
+
+    @property
+    def unpacking(self):
+        """Whether `unpack` has something to do, one piece at a time, between the turns of the loop."""
+        return self.upload is not None and self.upload.pending
+
+    def unpack(self):
+        if self.unpacking:
+            session = self.worker.session
+            self._unpack(self.upload.unpack)
+            if session.waits and not self.unpacking:
+                session.go_on()
+
+    def _unpack(self, work):
+        upload = self.upload
         try:
-            upload.add(total, offset, payload[BLOCK_HEAD.size:])
-            if not upload.finished:
-                return None
-            if not upload.remembered:
-                self.shelf.put(upload)
+            work()
         except ValueError as error:
-            worker.sends_snapshots = False
-            self.drop()
-            self.events.warn(f"worker {worker.session.title}: its snapshot of step {step} is not used: {error}")
-            return None
+            self._refuse(error)
         except OSError as error:
             self._stop(error)
-            return None
+        else:
+            if upload.finished:
+                self._hashes.setdefault(upload.hash, set()).add(self.worker.author)
+                self.settle()
+
+    def settle(self):
+        """Keeps the whole upload if it is confirmed, or if nobody can confirm it; drops it if others outvote it."""
+        upload, author = self.upload, self.worker and self.worker.author
+        if not (upload and upload.finished):
+            return
+        votes = tally(self._hashes, self.dispatcher.by_host)
+        own, others = votes.pop(upload.hash), max(votes.values(), default=0)
+        if others > max(own, 1):
+            self._refuse("two others have another state with the same digest")
+            self._liar(author, f"its snapshot of step {upload.step} is not the state of two others")
+        elif own > max(others, 1) or not others and not self.dispatcher.witnesses(author):
+            self._keep(upload)
+
+    def _keep(self, upload):
+        try:
+            if not upload.remembered:
+                self.shelf.put(upload)
+        except OSError as error:
+            self._stop(error)
+            return
         self._end()
         if not upload.remembered:
-            self.events.tell("snapshot", step=step, bytes=total, overlay=upload.overlay())
-        return upload
+            self.events.emit("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
+        self._kept(upload)
+
+    def _refuse(self, why):
+        self.worker.sends_snapshots = False
+        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
+                         f"{why}")
+        self.drop()
+
+    def _voice(self, worker):
+        """Who is asked once: a host, or an author where all are of one."""
+        return worker.author.voter if self.dispatcher.by_host else worker.author
+
+    def leave(self, worker):
+        """The worker has gone: without it no upload goes on, but a whole one stays."""
+        if worker is self.worker and not self.upload.finished:
+            self.drop()
+        self.settle()                                # perhaps nobody is left who can confirm it
 
     def drop(self, workers=None):
         """Gives the present upload up; with `workers` only if it comes from one of them."""
@@ -60,10 +144,15 @@ class Collector:
             self._end()
 
     def check(self):
-        """Gives up an upload that does not come."""
+        """Gives up an upload that does not come, or that nobody confirms."""
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
-            self.worker.sends_snapshots = False
+            if self.upload.finished:
+                self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has confirmed "
+                                 "it")
+            else:
+                self.worker.sends_snapshots = False
             self.drop()
+        self.settle()
 
     def begin_epoch(self):
         """The run has another start now."""
@@ -73,6 +162,8 @@ class Collector:
         self.shelf.arrange()
 
     def _end(self):
+        if self.worker.session.waits:
+            self.worker.session.go_on()
         self.worker = self.upload = None
         self._freed()
 

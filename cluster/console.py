@@ -26,7 +26,7 @@ class Printer:
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None):
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = 0, "", 0.0     # progress line: its columns, its text, when it may change
@@ -68,7 +68,7 @@ class Printer:
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
 
     def _parts(self):
-        """[text]: what stands in the progress line before its text."""
+        """[text]: what stands in the progress line before its text; see `fit`."""
         return []
 
     def _erased(self):
@@ -110,7 +110,7 @@ class Console(Printer):
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         """Takes an event. line: what is printed of it, None for nothing."""
         kind = event["event"]
         if kind == "start":
@@ -149,16 +149,17 @@ class Console(Printer):
         if self._step is None:
             return []
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
-        return [clock(elapsed) + self._goal(elapsed), f"step {self._step['step']}", *self._figures()]
+        goal = self._goal(elapsed) if shutil.get_terminal_size().columns >= 80 else ""
+        return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        """[text] of the last step and the last validation."""
+        """Of the last step and the last validation; see `fit`."""
         step, val = self._step, self._validation
         loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
         same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
         units = [f"{loss} {step['unit']}", f"{val_text} {val['unit']}"] if val and val["unit"] != step["unit"] else same
-        return [*units, f"{step['tokens_per_second'] / 1e3:,.0f} k/s", f"{count_text(step['tokens'])} tokens",
-                self._references]
+        speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
+        return [*units, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""
@@ -223,8 +224,9 @@ class Lossy:
 
     def write(self, text):
         if self.file is None:
-            self.stream.write(text)
-            self.stream.flush()
+            with contextlib.suppress(OSError):
+                self.stream.write(text)
+                self.stream.flush()
             return
         self._drain()
         if len(self.waiting) > self.MOST:
@@ -251,13 +253,13 @@ class Lossy:
 
 
 def fit(*parts):
-    """The parts that fit a line of the terminal, as one text."""
+    """The parts that fit a line of the terminal, as one text. A part may be a tuple, of which the first that fits."""
     width, text = shutil.get_terminal_size().columns - 1, ""
     for part in filter(None, parts):
-        if not text:
-            text = part[:width]
-        elif len(text) + 2 + len(part) <= width:
-            text += "  " + part
+        for one in [part] if type(part) is str else part:
+            if not text or len(text) + 2 + len(one) <= width:
+                text = text + "  " + one if text else one[:width]
+                break
     return text
 
 
@@ -281,6 +283,11 @@ def clock(seconds):
     """1:05, 2:03:59."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+
+
+def path_text(path):
+    """A path as text that can be encoded; its bytes need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def count_text(n):

@@ -11,24 +11,25 @@ from cluster import leases, wire
 from cluster.console import printable
 from cluster.session import Role
 from cluster.wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE,
-                          RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATED, V1, V2, VALIDATED, VALIDATION)
+                          RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH, STATED, V1, V2, VALIDATED, VALIDATION)
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
-ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do an audit
+ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
+ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least. With heartbeats a worker has LEASE_FACTOR times longer.
+# least. With heartbeats a worker has LEASE_FACTOR times longer, and STRAGGLER_TIMEOUT at least; both have that while no
+# usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
-MESSAGES, MESSAGES_A_SECOND = 32, 2.0     # log messages of a worker that are shown in a row, and after that
 
 
 class RemoteWorker(Role):
     """A worker as the coordinator (egg_net.Coordinator) sees it: the role of its session."""
 
-    def __init__(self, session, coordinator, author, device):
+    def __init__(self, session, coordinator, author, device, data):
         super().__init__(session)
-        self.coordinator, self.author, self.device = coordinator, author, device
+        self.coordinator, self.author, self.device, self.data = coordinator, author, device, data
         self.version = session.version
         self.step = None               # steps that it has applied, from its last request
         self.digest = None             # of its state then, None with protocol 1
@@ -36,32 +37,54 @@ class RemoteWorker(Role):
         self.rebuilt_at = None         # step at which it was last told to rebuild
         self.sent_to_start = None      # epoch to whose start it was sent
         self.sends_snapshots = True    # and they are right
+        self.states_hash = True        # when it is asked to; workers of older versions do not
+        self.hash_wanted = None        # step of which it has been asked
         self.waiting = False           # its request is held
         self.held = {}                 # chunk -> when it was handed out
-        self.given = set()             # chunks of this step that it has ever held
+        self.given = {}                # the same of every chunk of this step that it has ever held
+        self.punctual = None           # whether its last chunk came before others had it; None before the first
+        self.turn = 0.0                # when it was last answered after waiting, or delivered
+        self.stuck = False             # it let the longest lease expire, and has delivered nothing since
         self.pace = None               # seconds it takes for a chunk
         self.chunks = 0                # results that were taken
-        self._messages, self._message_at = MESSAGES, time.monotonic()      # that may be shown now
+        self.owed = set()              # (step, chunk) handed out, of which no result has come
+        self.has_worked = False        # a result of these has come since its last request
+        self.next_block = None         # (step, offset) of a snapshot that it reads
 
     def handle(self, opcode, payload):
-        coordinator = self.coordinator
+        """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
+        coordinator, useful = self.coordinator, False
+        if self.hash_wanted is not None and opcode in (JOB_REQUEST, RESULT):
+            coordinator.collector.ignored(self)
         if opcode == JOB_REQUEST:
             digest = STATED.unpack_from(payload, REQUEST.size)[0] if self.version == V2 else None
-            coordinator.take_request(self, REQUEST.unpack_from(payload)[1], digest)
+            step = REQUEST.unpack_from(payload)[1]
+            useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
+            coordinator.take_request(self, step, digest)
         elif opcode == RESULT:
-            coordinator.take_result(self, wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
+            result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+            if (result.step, result.chunk) in self.owed:
+                self.owed.remove((result.step, result.chunk))
+                useful = self.has_worked = True
+            coordinator.take_result(self, result)
         elif opcode == VALIDATION:
             coordinator.take_validation(self, *VALIDATED.unpack(payload))
-        elif opcode == LOG_MESSAGE and self._may_log():
+        elif opcode == LOG_MESSAGE and coordinator.events.allows(self.author.host):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
             coordinator.events.message(self.author.name, text, line)
         elif opcode == SNAPSHOT_DATA and self.version == V2:
-            coordinator.take_snapshot(self, payload)
+            useful = coordinator.collector.worker is self
+            coordinator.collector.take(self, payload)
+        elif opcode == STATE_HASH and self.version == V2:
+            useful = self.hash_wanted is not None
+            coordinator.collector.take_hash(self, payload)
         elif opcode == SNAPSHOT_REQUEST and self.version == V2:
             step, offset = BLOCK_REQUEST.unpack(payload)
             total, data = coordinator.shelf.block(step, offset, BLOCK) or (0, b"")
+            useful, self.next_block = (step, offset) == self.next_block, (step, offset + len(data))
             self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
+        return useful
 
     def check(self, now):
         limit = self.coordinator.cfg.IDLE_TIMEOUT
@@ -80,30 +103,26 @@ class RemoteWorker(Role):
                 "protocol": self.version, "step": self.step, "chunks": self.chunks, "chunk_seconds": self.pace,
                 "last_seen": round(silent, 3), "state": state}
 
-    def _may_log(self):
-        now = time.monotonic()
-        earned = (now - self._message_at) * MESSAGES_A_SECOND
-        self._messages, self._message_at = min(MESSAGES, self._messages + earned) - 1, now
-        if self._messages < 0:
-            self._messages = 0.0
-            return False
-        return True
-
 
 class Dispatcher:
     """Hands out the chunks of a step (`work`, a leases.Step) and holds the requests that must wait; answer(worker)
-    serves such a request again. changed: something has happened for those that wait. alone: only one author has been at
-    work for `patience` seconds, so that nobody can audit it."""
+    serves such a request again. changed: something has happened for those that wait. several: more than one author is
+    at work, by_host: of more than one host; alone: only one has been for `patience` seconds, so nobody can audit it."""
 
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
         self.workers, self.work, self.changed = set(), None, False
         self.waiting, self._due = deque(), 0         # those that wait; how many to answer since `changed`
         self.usual = None                            # seconds that a chunk takes most workers
-        self.alone, self._patience = False, patience
+        self.several = self.by_host = self.alone = False
+        self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -np.inf
+        self._hosts_at = -np.inf                     # the same for hosts
+        self._passed_over = False                    # a worker waits although there may be a chunk for it
         self._late = []                              # chunks that an idle worker may take a copy of
+        self._stuck = set()                          # voters (Author.voter) of workers that were stuck
+        self._first_of = {}                          # step -> authors that have held its chunk 0; of two steps
         self._disputed = set()                       # chunks whose dispute is in the log
         self._frame = None, b""                      # the last answer that let a worker catch up
 
@@ -114,10 +133,19 @@ class Dispatcher:
 
     def begin_step(self):
         draws = np.frombuffer(os.urandom(4 * self.cfg.N_CHUNKS), np.uint32)      # nobody can know what will be audited
-        self.work = leases.Step(self.cfg, np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
+        audited = set(np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
+        every, now = self.cfg.VALIDATE_EVERY, time.monotonic()
+        if self.several and every and self.run.step % every == 0:
+            audited.add(0)                           # so that two validate
+        self.work = leases.Step(self.cfg, audited)
+        self.work.alone, self.work.by_host = self.alone, self.by_host
         for worker in self.workers:
+            if self.usual and any(now - since > leases.COPY_AFTER * self.usual for since in worker.held.values()):
+                worker.punctual = False              # others have done its chunk
             worker.held.clear()
             worker.given.clear()
+            worker.owed = {owed for owed in worker.owed if owed[0] == self.run.step - 1}
+        self._first_of = {step: authors for step, authors in self._first_of.items() if step == self.run.step - 1}
         self._late = []
         self._disputed.clear()
         self.changed = True
@@ -130,32 +158,57 @@ class Dispatcher:
         self.waiting.append(worker)
 
     def answer_waiting(self):
-        """First come, first served, when something has changed. Not all at once: when a step ends a thousand workers
-        are sent its fitness, and the next request of the first one shall not wait for the last."""
+        """First come, first served, when something has changed; who let a lease expire comes last. Not all at once:
+        when a step ends a thousand workers are sent its fitness, and the next request of the first one shall not wait
+        for the last."""
         if self.changed:
-            self.changed, self._due = False, len(self.waiting)
+            self.changed = self._passed_over = False
+            self.waiting = deque(sorted(self.waiting, key=lambda worker: (True, None, False).index(worker.punctual)))
+            self._due = len(self.waiting)
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
             self._due -= 1
             worker = self.waiting.popleft()
-            worker.waiting = False
-            if worker.session.open:
-                self._answer(worker)
+            worker.waiting, worker.turn = False, time.monotonic()
+            worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now = time.monotonic()
+        last = worker.punctual is False or not worker.chunks and worker.author.voter in self._stuck
+        if last and any(self._comes_first(other, now) for other in self.workers):
+            self._passed_over = True
+            return None
         chunk = self.work.take(worker, worker.author, now)
         if len(worker.held) >= CHUNKS_HELD:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
             if chunk is not None:
                 self.give_back(worker, [next(iter(worker.held))])
-        elif chunk is None and self._late:
+        elif chunk is None and self._late and not worker.held:
             chunk = self.work.copy(worker, worker.author, now, self._late)
         if chunk is not None:
-            worker.held[chunk] = now
-            worker.given.add(chunk)
+            worker.held[chunk] = worker.given[chunk] = now
+            worker.owed.add((self.run.step, chunk))
+            if chunk == 0:
+                self._first_of.setdefault(self.run.step, set()).add(worker.author)
         return chunk
+
+    def _comes_first(self, worker, now):
+        """Whether this worker, which delivers in time, is about to ask."""
+        return (worker.punctual and now - worker.turn < ASK_WITHIN and not worker.held and not worker.waiting
+                and self._active(worker, now))
+
+    def believes(self, worker, step, figure, trust):
+        """Whether a validation counts: of a worker that was given chunk 0 of this step, if nobody is there to state the
+        same or somebody has; if not, a second worker shall evaluate chunk 0. figure: see trust.Trust.confirms."""
+        author = worker.author
+        if not worker.trusted or author not in self._first_of.get(step, ()):
+            return False
+        believed = trust.confirms(step, author, figure, self.several, self.by_host)
+        if not believed and step == self.run.step:
+            self.work.audit(0)
+            self.changed = True
+        return believed
 
     def catch_up(self, step, version):
         """The frame with the fitness of a step. At the end of a step all workers want the same one at once."""
@@ -170,17 +223,17 @@ class Dispatcher:
 
     def take_result(self, worker, result):
         """Notes a result of the present step; the authors that it proves to have lied."""
-        since = worker.held.pop(result.chunk, None)
+        in_time, worker.turn = worker.held.pop(result.chunk, None) is not None, time.monotonic()
         if not worker.trusted:
             self.work.give_back(worker, result.chunk)        # made with a state that others contradict
             self.changed = True
             return []
-        if since is not None:
-            took = time.monotonic() - since
+        if result.chunk in worker.given:
+            took = worker.turn - worker.given[result.chunk]
             worker.pace = took if worker.pace is None else 0.7 * worker.pace + 0.3 * took
+            worker.punctual, worker.stuck = in_time, False
         worker.chunks += 1
-        liars = self.work.result(worker, worker.author, result.chunk, result.packed, result.sum_loss, result.fitness,
-                                 self.alone)
+        liars = self.work.result(worker, worker.author, result.chunk, result.packed, result.sum_loss, result.fitness)
         self.changed = self.changed or worker.waiting or result.chunk not in self.work.done
         return liars
 
@@ -192,13 +245,13 @@ class Dispatcher:
             self.changed = True
 
     def distrust(self, author):
-        """Forgets what this author has computed in this step; the workers that are no longer trusted."""
+        """Forgets what this author has computed in this step, also if it has left; the workers that are no longer
+        trusted."""
         doubted = [w for w in self.workers if w.author == author and w.trusted]
         for worker in doubted:
             worker.trusted = False
-        if doubted:
-            self.work.withdraw(author, self.alone)
-            self.changed = True
+        self.work.withdraw(author)
+        self.changed = True
         return doubted
 
     def leave(self, worker):
@@ -223,27 +276,50 @@ class Dispatcher:
                 self.events.warn(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk "
                                  f"{chunk}; a third worker will decide")
         self._late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
-        self.changed = self.changed or bool(self._late and self.waiting)
+        self.changed = self.changed or self._passed_over or bool(self._late and self.waiting)
 
     def count_authors(self, now):
-        """Notes whether one author is alone; then audits are settled without a second one."""
-        active = {w.author for w in self.workers if w.trusted and w.step is not None and self.run.step - w.step <= 1
-                  and (w.waiting or now - w.session.heard < ACTIVE_SECONDS)}
-        if len(active) > 1:
-            self._several_at = now
-        self.alone = len(active) < 2 and now - self._several_at >= self._patience
-        if self.alone and len(self.work.results) > len(self.work.done):
-            self.work.settle(self.alone)
+        """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
+        active = {w.author for w in self.workers if self._active(w, now)}
+        self.several, hosts = len(active) > 1, len({author.voter for author in active}) > 1
+        self._several_at = now if self.several else self._several_at
+        self._hosts_at = now if hosts else self._hosts_at
+        before = self.alone, self.by_host
+        self.alone = not self.several and now - self._several_at >= self._patience
+        self.by_host = hosts or now - self._hosts_at < self._patience
+        self.work.alone, self.work.by_host = self.alone, self.by_host
+        if (self.alone, self.by_host) != before:
+            self.work.settle()
+            self.changed = True
+
+    def witnesses(self, author):
+        """Whether another worker may confirm the hash of a state that this author has stated."""
+        now = time.monotonic()
+        return any(w.states_hash and w.author != author and self._active(w, now)
+                   and not (self.by_host and w.author.voter == author.voter) for w in self.workers)
+
+    def _active(self, worker, now):
+        """Whether a worker takes part in the present step and can be expected to do its share. One of a host that let
+        another worker be stuck has to deliver first."""
+        return (worker.trusted and not worker.stuck and (worker.chunks or worker.author.voter not in self._stuck)
+                and worker.step is not None and self.run.step - worker.step <= 1
+                and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
     def _check_leases(self, worker, now):
         pace, heard, timeout = worker.pace or self.usual, worker.session.heard, self.cfg.STRAGGLER_TIMEOUT
         lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else timeout
-        late = [chunk for chunk, since in worker.held.items() if now - max(since, heard) > lease
-                or self.usual and now - since > max(timeout, LEASE_FACTOR * lease)]
-        if late:
-            self.events.warn(f"worker {worker.session.title} silent for {lease:.2g} s, its {chunks_text(late)} handed "
-                             "out again")
-            self.give_back(worker, late)
+        longest = max(timeout, LEASE_FACTOR * lease) if pace else timeout
+        silent = [c for c, since in worker.held.items() if now - max(since, heard) > lease]
+        stuck = [c for c, since in worker.held.items() if now - since > longest and c not in silent]
+        if stuck:
+            worker.stuck = True
+            self._stuck.add(worker.author.voter)
+        for words, seconds, late in (("silent for", lease, silent), ("has not delivered for", longest, stuck)):
+            if late:
+                worker.punctual = False
+                self.events.warn(f"worker {worker.session.title} {words} {seconds:.2g} s, its {chunks_text(late)} "
+                                 "handed out again")
+                self.give_back(worker, late)
 
 
 def chunks_text(chunks):

@@ -6,6 +6,7 @@ Every saved run has a JSON log of its own, cluster.history.EVENTS in its save di
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import re
@@ -14,8 +15,13 @@ import time
 
 import egg_config
 from cluster.history import EVENTS
+from cluster.hub import Budget
 from egg_config import EggError
 
+# Events that peers cause: so many in a row and so many a second after that, of one host and of all together
+OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
+LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
+RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
 FLUSH_EVERY = 5.0          # seconds between two flushes of TensorBoard's file
 SAMPLE = re.compile(r" *sample at step (\d{1,18}): (.*?) >>> (.*)")
@@ -28,7 +34,7 @@ class WatchError(EggError):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 class Events:
-    """Passes every event to every sink: sink.tell(event, line). event: a dict with time (Unix, seconds), event (its
+    """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
     kind) and the fields of that kind; line: a line of text for the console, or None.
 
     run: a cluster.history.Run; directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a
@@ -38,6 +44,8 @@ class Events:
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self.files = []
         self.sinks = [console]
+        self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
+        self._may_tell = Budget(0.1, 1)              # of what was left out
         try:
             advice = "give a --save-dir that can be written"
             self._open(CoordinatorLog, os.path.join(directory, "coordinator.log"), advice, console.line, cfg, run.step)
@@ -50,28 +58,48 @@ class Events:
         except WatchError:
             self.close()
             raise
-        self.tell("start", step=run.step, directory=None if run.directory is None else str(run.directory),
+        self.emit("start", step=run.step, directory=None if run.directory is None else str(run.directory),
                   config=cfg.constants())
 
     def _open(self, kind, *arguments):
         self.files.append(kind(*arguments))
         self.sinks.append(self.files[-1])
 
-    def tell(self, kind, line=None, /, **fields):
+    def emit(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
         for sink in self.sinks:
-            sink.tell(event, line)
+            sink.emit(event, line)
+
+    def allows(self, host):
+        """Whether the peers at this host may cause an event now; if so it is counted. They must not fill the disk."""
+        budgets = self._of_host
+        if host not in budgets and len(budgets) >= HOSTS:
+            del budgets[next(iter(budgets))]
+        budget = budgets.setdefault(host, Budget(OF_HOST[1], OF_HOST[0]))
+        if budget.refill() < 1 or not self._of_all.take():
+            self._left_out += 1
+            return False
+        budget.take()
+        if self._left_out and self._may_tell.take():
+            count, self._left_out = self._left_out, 0
+            self.warn(f"{count} lines about peers are left out: they came too fast")
+        return True
+
+    def about(self, host, kind, line=None, /, **fields):
+        """An event that a peer at this host has caused; left out where it may cause none now."""
+        if self.allows(host):
+            self.emit(kind, line, **fields)
 
     def warn(self, line):
-        self.tell("warning", line, text=line)
+        self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
         if found := SAMPLE.fullmatch(text):
             prompt, sample = (x.replace("\u23ce", "\n") for x in found.groups()[1:])
-            self.tell("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
+            self.emit("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
         else:
-            self.tell("message", line, worker=worker, text=text)
+            self.emit("message", line, worker=worker, text=text)
 
     def close(self):
         for file in self.files:
@@ -82,39 +110,65 @@ class Events:
 
     def __exit__(self, kind, error, _):
         if kind is not None and issubclass(kind, Exception):
-            self.tell("error", text=str(error))      # no line: egg.py prints the error
+            self.emit("error", text=str(error))      # no line: egg.py prints the error
         self.close()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 class Lines:
-    """A file to which whole lines are appended. `warn` takes one line when the disk is full; lines are then lost, and
-    training goes on. advice: the end of the error message if the file cannot be opened."""
+    """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
+    RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
+    opened."""
 
     def __init__(self, path, advice, warn):
-        self.path, self.warn, self.torn, self.warned = path, warn, False, False
+        self.path, self.warn, self.warned = path, warn, False
         try:
-            # non-blocking: a pipe without a reader must not stop the coordinator
-            self.handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
-            if stat.S_ISREG(os.fstat(self.handle).st_mode):
-                with contextlib.suppress(OSError), open(path, "rb") as file:
-                    file.seek(-1, os.SEEK_END)
-                    self.torn = file.read(1) != b"\n"
+            self._open()
         except OSError as error:
             raise WatchError(f"{path}: {error.strerror}: {advice}") from None
 
+    def _open(self):
+        # non-blocking: a pipe without a reader must not stop the coordinator
+        self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        found = os.fstat(self.handle)
+        self.regular, self.size, self.torn = stat.S_ISREG(found.st_mode), found.st_size, False
+        if self.regular and self.size:
+            with contextlib.suppress(OSError), open(self.path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                self.torn = file.read(1) != b"\n"
+
+    def head(self):
+        """The first lines of a new file, as text."""
+        return ""
+
     def add(self, text):
-        data = (b"\n" if self.torn else b"") + text.encode("utf-8", "replace") + b"\n"
         try:
+            self._make_room()
+            data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
             while data:
-                data = data[os.write(self.handle, data):]
+                done = os.write(self.handle, data)
+                self.size, data = self.size + done, data[done:]
             self.torn = False
         except OSError as error:
             self.torn = True                         # part of the line may have been written
             if not self.warned:
                 self.warned = True
                 self.warn(f"{self.path}: {error.strerror}: events are missing in it from now on")
+
+    def _make_room(self):
+        """Raises OSError."""
+        if not self.regular:
+            return
+        disk = os.fstatvfs(self.handle)
+        if disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20):
+            raise OSError(errno.ENOSPC, "the disk is nearly full")
+        if self.size > LOG_BYTES:
+            os.replace(self.path, self.path + ".1")
+            os.close(self.handle)
+            self._open()
+            if head := self.head():
+                self.add(head)
 
     def close(self):
         """Can be called more than once."""
@@ -126,7 +180,7 @@ class Lines:
 class JsonLog(Lines):
     """One JSON object per line."""
 
-    def tell(self, event, _):
+    def emit(self, event, _):
         self.add(json.dumps(event))
 
 
@@ -135,12 +189,16 @@ class CoordinatorLog(Lines):
 
     def __init__(self, path, advice, warn, cfg, step):
         super().__init__(path, advice, warn)
-        self.bits = egg_config.loss_unit(cfg.constants())[0]
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        constants = "".join(f"# {name} = {value}\n" for name, value in cfg.constants().items())
-        self.add(f"# egg, {now}, from step {step}\n{constants}Step,RelTime,Loss,Updates,LR")
+        self._cfg, self.bits = cfg, egg_config.loss_unit(cfg.constants())[0]
+        self.add(self.head(step))
 
-    def tell(self, event, _):
+    def head(self, step=None):
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        source = "continued" if step is None else f"from step {step}"
+        constants = "".join(f"# {name} = {value}\n" for name, value in self._cfg.constants().items())
+        return f"# egg, {now}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
+
+    def emit(self, event, _):
         if event["event"] == "step":
             loss = event["loss"] / self.bits
             self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**{**event, "loss": loss}))
@@ -165,7 +223,7 @@ class TensorBoard:
             why = error.strerror
             raise WatchError(f"--tensorboard {directory}: {why}: give a directory that can be written") from None
 
-    def tell(self, event, _):
+    def emit(self, event, _):
         kind = event["event"]
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"

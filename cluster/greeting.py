@@ -1,4 +1,5 @@
-"""The introduction, HELLO, CHALLENGE, JOIN, WELCOME (PROTOCOL.md), from both sides and without sockets.
+"""The introduction, HELLO, CHALLENGE, PROVE, PROVED, JOIN, WELCOME (docs/PROTOCOL.md), from both sides and without
+sockets.
 
 A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
 takes the other's frames and returns what to send next.
@@ -6,12 +7,15 @@ takes the other's frames and returns what to send next.
 
 import json
 import os
+from hmac import compare_digest
 from typing import NamedTuple
 
 from cluster import auth, wire
 from cluster.console import one_line
-from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, Refused,
-                          WELCOME, WELCOMED)
+from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, PROVE,
+                          PROVED, PROVES_FIRST, Refused, SECRET_WANTED, WELCOME, WELCOMED)
+
+IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
 class GreetingError(Exception):
@@ -19,7 +23,8 @@ class GreetingError(Exception):
 
 
 class Card(NamedTuple):
-    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; config:
+    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, which begins
+    with auth.user_key() and "." if it is a worker that is not an old one; config:
     {name: value} of its constants; data: SHA-256 of its training data, zeros where it does not state it."""
     role: str
     id: str
@@ -32,13 +37,13 @@ class Card(NamedTuple):
 def read_card(text):
     """The Card in the JSON of JOIN or ISLAND, checked and safe to print. Raises FrameError."""
     try:
-        card = json.loads(text)
+        card = wire.read_json(text)
         role, config = card["role"], card["config"] if card["role"] != "status" else {}
         data = bytes.fromhex(card.get("data", "")) or bytes(32)
         if role not in ("worker", "status", "island") or len(data) != 32 or type(config) is not dict:
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise FrameError("JOIN cannot be read") from None
     return Card(role, id_, name or "nameless", device or "unknown device", config, data)
 
@@ -58,11 +63,12 @@ class Welcome(NamedTuple):
 
 
 class Caller:
-    """card: a dict for JSON, see Card. welcome: the Welcome of the host once it has let us in and proved itself."""
+    """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the Welcome
+    of the host once it has let us in and proved itself; proves_first: whether the host does."""
 
-    def __init__(self, secret, card):
-        self._secret, self._text = secret, json.dumps(card).encode()
-        self._hello, self._challenge, self.welcome = os.urandom(NONCE.size), None, None
+    def __init__(self, secret, card, first=False):
+        self._secret, self._text, self._first = secret, json.dumps(card).encode(), first
+        self._hello, self._challenge, self.welcome, self.proves_first = os.urandom(NONCE.size), None, None, False
 
     def begin(self):
         """(opcode, payload) of the first frame."""
@@ -72,34 +78,50 @@ class Caller:
         """Takes a frame of the host; (opcode, payload) of the answer, None without one. Raises GreetingError where the
         host wants a secret or does not know it, FrameError for a frame out of order."""
         if opcode == CHALLENGE and self._challenge is None:
-            self._challenge, wanted = CHALLENGED.unpack(payload)
+            self._challenge, flags = CHALLENGED.unpack(payload)
+            wanted = flags & SECRET_WANTED
             if wanted and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
                                     "EGG_SECRET")
             if self._secret and not wanted:
                 raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
-            return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
+            self.proves_first = bool(self._secret and flags & PROVES_FIRST)
+            if self._first and not self.proves_first:
+                raise GreetingError("it does not prove itself first, as it did before: an impostor, or an older "
+                                    "version of egg; start this worker again if you have changed the coordinator")
+            return (PROVE, b"") if self.proves_first else self._join()
+        if opcode == PROVED and self.proves_first:
+            if not compare_digest(payload, auth.early_proof(self._secret, self._hello, self._challenge)):
+                raise GreetingError(IMPOSTOR)
+            return self._join()
         if opcode == WELCOME and self._challenge is not None and self.welcome is None:
             proof, *fields = WELCOMED.unpack(payload)
             if not auth.proves(self._secret, proof, b"coordinator", self._hello, self._challenge, self._text):
-                raise GreetingError("it does not know the secret: is it the right coordinator?")
+                raise GreetingError(IMPOSTOR)
             self.welcome = Welcome(*fields)
             return None
         raise out_of_order(opcode)
 
+    def _join(self):
+        return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
+
 
 class Host:
-    """card: the Card of the caller, once it is there and proved."""
+    """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first."""
 
     def __init__(self, secret):
         self._secret, self._hello, self._challenge, self.card = secret, None, os.urandom(NONCE.size), None
+        self.proved = False
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; (opcode, payload) of the answer, None without one. Raises FrameError."""
         if opcode == HELLO and self._hello is None:
             self._hello = payload
-            return CHALLENGE, CHALLENGED.pack(self._challenge, bool(self._secret))
+            return CHALLENGE, CHALLENGED.pack(self._challenge, SECRET_WANTED | PROVES_FIRST if self._secret else 0)
+        if opcode == PROVE and self._hello is not None and self._secret and not self.proved:
+            self.proved = True
+            return PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
         if opcode == JOIN and self._hello is not None:
             proof, self._text = payload[:PROOF.size], payload[PROOF.size:]
             if not auth.proves(self._secret, proof, b"worker", self._hello, self._challenge, self._text):

@@ -13,6 +13,7 @@ stays beside it as OLD, with the number of that epoch.
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import json
@@ -20,6 +21,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import struct
 import tempfile
 import zlib
@@ -30,10 +32,11 @@ import pyzstd
 import egg_config
 from egg_config import EggError
 from model import fitness_digits
+from model import parameters
 from model import rules
 
 FILE = "history.egg"
-OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,}\.egg")
+OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
@@ -42,16 +45,85 @@ RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
 RECENT = 64                              # newest steps whose fitness stays in memory
 WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
-SNAPSHOT = re.compile(r"snapshot-(\d{8,})(?:-(\d+\.\d{4}))?\.egg")      # step, validation figure (cluster.snapshots)
+# step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
+SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
+ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
+LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
+MOST_STEPS = 1 << 48
+MOST_COPIED = 1 << 32                    # bytes of a file that is no snapshot
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
-CPP_NAME = re.compile(r"checkpoint_(\d{8,})\.bin")
+CPP_NAME = re.compile(r"checkpoint_(\d{8,15})\.bin")
 
 
 class HistoryError(EggError):
     """About a save directory or the files in it."""
 
+
+# --- files of a save directory ---------------------------------------------------------------------------------------
+
+def open_file(path, mode="rb"):
+    """An unbuffered file of a save directory, which may come from a stranger. Raises OSError for anything but a regular
+    file, such as a link to a file outside or a pipe that blocks. mode: "rb" or "r+b"."""
+    def opener(path, flags):
+        # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    return open(path, mode, buffering=0, opener=opener)
+
+
+def read_file(path, most):
+    """bytes of such a file. Raises OSError also where it has more than `most`."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
+        return file.read()
+
+
+def write_file(directory, name, data):
+    """Puts a file into a directory, whole and on the disk, in place of one that has the name. Returns it, still open.
+    Raises OSError; then nothing has changed."""
+    # under a name that nobody can know before; so a half written file never has the name
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            kept = open_file(file.name, "r+b")
+            os.replace(file.name, os.path.join(directory, name))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+    sync(directory)
+    return kept
+
+
+def sync(directory):
+    """Renames in the directory are on the disk when this returns."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sizes(cfg):
+    """(bytes of weights, of moments, of overlay)."""
+    n = parameters.n_weights(cfg)
+    return n, 12 * n, parameters.n_overlay(cfg)
+
+
+def most_bytes(cfg):
+    """The largest snapshot file, in bytes: zstd adds less than that to what it cannot compress."""
+    return sum(sizes(cfg)) * 101 // 100 + 8192
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
 
 class Start(NamedTuple):
     """Where a run, or an epoch of it, begins: at step 0 with the random initial model, or with another state (`state`:
@@ -93,7 +165,12 @@ class Run:
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
-        return b"" if step == self.start.step - 1 else pyzstd.decompress(self.body(step))
+        if step == self.start.step - 1:
+            return b""
+        try:
+            return unzip(self.body(step), fitness_digits.packed_size(self.cfg.N_PAIRS))
+        except ValueError as error:
+            raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
@@ -142,7 +219,7 @@ class Run:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(old)                   # left by a handover that was interrupted
         os.link(path, old)
-        file = _create(self.cfg, self.directory, path, start)
+        file = write_file(self.directory, FILE, _header(self.cfg, start))
         self._file.close()
         self._file, self._end, self.start = file, os.fstat(file.fileno()).st_size, start
         self._offsets, self._recent = [], {}
@@ -152,8 +229,8 @@ class Run:
         if digest != self.data:
             self.data = digest
             if self.directory is not None:
-                with contextlib.suppress(OSError), open(os.path.join(self.directory, DATA_FILE), "w") as file:
-                    file.write(digest.hex() + "\n")
+                with contextlib.suppress(OSError):
+                    write_file(self.directory, DATA_FILE, (digest.hex() + "\n").encode()).close()
 
     @property
     def owned(self):
@@ -197,24 +274,25 @@ class Run:
         `writable`."""
         self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
         self.step, self.seed = self.start[:2]
-        longest = HEAD + 4 + most_body(self.cfg)
+        most = most_body(self.cfg)
         while self._end < size:
             head = self._pread(HEAD, self._end)
-            length = self._body_length(head, self.step, self.seed)
+            length = self._body_length(head, self.step, self.seed, most)
             body = self._pread(length + 4, self._end + HEAD) if length else b""
             crc = int.from_bytes(body[length:], "little")
             if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
-                self._cut_torn_record(size, longest, writable)
+                self._cut_torn_record(size, HEAD + 4 + most, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
 
-    def _body_length(self, head, step, seed):
-        """Length of the body of this step's record, 0 if `head` is not the head of that record."""
+    @staticmethod
+    def _body_length(head, step, seed, most):
+        """Length of the body of this step's record, 0 if `head` is not its head or it is above `most`."""
         if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
             return 0
         length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
-        return length if (its_step, its_seed) == (step, seed) else 0
+        return length if (its_step, its_seed) == (step, seed) and length <= most else 0
 
     def _cut_torn_record(self, size, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
@@ -256,7 +334,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
     finally:
         source.close()
     if own and run.directory is not None:
-        _copy_rest(load_dir, run.directory)
+        _copy_rest(cfg, load_dir, run.directory)
     return run
 
 
@@ -288,10 +366,7 @@ def configuration(directory):
         if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
             return {}
         raise _no_run(directory)
-    try:
-        return {**_header_of(name)["config"], **_settings(directory)}
-    except OSError as error:
-        raise HistoryError(f"{name}: {error.strerror}") from None
+    return {**_header_of(name).config, **_settings(directory)}
 
 
 def holds_run(directory):
@@ -302,9 +377,9 @@ def holds_run(directory):
 def _settings(directory):
     """{name: value} in SETTINGS, as seen from here; without data files that are not there, {} for an older run."""
     try:
-        with open(os.path.join(directory, SETTINGS), encoding="utf-8") as file:
-            found = {name: value for name, value in json.load(file).items() if name in egg_config.FACTS}
-    except (OSError, ValueError, AttributeError):
+        text = read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)
+        found = {name: value for name, value in json.loads(text).items() if name in egg_config.FACTS}
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
     for name in egg_config.DATA_FILES:
         path = os.path.join(directory, str(found.pop(name, "")))
@@ -319,18 +394,14 @@ def _keep_settings(cfg, directory):
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
-    path = os.path.join(directory, SETTINGS)
     with contextlib.suppress(OSError):
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            file.write(json.dumps(settings, indent=1) + "\n")
-        os.replace(path + ".part", path)
+        write_file(directory, SETTINGS, (json.dumps(settings, indent=1) + "\n").encode()).close()
 
 
 def epochs(directory):
     """[Start]: of the epochs whose history is in a save directory, the oldest first. Raises HistoryError."""
     names = [name for name in os.listdir(directory) if name == FILE or OLD_NAME.fullmatch(name)]
-    headers = [_header_of(os.path.join(directory, name)) for name in names]
-    starts = [Start(**header["start"]) if "start" in header else Start(0, 0) for header in headers]
+    starts = [_header_of(os.path.join(directory, name)).start or Start(0, 0) for name in names]
     return sorted(starts, key=lambda start: start.epoch)
 
 
@@ -347,8 +418,9 @@ def newest(pattern="ckpt*"):
 def _is_trained(directory):
     """Whether a run has a step, or began with a trained model. One that cannot be read counts: its error will tell."""
     try:
-        header, records = _header_and_records(os.path.join(directory, FILE))
-        return records > 0 or "start" in header
+        path = os.path.join(directory, FILE)
+        header = _header_of(path)
+        return header.start is not None or os.path.getsize(path) > header.size
     except (OSError, HistoryError):
         return True
 
@@ -356,7 +428,12 @@ def _is_trained(directory):
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
-        engine.update(fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS))
+        try:
+            fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS)
+        except ValueError as error:
+            raise HistoryError(f"{run.directory}: step {step} cannot be right ({error}): restore {FILE} from a copy") \
+                from None
+        engine.update(fitness)
 
 
 def read_cpp_checkpoints(cfg, directory):
@@ -365,16 +442,19 @@ def read_cpp_checkpoints(cfg, directory):
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
-    missing = sorted(set(range(1, max(found) + 1)) - set(found))
-    if missing or min(found) < 1:
-        raise HistoryError(f"{directory}: checkpoint_{missing[0] if missing else 1:08d}.bin is missing, and without it "
-                           "the model cannot be rebuilt")
+    for step, its_step in enumerate(sorted(found), 1):
+        if its_step != step:
+            raise HistoryError(f"{directory}: checkpoint_{step:08d}.bin is missing, and without it the model cannot be "
+                               "rebuilt")
     out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found[step])
         seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
-        with open(path, "rb") as file:
-            data = file.read(CPP_CHECKPOINT.size + size + 1)
+        try:
+            with open_file(path) as file:
+                data = file.read(CPP_CHECKPOINT.size + size + 1)
+        except OSError as error:
+            raise HistoryError(f"{path}: {error.strerror}") from None
         if len(data) < CPP_CHECKPOINT.size:
             raise HistoryError(f"{path} is cut short: {len(data)} bytes")
         magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
@@ -411,7 +491,8 @@ def _open(cfg, directory, start=None):
         lock = os.open(directory, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         exists = os.path.exists(path)
-        file = open(path, "r+b", buffering=0) if exists else _create(cfg, directory, path, start or beginning(cfg))
+        file = open_file(path, "r+b") if exists else \
+            write_file(directory, FILE, _header(cfg, start or beginning(cfg)))
         run = Run(cfg, file, directory, True, lock)
         _keep_settings(cfg, directory)
         return run
@@ -426,54 +507,34 @@ def _open(cfg, directory, start=None):
         raise HistoryError(why) from None
 
 
-def _copy_rest(source, target):
+def _copy_rest(cfg, source, target):
     """Copies snapshots, events and earlier epochs, for a run that continues in another directory. Files that cannot be
-    copied are left out."""
+    copied, or that are larger than they can be, are left out."""
     for name in os.listdir(source):
-        kept = SNAPSHOT.fullmatch(name) or name == EVENTS or name.startswith(("elite-", "history-"))
-        if kept and not os.path.exists(os.path.join(target, name)):
-            with contextlib.suppress(OSError):
-                shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
-
-
-def _create(cfg, directory, path, start):
-    """A history without a record, on the disk, as a writable file; replaces an existing one. Raises OSError."""
-    # it gets its name when it is complete, so that there is never a file without a header
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=FILE, delete=False) as file:
-        file.write(_header(cfg, start))
-        file.flush()
-        os.fsync(file.fileno())
-    created = open(file.name, "r+b", buffering=0)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-    sync(directory)
-    return created
-
-
-def sync(directory):
-    """Renames in the directory are on the disk when this returns."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
+            MOST_COPIED if name == EVENTS or OLD_NAME.fullmatch(name) else 0
+        if most:
+            with contextlib.suppress(OSError), open_file(os.path.join(source, name)) as file:
+                if os.fstat(file.fileno()).st_size <= most:
+                    with open(os.path.join(target, name), "xb") as copy:
+                        shutil.copyfileobj(file, copy, 1 << 20)
 
 
 def _open_to_read(cfg, directory):
     path = os.path.join(directory, FILE)
     try:
-        return Run(cfg, open(path, "rb", buffering=0), directory, writable=False)
+        return Run(cfg, open_file(path), directory, writable=False)
     except OSError as error:
         raise HistoryError(f"{path}: {error.strerror}") from None
 
 
 def _read_data(directory):
     """bytes [32] from DATA_FILE, zeros if it is missing or incomplete."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(os.path.join(directory, DATA_FILE) if directory is not None else os.devnull) as file:
-            digest = bytes.fromhex(file.read())
-            return digest if len(digest) == 32 else bytes(32)
-    return bytes(32)
+    digest = b""
+    if directory is not None:
+        with contextlib.suppress(OSError, ValueError):
+            digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
+    return digest if len(digest) == 32 else bytes(32)
 
 
 def _crc(data):
@@ -525,21 +586,25 @@ def _header(cfg, start):
     return data + _crc(data)
 
 
+class Header(NamedTuple):
+    """Of a history file. config: {name: value}; start: None for the random initial model; size: in bytes."""
+    config: dict
+    start: object
+    size: int
+
+
 def _header_of(path):
-    """The header of a history file, a dict. Raises HistoryError, OSError."""
-    return _header_and_records(path)[0]
-
-
-def _header_and_records(path):
-    """(header, bytes of the records behind it)."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        header, length = _read_header(lambda count, at: os.pread(file.fileno(), count, at), size, path)
-        return header, size - length
+    """The Header of a history file. Raises HistoryError."""
+    try:
+        with open_file(path) as file:
+            handle = file.fileno()
+            return _read_header(lambda count, at: os.pread(handle, count, at), os.fstat(handle).st_size, path)
+    except OSError as error:
+        raise HistoryError(f"{path}: {error.strerror}") from None
 
 
 def _read_header(pread, size, name):
-    """(the header, a dict; its size in bytes). Raises HistoryError."""
+    """The Header of a file of `size` bytes. Raises HistoryError."""
     start = pread(12, 0)
     if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
@@ -547,21 +612,39 @@ def _read_header(pread, size, name):
     if len(start) < 12 or 12 + length + 4 > size:
         raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
                            "it to begin again")
-    data = pread(12 + length + 4, 0)
-    if _crc(data[:-4]) != data[-4:]:
-        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {len(data)}: restore it from a copy")
-    header = json.loads(data[12:-4])
-    if header["version"] not in (1, 2, 3):
-        raise HistoryError(f"{name} has format {header['version']}, this program reads 1 to 3: use the version of egg "
-                           "that wrote it")
-    return header, len(data)
+    data = pread(12 + min(length, LONGEST_HEADER) + 4, 0)
+    if length > LONGEST_HEADER or _crc(data[:-4]) != data[-4:]:
+        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {12 + length + 4}: restore it from a copy")
+    try:
+        header = json.loads(data[12:-4])
+        version, config, start = header["version"], header["config"], header.get("start")
+        start = _checked(Start(**start)) if start else None
+        if type(config) is not dict:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise HistoryError(f"{name}: its header cannot be read: restore it from a copy") from None
+    if version not in (1, 2, 3):
+        raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the version of egg that wrote "
+                           "it")
+    return Header(config, start, len(data))
+
+
+def _checked(start):
+    """A Start from a file. Raises ValueError, TypeError, KeyError where it cannot be one."""
+    origin, plain = start.origin, (str, int, float, type(None))
+    if not (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
+            and len(bytes.fromhex(start.state)) in (0, 32)
+            and (not origin or type(origin["epoch"]) is int and 0 < origin["epoch"] < MOST_STEPS
+                 and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values()))):
+        raise ValueError
+    return start
 
 
 def _check_header(cfg, pread, size, name):
     """(size of the header in bytes, Start). Raises HistoryError, also for another configuration."""
-    header, length = _read_header(pread, size, name)
+    header = _read_header(pread, size, name)
     # a constant that is newer than the run counts as at its default
-    if differ := difference({**kept(egg_config.make()), **header["config"]}, kept(cfg)):
+    if differ := difference({**kept(egg_config.make()), **header.config}, kept(cfg)):
         raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give "
                            "another --save-dir")
-    return length, Start(**header["start"]) if "start" in header else beginning(cfg)
+    return header.size, header.start or beginning(cfg)

@@ -7,6 +7,7 @@ A Hub listens, accepts and calls. A Connection holds the bytes of one peer; a su
 import contextlib
 import errno
 import os
+import random
 import selectors
 import socket
 import ssl
@@ -15,6 +16,9 @@ import time
 from egg_config import EggError
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+# Peers that have proved nothing, and new connections, have this share of a processor, and so many seconds in a row
+STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
+YOUNG = 0.1                # seconds that a new connection has before another one may take its place
 
 
 class NetError(EggError):
@@ -35,15 +39,109 @@ def tune(sock):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+class Budget:
+    """A token bucket: `rate` a second, and at most `most` saved up."""
+
+    def __init__(self, rate, most):
+        self.rate, self.most, self.credit, self._at = rate, most, most, time.monotonic()
+
+    def refill(self):
+        """The credit now."""
+        now = time.monotonic()
+        self.credit, self._at = min(self.most, self.credit + (now - self._at) * self.rate), now
+        return self.credit
+
+    def take(self, cost=1):
+        """Whether `cost` may be spent now; if so it is."""
+        if self.refill() < cost:
+            return False
+        self.credit -= cost
+        return True
+
+    def spend(self, cost):
+        """Spends what has been used already, which may leave a debt; the credit now."""
+        self.credit -= cost
+        return self.refill()
+
+
+class Crowd:
+    """Connections that have proved nothing yet, at most `most`. When they are so many, the oldest one of the host with
+    most of them makes room for the next, so that they keep nobody out."""
+
+    def __init__(self, most):
+        self.most, self.count, self.by_host = most, 0, {}
+
+    def room(self):
+        """Whether there is room for another one, which may end an older one."""
+        if self.count >= self.most:
+            oldest = next(iter(max(self.by_host.values(), key=len)))
+            if time.monotonic() - oldest.born < YOUNG:
+                return False
+            oldest.close()
+        return True
+
+    def add(self, connection):
+        self.count += 1
+        self.by_host.setdefault(connection.host, {})[connection] = True
+
+    def discard(self, connection):
+        """Returns whether it was here."""
+        here = self.by_host.get(connection.host, {})
+        if not here.pop(connection, False):
+            return False
+        self.count -= 1
+        if not here:
+            del self.by_host[connection.host]
+        return True
+
+
+class Listener:
+    """Accepts the connections to a socket that listens; see Hub.listen."""
+
+    known, open = False, True
+
+    def __init__(self, hub, sock, accept, room):
+        self.hub, self.sock, self._accept, self._room, self._resting = hub, sock, accept, room, True
+        self.check()
+
+    def turn(self, _):
+        if not self._room():
+            self._resting = True
+            self.hub.strangers.unregister(self.sock)
+            return
+        # the peer may have gone again, or file descriptors may be used up
+        with contextlib.suppress(OSError):
+            sock, peer = self.sock.accept()
+            sock.setblocking(False)
+            self._accept(sock, peer)
+            self.hub.again(self)                     # there may be more
+
+    def check(self):
+        if self._resting:
+            self._resting = False
+            self.hub.strangers.register(self.sock, READ, self)
+
+    def broken(self, error):
+        pass                                         # no connection was made
+
+
 class Hub:
-    """The sockets of a process. connections: all that are open. `poll` waits and serves; `check` enforces deadlines."""
+    """The sockets of a process. connections: all that are open. `poll` waits and serves; `check` enforces deadlines.
+
+    Whatever a peer causes to be raised ends its connection and nothing else: see `guard`. In one turn of the loop every
+    known peer is served once. Strangers, connections that are not `known` and listeners, are served in random order, in
+    their share of the time."""
 
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
+        self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
+        self._again = set()                          # those with input that is not handled yet
+        self._hears_strangers, self._dice = False, random.Random()
 
-    def listen(self, host, port, accept, backlog):
-        """Listens; accept(sock, address) is called for each peer and makes a Connection, or closes the socket. Returns
-        the (host, port) that is listened on. Raises OSError."""
+    def listen(self, host, port, accept, room, backlog):
+        """Listens; accept(sock, address) is called for each peer and makes a Connection, or closes the socket. room():
+        whether another one may come now; until then the system holds it. Returns the (host, port) that is listened on.
+        Raises OSError."""
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                           flags=socket.AI_PASSIVE)[0]
@@ -51,34 +149,69 @@ class Hub:
             raise socket.gaierror(socket.EAI_NONAME, "this is not a name") from None
         listener = socket.create_server(address, family=family, backlog=backlog)
         listener.setblocking(False)
-
-        def on_event(_):
-            # the peer may have gone again, or file descriptors may be used up
-            with contextlib.suppress(OSError):
-                sock, peer = listener.accept()
-                sock.setblocking(False)
-                accept(sock, peer)
-
-        self._listeners.append(listener)
-        self.selector.register(listener, READ, on_event)
+        self._listeners.append(Listener(self, listener, accept, room))
         return listener.getsockname()[:2]
 
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
+        again, self._again = self._again, set()
+        credit = self._share.refill()
+        if self._hears_strangers != (credit > 0):
+            self._hears_strangers = credit > 0
+            if credit > 0:
+                self.selector.register(self.strangers, READ)
+            else:
+                self.selector.unregister(self.strangers)
+        if any(one.known or credit > 0 for one in again):
+            timeout = 0
+        elif credit <= 0:
+            timeout = min(timeout, 0.001 - credit / STRANGERS_SHARE)
+        events = dict.fromkeys(again, 0)
         for key, mask in self.selector.select(timeout):
-            key.data(mask)
+            if key.fileobj is self.strangers:
+                events.update((key.data, mask) for key, mask in self.strangers.select(0))
+            else:
+                events[key.data] = mask
+        strangers = [one for one in events if not one.known]
+        for one in events:
+            if one.known:
+                self.guard(one, one.turn, events[one])
+        self._dice.shuffle(strangers)
+        while strangers and credit > 0:
+            one, began = strangers.pop(), time.thread_time()
+            self.guard(one, one.turn, events[one])
+            credit = self._share.spend(time.thread_time() - began)
+        self._again |= again.intersection(strangers)
+
+    def guard(self, connection, call, *arguments):
+        """Calls something on behalf of a peer. An error ends its connection, unless it is one of this program's own
+        (EggError), such as a disk that is full."""
+        if connection.open:
+            try:
+                call(*arguments)
+            except EggError:
+                raise
+            except Exception as error:
+                connection.broken(error)
+
+    def again(self, connection):
+        """Gives the connection a turn in the next round, after the others, though nothing new may have come."""
+        self._again.add(connection)
 
     def check(self, now):
         """Lets every connection enforce its deadlines; called several times a second."""
         for connection in list(self.connections):
-            connection.check(now)
+            self.guard(connection, connection.check, now)
+        for listener in self._listeners:
+            listener.check()
 
     def close(self):
         for connection in list(self.connections):
             connection.close()
         for listener in self._listeners:
-            listener.close()
+            listener.sock.close()
         self.selector.close()
+        self.strangers.close()
 
 
 class Traffic:
@@ -90,20 +223,25 @@ class Traffic:
 
 class Connection:
     """The bytes of one peer: `inbox` has come and is not used yet, `outbox` waits to be sent. Nothing is read while
-    something waits to be sent, so a peer that does not read its answers cannot make them pile up.
+    something waits to be sent, so a peer that does not read its answers cannot make them pile up; nor while `full()`
+    says that what has come waits to be used.
 
     sock: non-blocking, accepted (as Hub.listen gives it) or new; tls: an ssl.SSLContext or None; call: for a new
-    socket, the host name that `address` stands for: the connection is begun to there. Raises OSError.
+    socket, the host name that `address` stands for: the connection is begun to there. known: it is no stranger, see
+    Hub. Raises OSError.
 
     A subclass overrides what happens: `opened`, once (a peer that called may send at once); `received`, when bytes have
-    come or all are sent; `check`, several times a second; `failed`, when TLS cannot be agreed on; `closed`, once."""
+    come or all are sent; `check`, several times a second; `failed`, when TLS cannot be agreed on; `broken`, when a
+    method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
+    known = False
 
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
         self.hub, self.sock, self.traffic, self._tls, self._call = hub, sock, traffic, tls, call
+        self._selector = hub.strangers
         self.host, self.address = address[0], f"{address[0]}:{address[1]}"
-        self.inbox, self.outbox, self.open = bytearray(), b"", True
+        self.inbox, self.outbox, self.open, self.paused = bytearray(), b"", True, False
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
             sock.setblocking(False)
@@ -128,10 +266,23 @@ class Connection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
-    def again(self):
-        """Calls `received` in the next round, after the other connections."""
+    def become_known(self):
+        """It is no stranger any more."""
+        event, self.known = self._event, True
+        self._wait_for(0)
+        self._selector = self.hub.selector
+        self._wait_for(event)
+
+    def pause(self):
+        """Takes nothing more from the peer until `resume`."""
+        self.paused = True
+        self._flush()
+
+    def resume(self):
+        self.paused = False
+        self._flush()
         if self.open:
-            self._wait_for(WRITE)
+            self.hub.again(self)
 
     def close(self):
         """Can be called more than once."""
@@ -139,7 +290,7 @@ class Connection:
             self.open = False
             self.hub.connections.discard(self)
             with contextlib.suppress(KeyError, ValueError):
-                self.hub.selector.unregister(self.sock)
+                self._selector.unregister(self.sock)
             self.sock.close()
             self.closed()
 
@@ -149,25 +300,30 @@ class Connection:
     def received(self):
         pass
 
+    def full(self):
+        """Whether `inbox` holds enough to work on."""
+        return False
+
     def check(self, now):
         pass
 
     def failed(self, why):
         self.close()
 
+    def broken(self, error):
+        self.close()
+
     def closed(self):
         pass
 
-    # the stages of a connection: each is called with the event that it waits for
+    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
     def _connected(self, _):
         """The connection that was begun here stands, or cannot be made."""
-        if not self.open:
-            return
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.close()
             return
-        self.hub.selector.unregister(self.sock)
+        self._wait_for(0)
         try:
             self._begin()
         except (OSError, ValueError):
@@ -195,18 +351,19 @@ class Connection:
         except OSError as error:
             self.failed(f"no TLS: {getattr(error, 'reason', None) or reason(error)}")
         else:
-            self.hub.selector.unregister(self.sock)
-            self._register(self._transfer, READ)
+            self.turn = self._transfer
+            self._wait_for(READ)
             self.opened()
             self._read()
 
     def _transfer(self, mask):
         if mask & WRITE:
             self._flush()
-            if self.open and not self.outbox:
+        if self.open and not self.outbox and not self.paused:
+            if mask & READ and not self.full():
+                self._read()
+            else:
                 self.received()
-        else:
-            self._read()
 
     def _read(self):
         if not self.open:
@@ -238,13 +395,19 @@ class Connection:
         except OSError:
             self.close()
             return
-        self._wait_for(WRITE if self.outbox else READ)
+        self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
 
     def _register(self, stage, event):
-        self._stage, self._event = stage, event
-        self.hub.selector.register(self.sock, event, stage)
+        self.turn, self._event = stage, event
+        self._selector.register(self.sock, event, self)
 
     def _wait_for(self, event):
+        """event: READ, WRITE, or 0 for neither."""
         if self._event != event:
-            self._event = event
-            self.hub.selector.modify(self.sock, event, self._stage)
+            change, self._event = (self._event, event), event
+            if not change[0]:
+                self._selector.register(self.sock, event, self)
+            elif event:
+                self._selector.modify(self.sock, event, self)
+            else:
+                self._selector.unregister(self.sock)

@@ -1,21 +1,26 @@
 """One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
 
 Evaluation is deterministic to the bit, so two honest results of a chunk are the same. A chunk that is audited, or whose
-results differ, is done when at least two authors agree, and more than on any other result. The others have lied.
+results differ, is done when a result has at least two votes (trust.tally), and more than any other. The others have
+lied.
 """
 
 from collections import deque
 
 import numpy as np
 
-COPIES = 2                 # most evaluations of one chunk at a time, when workers are idle
-COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many times its usual time
+from cluster.trust import tally
+
+COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many times its usual time; times its holders
 
 
 class Step:
-    """holders: chunk -> {peer: since}; a peer is any object. Results count by author, whoever that has as peers.
-    audited: chunks that need two results if there are two authors; results: chunk -> {(packed, sum of losses):
-    (authors, fitness)}; done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`."""
+    """holders: chunk -> {peer: since}; a peer is any object with an `author`, who may have several. audited: chunks
+    that need two results if there are two authors; results: chunk -> {(packed, sum of losses): (authors, fitness)};
+    done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`. alone: there is no
+    second author for an audit; by_host: authors of several hosts are at work, so an audit needs two of them."""
+
+    alone = by_host = False
 
     def __init__(self, cfg, audited=()):
         self.cfg, self.audited = cfg, set(audited)
@@ -48,8 +53,9 @@ class Step:
 
     def late(self, now, usual):
         """[chunk]: those that take longer than usual (seconds), the oldest first."""
-        since = [(min(peers.values()), chunk) for chunk, peers in self.holders.items() if len(peers) < COPIES]
-        return [chunk for when, chunk in sorted(since) if now - when > COPY_AFTER * usual]
+        return sorted((chunk for chunk, peers in self.holders.items()
+                       if now - max(peers.values()) > COPY_AFTER * usual * len(peers)),
+                      key=lambda chunk: min(self.holders[chunk].values()))
 
     def copy(self, peer, author, now, late):
         """One of the `late` chunks for an idle peer, to evaluate a second time; it is removed from the list."""
@@ -66,21 +72,27 @@ class Step:
         if chunk not in self.done and not self.holders.get(chunk):
             self.queue.appendleft(chunk)
 
-    def result(self, peer, author, chunk, packed, sum_loss, fitness, alone):
-        """Notes a result. alone: there is no second author for an audit. Returns the authors who have lied."""
+    def audit(self, chunk):
+        """A second author evaluates this chunk too, if it is not done yet."""
+        if chunk not in self.audited and chunk not in self.done:
+            self.audited.add(chunk)
+            self.queue.append(chunk)
+
+    def result(self, peer, author, chunk, packed, sum_loss, fitness):
+        """Notes a result. Returns the authors who have lied."""
         self._release(peer, chunk)
         kinds = self.results.setdefault(chunk, {})
-        if any(author in authors for authors, _ in kinds.values()):
+        if author in self._authors(chunk):
             return []
         kinds.setdefault((packed, sum_loss), ([], fitness))[0].append(author)
-        return self._judge(chunk, alone)
+        return self._judge(chunk)
 
-    def settle(self, alone):
-        """Judges what waits for a second author, after the number of authors has changed."""
-        for chunk in [c for c in self.results if c not in self.done] if alone else ():
-            self._judge(chunk, alone)
+    def settle(self):
+        """Judges what waits for a second author, after `alone` or `by_host` has changed."""
+        for chunk in [c for c in self.results if c not in self.done]:
+            self._judge(chunk)
 
-    def withdraw(self, author, alone):
+    def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""
         for chunk, kinds in self.results.items():
             for key, (authors, _) in list(kinds.items()):
@@ -90,18 +102,19 @@ class Step:
                         del kinds[key]
             if self.done.get(chunk) not in kinds:
                 self.done.pop(chunk, None)
-                self._judge(chunk, alone)
+                self._judge(chunk)
 
     def disputed(self):
         """[(chunk, authors)] whose results differ and are not decided yet."""
-        return [(chunk, [a for authors, _ in self.results[chunk].values() for a in authors])
+        return [(chunk, self._authors(chunk))
                 for chunk in self.results if chunk not in self.done and len(self.results[chunk]) > 1]
 
-    def _judge(self, chunk, alone):
+    def _judge(self, chunk):
         kinds = self.results[chunk]
-        ranked = sorted(kinds, key=lambda kind: -len(kinds[kind][0]))
-        first, second = ([len(kinds[kind][0]) for kind in ranked] + [0, 0])[:2]
-        if not (first > max(second, 1) or first == 1 and not second and (alone or chunk not in self.audited)):
+        votes = tally({kind: authors for kind, (authors, _) in kinds.items()}, self.by_host)
+        ranked = sorted(kinds, key=lambda kind: -votes[kind])
+        first, second = ([votes[kind] for kind in ranked] + [0, 0])[:2]
+        if not (first > max(second, 1) or first == 1 and not second and (self.alone or chunk not in self.audited)):
             self.done.pop(chunk, None)
             if not self.holders.get(chunk) and chunk not in self.queue:
                 self.queue.appendleft(chunk)
@@ -111,10 +124,18 @@ class Step:
         self.fitness[chunk * pairs:(chunk + 1) * pairs] = kinds[best][1]
         return [author for kind in ranked[1:] for author in kinds[kind][0]]
 
+    def _authors(self, chunk):
+        return [author for authors, _ in self.results.get(chunk, {}).values() for author in authors]
+
     def _used(self, chunk, peer, author):
-        """Whether the peer holds this chunk, or its author has done it."""
-        return (peer in self.holders.get(chunk, ())
-                or any(author in authors for authors, _ in self.results.get(chunk, {}).values()))
+        """Whether the peer holds this chunk, its author has done it, or its host has while another one is to check
+        that. Where results differ everybody is heard: a host that is right twice outvotes nobody alone."""
+        holders, authors = self.holders.get(chunk, ()), self._authors(chunk)
+        if peer in holders or author in authors:
+            return True
+        if not self.by_host or len(self.results.get(chunk, ())) > 1:
+            return False
+        return author.voter in {a.voter for a in (*authors, *(holder.author for holder in holders))}
 
     def _release(self, peer, chunk):
         peers = self.holders.get(chunk)

@@ -6,8 +6,8 @@ import time
 
 from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
-from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, RESPONSE, V1, V2, WELCOME,
-                          next_frame)
+from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, PROVED, RESPONSE, STEP, STEP_LIMIT,
+                          V1, V2, WELCOME, next_frame, whole_frame)
 from egg_config import UsageError
 
 CONNECT_TIMEOUT = 10.0     # seconds
@@ -36,11 +36,13 @@ def check_address(host, port):
 class Link:
     """Every method raises OSError when the coordinator is gone, NetError when it is no coordinator of this program or
     refuses this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: for
-    JOIN, see greeting.Card; snapshot: step of the coordinator's newest snapshot when it let us in, 0 without one."""
+    JOIN, see greeting.Card; first: see greeting.Caller, whose `proves_first` is kept here; snapshot: step of the
+    coordinator's newest snapshot when it let us in, 0 without one."""
 
-    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
-        self.name, self.version = f"{host}:{port}", version
-        self.limits, self.inbox = {version: wire.limits(cfg)[version]}, bytearray()
+    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
+        self.name, self.version, self.proves_first = f"{host}:{port}", version, first
+        self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
+        self.inbox = bytearray()
         self.sent_at, self.snapshot = time.monotonic(), 0
         self.caller = "request" if card and card["role"] == "status" else card["role"] if card else "worker"
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
@@ -64,21 +66,26 @@ class Link:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
     def _greet(self, cfg, access, card):
-        caller = greeting.Caller(access.secret, card)
+        caller = greeting.Caller(access.secret, card, self.proves_first)
         self.send(self.frame(*caller.begin()))
         try:
             challenge = self.next(CHALLENGE, CONNECT_TIMEOUT)
         except ConnectionError:
             raise OldCoordinator from None
         try:
-            self.send(self.frame(*caller.handle(CHALLENGE, challenge)))
+            answer = caller.handle(CHALLENGE, challenge)
+            if caller.proves_first:
+                self.send(self.frame(*answer))
+                answer = caller.handle(PROVED, self.next(PROVED, CONNECT_TIMEOUT))
+            self.send(self.frame(*answer))
             caller.handle(WELCOME, self.next(WELCOME, CONNECT_TIMEOUT))
         except greeting.GreetingError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
+        self.proves_first = caller.proves_first
         if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: it let us in with another configuration: is it of the same version of "
-                                 "egg?")
-        self.snapshot = caller.welcome.snapshot
+            raise RefusedForGood(f"{self.name}: its configuration differs from that of this worker: is it the same "
+                                 "version of egg?")
+        self.snapshot = self._checked_step(caller.welcome.snapshot)
 
     def frame(self, opcode, *parts):
         return wire.frame(opcode, *parts, version=self.version)
@@ -120,20 +127,37 @@ class Link:
         if size != len(payload) - RESPONSE.size:
             raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
                            f"{len(payload) - RESPONSE.size}")
-        return seed, step, position, payload[RESPONSE.size:]
+        return seed, self._checked_step(step), position, payload[RESPONSE.size:]
+
+    def unpack_step(self, payload):
+        """The step in a REBUILD or SNAPSHOT_WANTED."""
+        return self._checked_step(*STEP.unpack(payload))
+
+    def _checked_step(self, step):
+        if step > STEP_LIMIT:
+            raise NetError(f"{self.name}: step {step} cannot be right")
+        return step
 
     def check(self, seconds=0.0):
-        """Takes in what comes within so many seconds, and sends a heartbeat if one is due."""
-        self.sock.settimeout(seconds)
-        try:
-            data = self.sock.recv(1 << 16)
-            if not data:
-                raise ConnectionResetError("the connection was closed")
-            self.inbox += data
-        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
-            pass
+        """Takes in what comes within so many seconds, unless a whole frame waits to be taken, and sends a heartbeat if
+        one is due."""
+        if not self._full():
+            self.sock.settimeout(seconds)
+            try:
+                data = self.sock.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError("the connection was closed")
+                self.inbox += data
+            except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+                pass
         if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
             self.send(self.frame(HEARTBEAT))
+
+    def _full(self):
+        try:
+            return whole_frame(self.inbox, self.limits) is not None
+        except FrameError as error:
+            raise NetError(f"{self.name}: {error}") from None
 
     def close(self):
         self.sock.close()

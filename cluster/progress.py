@@ -10,7 +10,7 @@ from cluster.hub import Traffic
 from cluster.wire import FrameError
 
 
-MOST_BITS = 64             # of a token's loss; more is no figure of a model
+MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
 class Summary(NamedTuple):
@@ -74,19 +74,24 @@ class Progress:
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 
-    def validation(self, trusted, step, tokens, n_bytes, nats):
-        """(figure, unit) of a worker's validation, None where it does not count. Raises FrameError."""
-        if not tokens or not math.isfinite(nats) or nats < 0:
-            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens")
+    @staticmethod
+    def figure(tokens, n_bytes, nats):
+        """(figure, unit) of what a worker states about a validation. Raises FrameError."""
+        bits = nats / math.log(2) if tokens else math.nan
+        if not (0 <= bits <= MOST_BITS * tokens and bits <= MOST_BITS * (n_bytes or tokens)):
+            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens of {n_bytes} bytes")
+        return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+
+    def validated(self, step, figure):
+        """Notes the figure of a step; whether it is the first of that step."""
         first = max(self.run.step - 1, self.run.start.step)
-        if not (trusted and first <= step <= self.run.step) or any(v[0] == step for v in self.validations[-2:]):
-            return None
-        figure = nats / math.log(2) / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+        if not first <= step <= self.run.step or any(v[0] == step for v in self.validations[-2:]):
+            return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
-        self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
+        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
                          unit=figure[1])
-        return figure
+        return True
 
     def summary(self):
         steps = self.run.step - self.first_step

@@ -8,14 +8,19 @@ import contextlib
 import time
 
 from cluster import hub, wire
-from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, V2, next_frame
+from cluster.wire import BAD_FRAME, ERROR, FrameError, ITSELF, V2, next_frame
 
 FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
+FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
+# Frames of a peer that are of no use: so many in a row, and so many a second after that. A peer that sends more is not
+# read from until it may send again, and is refused when that goes on for FLOOD_SECONDS.
+USELESS, USELESS_A_SECOND = 256, 32.0
+FLOOD_SECONDS = 10.0
 
 
 class Role:
-    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame; where that raises
-    FrameError, the session is refused."""
+    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame and returns whether
+    it was of use; where that raises an error, the session is refused."""
 
     def __init__(self, session):
         self.session = session
@@ -31,14 +36,15 @@ class Role:
 
 
 class Session(hub.Connection):
-    """limits: see wire.limits, of the frames that the present role takes; door: the auth.Door that it came through and
-    that reports its refusal; for further arguments see hub.Connection."""
+    """limits: see wire.limits, of the frames that the present role takes; door: the admission.Door that it came through
+    and that reports its refusal; for further arguments see hub.Connection."""
 
     def __init__(self, loop, sock, address, traffic, door, limits, tls=None, call=None):
         self.door, self.limits, self.role = door, limits, None
         self.version = None                # that of its last frame, V1 or V2
         self.waits = False                 # its request is still to be answered: until then no frame is taken
         self.frame_since = None            # since when it has begun a frame that is not complete
+        self.useless, self._flooding_since = hub.Budget(USELESS_A_SECOND, USELESS), None
         super().__init__(loop, sock, address, traffic, tls, call)
         self.title = self.address          # with its name, once that is known
 
@@ -47,14 +53,30 @@ class Session(hub.Connection):
             self.role.begin()
 
     def received(self):
-        try:
-            while self.open and not self.outbox and not self.waits and (got := next_frame(self.inbox, self.limits)):
-                self.frame_since = None
-                self.version = got[0]
-                self.role.handle(got[1], got[2])
-        except FrameError as error:
-            self.refuse(str(error), error.code)
-        self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
+        for _ in range(FRAMES_A_TURN):
+            if not self.open or self.outbox or self.paused or not (got := next_frame(self.inbox, self.limits)):
+                break
+            self.frame_since = None
+            self.version = got[0]
+            if not self.role.handle(got[1], got[2]) and not self.useless.take() and self.open:
+                self._flooding_since = self._flooding_since or time.monotonic()
+                self.pause()
+        if self.open:
+            if not self.paused and self.full():
+                self.hub.again(self)
+            self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
+
+    def full(self):
+        return wire.whole_frame(self.inbox, self.limits) is not None
+
+    def wait(self):
+        """Takes nothing more from the peer before `go_on`: its last frame still has to be answered."""
+        self.waits = True
+        self.pause()
+
+    def go_on(self):
+        self.waits = False
+        self.resume()
 
     def reply(self, opcode, *parts):
         self.send(wire.frame(opcode, *parts, version=self.version))
@@ -65,19 +87,37 @@ class Session(hub.Connection):
             if code != ITSELF:                 # an island that has called itself is nothing to report
                 self.door.report(self.host, self.title, why)
             if self.version == V2 and not self.outbox:
-                text = why.encode()[:wire.OTHER_LIMIT - FAILED.size]
                 with contextlib.suppress(OSError):
-                    self.sock.send(wire.frame(ERROR, FAILED.pack(code), text, version=V2))
+                    self.sock.send(wire.frame(ERROR, wire.error_payload(code, why), version=V2))
             self.close()
 
     failed = refuse
 
+    def broken(self, error):
+        if isinstance(error, FrameError):
+            self.refuse(str(error), error.code)
+        else:
+            self.refuse(f"what it sent cannot be handled: {type(error).__name__}: {error}")
+
     def check(self, now):
+        if self.waits:
+            self.heard = now                         # nothing is read from it, so its silence means nothing
         self.role.check(now)
-        if self.frame_since and now - self.frame_since > FRAME_SECONDS and not self.waits:
+        if not self.open:
+            return
+        if self._flooding_since and not self.waits:
+            credit = self.useless.refill()
+            if credit > USELESS / 2:
+                self._flooding_since = None
+            elif now - self._flooding_since > FLOOD_SECONDS:
+                self.refuse("it sends more than it may")
+            if self.paused and credit >= 1:
+                self.resume()
+        if self.frame_since and now - self.frame_since > FRAME_SECONDS and not self.paused:
             self.refuse("stopped in the middle of a frame")
 
     def closed(self):
         if not self._call:
-            self.door.leave(self.host)
-        self.role.closed()
+            self.door.leave(self)
+        if self.role:
+            self.role.closed()

@@ -7,11 +7,13 @@ has to wait for the disk: a file that was only half written is detected and remo
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import struct
 import tempfile
+import time
 import zlib
 
 import numpy as np
@@ -19,6 +21,7 @@ import pyzstd
 
 from model import state_digest
 from cluster import history
+from cluster.history import most_bytes, open_file, read_file, sizes
 from model import parameters
 
 MAGIC = b"EGGSNAP2"
@@ -26,7 +29,9 @@ HEAD = struct.Struct("<8sQQ32s32s32sQ")
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
+UNPACK_SECONDS = 0.005     # in which a state from another island is decompressed before other work
 SLICE = 1 << 23            # bytes that are compressed at a time
+BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
 def state_sha256(state):
@@ -37,8 +42,16 @@ def state_sha256(state):
     return sha256.digest()
 
 
-def _begin(step, seed):
-    return hashlib.sha256(struct.pack("<QQ", step, seed))
+def state_hash(state):
+    """bytes [32]: BLAKE2b over the same, by which a second worker confirms a snapshot."""
+    blake2b = _begin(state.step, state.seed, BLAKE2B)
+    for part in _parts(state):
+        blake2b.update(part)
+    return blake2b.digest()
+
+
+def _begin(step, seed, kind=hashlib.sha256):
+    return kind(struct.pack("<QQ", step, seed))
 
 
 def _parts(state):
@@ -63,17 +76,6 @@ def config_digest(cfg):
     return hashlib.sha256(json.dumps(history.essential(cfg), sort_keys=True).encode()).digest()
 
 
-def sizes(cfg):
-    """(bytes of weights, of moments, of overlay)."""
-    n = parameters.n_weights(cfg)
-    return n, 12 * n, parameters.n_overlay(cfg)
-
-
-def most_bytes(cfg):
-    """The largest snapshot file, in bytes: zstd adds less than that to what it cannot compress."""
-    return sum(sizes(cfg)) * 101 // 100 + 8192
-
-
 def pack(state):
     """bytes of the body of a snapshot."""
     return b"".join(_packed(state))
@@ -86,6 +88,11 @@ def _packed(state):
         for at in range(0, len(part), SLICE):
             yield compressor.compress(part[at:at + SLICE])
     yield compressor.flush()
+
+
+def read(cfg, path):
+    """The State in a snapshot file. Raises ValueError (one line) for damage, OSError."""
+    return unpack(cfg, read_file(path, most_bytes(cfg)))
 
 
 def unpack(cfg, data):
@@ -113,7 +120,9 @@ def from_body(cfg, body, step, seed):
 def _from_raw(cfg, raw, step, seed):
     n, m, _ = sizes(cfg)
     raw = np.frombuffer(raw, np.int8)
-    return parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+    state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
+    parameters.check_state(state)
+    return state
 
 
 def read_head(data):
@@ -163,15 +172,16 @@ def save(cfg, state, directory, body=None):
 class Upload:
     """A snapshot that is being received: the pieces of its body arrive in order and are decompressed and hashed at
     once, so that memory use is constant. `finished`: it is complete, and has the expected `digest` or `sha256`,
-    whichever is given. remember: no file is written, and the decompressed bytes are kept in memory for `state`. Raises
-    ValueError for data that cannot be right, OSError of the disk."""
+    whichever is given; `hash`: its `state_hash` then. remember: no file is written, and the decompressed bytes are kept
+    in memory for `state`. Raises ValueError for data that cannot be right, OSError of the disk."""
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
-        self.total, self.finished = None, False
+        self.total, self.finished, self.pending, self._data = None, False, False, b""
         self._raw = bytearray() if remember else None
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
+        self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
         self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=history.WINDOW), b""
         self._file = None
         if not remember:
@@ -183,6 +193,14 @@ class Upload:
         return self._raw is not None
 
     def add(self, total, offset, data):
+        """Takes a piece and unpacks all of it."""
+        self.feed(total, offset, data)
+        while self.pending:
+            self.unpack()
+
+    def feed(self, total, offset, data):
+        """Takes a piece; as long as `pending`, it must be unpacked before the next one: a few bytes of zstd can unpack
+        to very many, and training goes on meanwhile."""
         if self.total is None:
             self.total = total
         most = most_bytes(self._cfg)
@@ -192,30 +210,35 @@ class Upload:
         if self._file:
             self._file.write(data)
         self._got += len(data)
+        self._data, self.pending = data, True
+        self.unpack()
+
+    def unpack(self):
+        """Unpacks PIECE bytes at most."""
         try:
-            # in bounded pieces: a few bytes of zstd can decompress to very many
-            while not self._zstd.eof and (data or not self._zstd.needs_input):
-                raw = self._zstd.decompress(data, PIECE)
-                data = b""
-                self._left -= len(raw)
-                if self._left < 0:
-                    break
-                self._sha256.update(raw)
-                self._digest.update(raw)
-                self._keep_overlay(raw)
-                if self.remembered:
-                    self._raw += raw
-        except pyzstd.ZstdError as error:
+            raw = self._zstd.decompress(self._data, PIECE)
+        except (pyzstd.ZstdError, EOFError) as error:
             raise ValueError(str(error)) from None
-        if self._left < 0 or self._zstd.eof and (self._left or self._got != total or self._zstd.unused_data) \
-                or self._got == total and not self._zstd.eof:
+        self._data, eof = b"", self._zstd.eof
+        self._left -= len(raw)
+        if self._left >= 0:
+            self._sha256.update(raw)
+            self._blake2b.update(raw)
+            self._digest.update(raw)
+            self._keep_overlay(raw)
+            if self.remembered:
+                self._raw += raw
+        self.pending = self._left >= 0 and not eof and not self._zstd.needs_input
+        complete = self._got == self.total and not self.pending
+        if self._left < 0 or eof and (self._left or self._got != self.total or self._zstd.unused_data) \
+                or complete and not eof:
             raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
-        if self._got == total:
+        if complete:
             got = self._digest.digest(), self._sha256.digest()
             if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
             self.digest, self.sha256 = got
-            self.finished = True
+            self.hash, self.finished = self._blake2b.digest(), True
 
     def _keep_overlay(self, raw):
         weights, moments, _ = sizes(self._cfg)
@@ -267,7 +290,12 @@ class Download:
     def finished(self):
         return self.upload is not None and self.upload.finished
 
-    def add(self, total, offset, data):
+    @property
+    def pending(self):
+        return self.upload is not None and self.upload.pending
+
+    def feed(self, total, offset, data):
+        """See Upload.feed."""
         size = HEAD.size + 4
         if offset != self.got or not data or offset + len(data) > total:
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got}")
@@ -281,7 +309,13 @@ class Download:
                 raise ValueError("it is not the state that was stated")
             self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
         if data:
-            self.upload.add(total - size, self.got - len(data) - size, data)
+            self.upload.feed(total - size, self.got - len(data) - size, data)
+
+    def unpack(self):
+        """Unpacks for a moment what is pending."""
+        until = time.monotonic() + UNPACK_SECONDS
+        while self.pending and time.monotonic() < until:
+            self.upload.unpack()
 
     def drop(self):
         if self.upload is not None:
@@ -316,7 +350,7 @@ class Shelf:
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
+        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
             data = file.read(HEAD.size + 4)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
@@ -340,8 +374,7 @@ class Shelf:
 
     def state(self, step):
         """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
-        with open(os.path.join(self.directory, self.files[step]), "rb") as file:
-            return unpack(self.cfg, file.read())
+        return read(self.cfg, os.path.join(self.directory, self.files[step]))
 
     def check_start(self):
         """Raises HistoryError if the state with which the epoch began is missing or damaged."""
@@ -417,7 +450,7 @@ class Shelf:
         try:
             if self._open[0] != step:
                 self.close()
-                self._open = (step, open(os.path.join(self.directory, self.files[step]), "rb"))
+                self._open = (step, open_file(os.path.join(self.directory, self.files[step])))
             handle = self._open[1].fileno()
             total = os.fstat(handle).st_size
             return total, os.pread(handle, size, min(offset, total))

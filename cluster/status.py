@@ -1,16 +1,29 @@
-"""`egg.py status`: what a coordinator reports about its run and its workers, and the table of it."""
+"""The status: what a coordinator reports about its run and its workers, and the table of `egg.py status`."""
 
 import json
 import os
 import socket
 
 from cluster import auth
-from cluster.console import one_line, printable
+from cluster.console import one_line, path_text, printable
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
-from cluster.wire import STATUS, STATUS_LIMIT, V2
+from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
 
 LINEAGE = 5                # epochs of an island that are listed
+CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
+WORKERS, BANS = 4000, 100  # in a status, at most
+
+
+def report(coordinator):
+    """The status of an egg_net.Coordinator, a dict for JSON."""
+    run, bans = coordinator.run, coordinator.admission.bans
+    workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
+    return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
+            "chunks": coordinator.cfg.N_CHUNKS, **coordinator.progress.status(), "snapshot": coordinator.shelf.newest,
+            "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
+            "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
+            "island": coordinator.island.status()}
 
 
 def fetch_status(cfg, host, port, access=auth.Access()):
@@ -20,19 +33,22 @@ def fetch_status(cfg, host, port, access=auth.Access()):
     try:
         link = Link(cfg, host, port, V2, access, card)
         try:
-            return json.loads(link.next(STATUS, CONNECT_TIMEOUT))
+            status = read_json(link.next(STATUS, CONNECT_TIMEOUT))
+            describe_status(status)                  # raises an error for one that is not complete
+            return status
         finally:
             link.close()
     except OldCoordinator:
         raise NetError(closed_on_greeting(host, port)) from None
     except OSError as error:
         raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-    except ValueError:
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise NetError(f"{host}:{port}: a status that cannot be read") from None
 
 
 def closed_on_greeting(host, port):
-    return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here (--tls-ca), protocol 2?"
+    return (f"{host}:{port} closed the connection during the introduction: check that it is an egg coordinator of "
+            "protocol 2, and that both sides use TLS (--tls-ca) or neither does")
 
 
 def pack_status(status):
@@ -62,7 +78,7 @@ def describe_status(status):
         facts += [f"banned: {who}: {why}" for who, why in status["banned"].items()]
         facts.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
                      "bans last until the coordinator ends")
-    rows = [(w["name"], w["device"], w["address"], w["state"], str(w["step"]), str(w["chunks"]),
+    rows = [(*(_cell(w[k]) for k in ("name", "device", "address", "state", "step", "chunks")),
              f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s")
             for w in status["workers"]]
     table = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"), rows, 4)
@@ -70,23 +86,23 @@ def describe_status(status):
     more = status.get("connected", 0) - len(rows)
     lines += [f"and {more} more"] * (more > 0)
     lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
-    return "\n".join(printable(line).removeprefix("  ") for line in lines)
+    return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 
 def _describe_island(island):
     """[line] of an island among its peers; [] where the coordinator is no island."""
     if not island:
         return []
-    peers = [{k: one_line(v, 64) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
+    peers = [{k: _cell(v) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
     up = sum(p["state"] == "up" for p in peers)
-    first = (f"island {one_line(island['name'], 64)}, epoch {island['epoch']}, descends from "
-             f"{one_line(island['founder'], 64)}, {up} of {len(peers)} peers up")
+    first = (f"island {_cell(island['name'])}, epoch {island['epoch']}, descends from "
+             f"{_cell(island['founder'])}, {up} of {len(peers)} peers up")
     if island["fitness"] is not None:
         first += f", fitness {island['fitness']:.4f} ({island['kind']})"
     lines = ["", first]
     for epoch in [epoch for epoch in island["lineage"] if epoch["epoch"]][-LINEAGE:]:
         source = "rejuvenated" if epoch["peer_step"] is None else \
-            f"the state of {one_line(epoch['from'], 64)} at its step {epoch['peer_step']}"
+            f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
         lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
     columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"),
                ("descends from", "founder", "{}"), ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"),
@@ -94,6 +110,10 @@ def _describe_island(island):
                ("last seen", "last_seen", "{:.1f} s"))
     rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
     return lines + (["", *_table([title for title, _, _ in columns], rows, 5)] if rows else [])
+
+
+def _cell(value):
+    return one_line(str(value), CELL)
 
 
 def _table(head, rows, words):

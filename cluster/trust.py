@@ -1,13 +1,22 @@
-"""Whether the replicas of the workers are one and the same: votes on the digest of a step's state.
+"""Whether the replicas of the workers are one and the same: votes on the digest of a step's state; and votes on what
+else nobody may state alone: the figure of a validation, the hash of a snapshot, the training data.
 
-A state is right when more authors state its digest than any other. Who is outvoted, or one of as many, rebuilds its
-replica once; after that it is banned, or waits for somebody who decides.
+A state is right when it has more votes than any other. Who is outvoted, or one of as many, rebuilds its replica once;
+after that it is banned, or waits for somebody who decides.
 """
 
 from typing import NamedTuple
 
 STEPS_KEPT = 8             # digests of so many steps are remembered
+CLOSE = 1e-6               # share by which two engines may differ in the nats of a validation
 AGREES, REBUILD, WAIT, BAN = "agrees", "rebuild", "wait", "ban"
+
+
+def tally(statements, by_host=False):
+    """{statement: votes} of {statement: authors}. A certificate, or else a host, has one vote, because anybody can take
+    many names. Only where all authors are of one host, and no other is at work (by_host), each of them has a vote."""
+    by_host = by_host or len({author.voter for authors in statements.values() for author in authors}) > 1
+    return {what: len({a.voter if by_host else a for a in authors}) for what, authors in statements.items()}
 
 
 class Verdict(NamedTuple):
@@ -19,10 +28,11 @@ class Verdict(NamedTuple):
 
 
 class Trust:
-    """votes: {step: {digest: authors}}, of the last steps."""
+    """votes: {step: {digest: authors}}, of the last steps; figures: {step: [(author, figure)]} of validations; data:
+    {digest: voters} of the training data."""
 
     def __init__(self):
-        self.votes, self._tied = {}, set()
+        self.votes, self.figures, self.data, self._tied, self._told = {}, {}, {}, set(), False
 
     def judge(self, step, author, digest, rebuilt):
         """Takes a vote in and gives the Verdict on it. rebuilt: the author has rebuilt its replica at this step."""
@@ -32,7 +42,7 @@ class Trust:
             del self.votes[oldest]
         self._withdraw(votes, author)
         votes.setdefault(digest, set()).add(author)
-        count, others = len(votes[digest]), self._most_against(votes, digest)
+        count, others = self._count(step, digest)
         if count > others:
             outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
             settled = step in self._tied
@@ -53,27 +63,62 @@ class Trust:
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        sizes = sorted((len(authors) for authors in self.votes.get(step, {}).values()), reverse=True)
+        sizes = sorted(tally(self.votes.get(step, {})).values(), reverse=True)
         return len(sizes) < 2 or sizes[0] > sizes[1]
 
     def leading(self, step):
         """The digest with most votes at this step, b"" where nobody has voted."""
-        votes = self.votes.get(step, {})
-        return max(votes, key=lambda digest: len(votes[digest]), default=b"")
+        votes = tally(self.votes.get(step, {}))
+        return max(votes, key=votes.get, default=b"")
 
     def contradicts(self, step, digest):
         """Whether another state of this step has votes, and at least as many as this one."""
-        votes = self.votes.get(step, {})
-        return 0 < self._most_against(votes, digest) >= len(votes.get(digest, ()))
+        count, others = self._count(step, digest)
+        return 0 < others >= count
 
     def clear(self):
         """Another state takes the place of the present one."""
         self.votes.clear()
+        self.figures.clear()
         self._tied.clear()
 
-    @staticmethod
-    def _most_against(votes, digest):
-        return max((len(authors) for d, authors in votes.items() if d != digest), default=0)
+    def confirms(self, step, author, figure, several, by_host):
+        """Whether the figure of a validation counts that this author states: where several authors are at work, two
+        must state the same. figure: (tokens, bytes, nats)."""
+        stated = self.figures.setdefault(step, [])
+        while len(self.figures) > 2:
+            del self.figures[min(self.figures)]
+        stated.append((author, figure))
+        same = {a for a, other in stated
+                if other[:2] == figure[:2] and abs(other[2] - figure[2]) <= CLOSE * figure[2]}
+        if confirmed := not several or tally({figure: same}, by_host)[figure] > 1:
+            stated.clear()
+        return confirmed
+
+    def unconfirmed(self, step):
+        """Names of the authors of a validation of this step that does not count, the first time that there is one."""
+        names = sorted({author.name for author, _ in self.figures.get(step, ())})
+        self._told, told = self._told or bool(names), self._told
+        return [] if told else names
+
+    def data_of_most(self, digest, author, known):
+        """The digest of the training data that counts after an author has stated this one. known: the one that counted
+        before, zeros for none. It stays in a tie, and has a vote of its own if it is older than this session."""
+        if not any(known):
+            known = digest
+        elif not self.data:
+            self.data[known] = {None}
+        for other in [d for d in self.data if d not in (known, digest)]:       # so that a host cannot fill the memory
+            self.data[other].discard(author.voter)
+            if not self.data[other]:
+                del self.data[other]
+        self.data.setdefault(digest, set()).add(author.voter)
+        return digest if len(self.data[digest]) > len(self.data[known]) else known
+
+    def _count(self, step, digest):
+        """(votes for this digest, most votes for another)."""
+        votes = tally(self.votes.get(step, {}))
+        return votes.pop(digest, 0), max(votes.values(), default=0)
 
     @staticmethod
     def _withdraw(votes, author):

@@ -5,6 +5,8 @@ introduction in which both sides prove that they know the secret, digests of the
 errors in words, and the frames of islands (islands.gossip).
 """
 
+import json
+import math
 import struct
 from typing import NamedTuple
 
@@ -19,8 +21,10 @@ JOB_REQUEST, RESULT, JOB_RESPONSE, LOG_MESSAGE = 0, 1, 2, 3
 VALIDATION = 16                          # ours: C++ peers ignore it
 # version 2
 HELLO, CHALLENGE, JOIN, WELCOME, ERROR, HEARTBEAT = 32, 33, 34, 35, 36, 37
+PROVE, PROVED = 47, 48                   # the worker asks the coordinator to prove itself first, and it does
 REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 41, 42
 ISLAND, STANDING, STATE_REQUEST, STATE = 43, 44, 45, 46      # between islands
+HASH_WANTED, STATE_HASH = 49, 50         # workers that do not know these ignore them
 NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
@@ -30,18 +34,22 @@ RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights cha
 #                                          bytes of fitness that follow
 VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
 NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
-CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; 1 where a secret is wanted
-PROOF = struct.Struct(">32s")            # JOIN: the worker's proof; JSON follows
+CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; flags: SECRET_WANTED, ...
+SECRET_WANTED, PROVES_FIRST = 1, 2       # the coordinator has a secret; it answers PROVE
+PROOF = struct.Struct(">32s")            # PROVED: the coordinator's proof; JOIN: the worker's, JSON follows
 WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, SHA-256 of configuration and data (zeros:
 #                                            not known), completed steps, step of the newest snapshot (0: none)
 FAILED = struct.Struct(">H")             # ERROR: code; text follows
-STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED: of which step
+STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED, HASH_WANTED:
+#                                          of which step
+STEP_HASH = struct.Struct(">Q32s")       # STATE_HASH: step, BLAKE2b of the state (cluster.snapshots.state_hash)
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
 BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
 STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, most bytes
 STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: there is none),
 #                                          offset of those that follow
 
+STEP_LIMIT = 1 << 48                     # no run has so many steps
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 TEXT_LIMIT = 1 << 14                     # bytes of a log message
 OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
@@ -49,6 +57,7 @@ JOIN_LIMIT = 1 << 13                     # bytes of the JSON in JOIN
 STATUS_LIMIT = 1 << 22                   # bytes of a status
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
 STANDING_LIMIT = 1 << 10                 # bytes of a standing
+JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
 
 # codes of ERROR
 BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 4, 5, 6, 7
@@ -65,6 +74,45 @@ class Refused(FrameError):
     def __init__(self, why, code=BAD_FRAME):
         super().__init__(why)
         self.code = code
+
+
+def read_json(data):
+    """The object in UTF-8 JSON of a peer, safe to compare, to compute with and to encode again. Raises ValueError for
+    anything but an object, lone surrogates, numbers beyond 64 bits or not finite, and more than JSON_DEPTH levels."""
+    def number(kind):
+        def read(text):
+            value = kind(text) if len(text) < 400 else math.inf
+            if not (abs(value) < 1 << 64 if kind is int else math.isfinite(value)):
+                raise ValueError(f"a number that is too large: {text[:20]}")
+            return value
+        return read
+
+    try:
+        found = json.loads(str(data, "utf-8"), parse_int=number(int), parse_float=number(float),
+                           parse_constant=number(float))
+    except RecursionError:
+        raise ValueError("too many levels") from None
+    if type(found) is not dict:
+        raise ValueError("not an object")
+    level = [found]
+    for _ in range(JSON_DEPTH):
+        inner = []
+        for value in level:
+            if type(value) is str:
+                value.encode()                       # UnicodeEncodeError, a ValueError, for a lone surrogate
+            elif type(value) is dict:
+                inner += [*value, *value.values()]
+            elif type(value) is list:
+                inner += value
+        level = inner
+    if level:
+        raise ValueError("too many levels")
+    return found
+
+
+def error_payload(code, why):
+    """The payload of an ERROR; whatever `why` quotes, it fits."""
+    return (FAILED.pack(code) + why.encode("utf-8", "replace"))[:OTHER_LIMIT]
 
 
 def frame(opcode, *parts, version=V1):
@@ -88,19 +136,24 @@ def limits(cfg):
           HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
           JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
           HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
+          HASH_WANTED: exactly(STEP), STATE_HASH: exactly(STEP_HASH),
           SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST),
           STATUS: (0, STATUS_LIMIT), ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT),
           STATE_REQUEST: exactly(STATE_WANTED),
-          STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK)}
+          STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK), PROVE: (0, 0), PROVED: exactly(PROOF)}
     return {V1: v1, V2: v2}
 
 
+# the frames that a worker or a reader of the status takes
+FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
+                                              HASH_WANTED, SNAPSHOT_DATA, STATUS)}
 # the frames that a coordinator takes: from a peer that it does not know yet, from workers, from an island that it has
 # called until that has let it in, and from islands
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
-FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, JOIN)}
-FROM_WORKER = {V1: {V1: FROM_WORKERS}, V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST)}}
-FROM_CALLED = {V2: (CHALLENGE, WELCOME, ISLAND, ERROR)}
+FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
+FROM_WORKER = {V1: {V1: FROM_WORKERS},
+               V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH)}}
+FROM_CALLED = {V2: (CHALLENGE, PROVED, WELCOME, ISLAND, ERROR)}
 FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 
 
@@ -114,8 +167,8 @@ def name(opcode):
     return NAMES.get(opcode, f"opcode {opcode}")
 
 
-def next_frame(buffer, allowed):
-    """Takes the first whole frame out of a bytearray: (version, opcode, payload), None while it is incomplete. Raises
+def whole_frame(buffer, allowed):
+    """(version, opcode, bytes of payload) of the first frame in a bytearray, None while it is incomplete. Raises
     FrameError, as soon as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
     if len(buffer) < HEADER.size:
         return None
@@ -129,8 +182,14 @@ def next_frame(buffer, allowed):
         sizes = f"{least}" if least == most else f"{least} to {most}"
         hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
         raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
-    if len(buffer) < HEADER.size + size:
+    return (version, opcode, size) if len(buffer) >= HEADER.size + size else None
+
+
+def next_frame(buffer, allowed):
+    """Takes the first whole frame out of a bytearray: (version, opcode, payload), or None; see whole_frame."""
+    if (found := whole_frame(buffer, allowed)) is None:
         return None
+    version, opcode, size = found
     payload = bytes(buffer[HEADER.size:HEADER.size + size])
     del buffer[:HEADER.size + size]
     return version, opcode, payload
@@ -161,6 +220,8 @@ def read_result(cfg, n_weights, payload):
         fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
-    if abs(sum_loss) > (1 << 62) // cfg.N_CHUNKS or updates > n_weights:
+    # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
+    tokens, most = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE, 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
+    if not -16 * tokens <= sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS) or updates > n_weights:
         raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {n_weights}")
     return Result(step, chunk, updates, sum_loss, packed, fitness)

@@ -8,6 +8,7 @@ called functions and equal sources elsewhere.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,6 +20,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import types
 
 import llvmlite
@@ -28,6 +30,8 @@ from numba.core import codegen, serialize
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
+MOST_BYTES = 1 << 31       # of the kernels that are kept
+UNUSED_SECONDS = 90 * 86400.0
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
@@ -39,8 +43,9 @@ def directory():
     there."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
-        if path.is_absolute() and is_private(path):
-            return path
+        resolved = path.parent.resolve() / path.name     # so that no link on the way can be turned later
+        if path.is_absolute() and is_private(resolved):
+            return resolved
     path = tempfile.mkdtemp(prefix="egg-")
     atexit.register(shutil.rmtree, path, True)
     tell(f"egg: {cache} has no private directory for compiled kernels, so they are compiled again every time\n")
@@ -48,20 +53,29 @@ def directory():
 
 
 def is_private(path):
-    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link."""
+    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link; and
+    nobody but this user and root can put another one in its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        found, above = path.lstat(), [parent.stat() for parent in path.parents]
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
+    return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
+            and all(one.st_uid in (0, os.getuid()) and (not one.st_mode & 0o022 or one.st_mode & stat.S_ISVTX)
+                    for one in above))
 
 
 def read(path):
-    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved."""
+    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved. Its time of
+    change becomes that of its last use."""
     try:
-        return pickle.loads(path.read_bytes())
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                return None
+            os.utime(file.fileno())
+            return pickle.load(file)
     except (OSError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
         return None
 
@@ -72,8 +86,25 @@ def write(path, data):
     try:
         part.write_bytes(data)
         part.replace(path)
+        prune(path.parent)
     except OSError as error:
         cannot_keep(path.parent, error.strerror)
+
+
+@functools.cache
+def prune(where, most=MOST_BYTES):
+    """Removes kernels that were not used for UNUSED_SECONDS, and of the others those that were not used for longest
+    until all together have `most` bytes; once in a process."""
+    found = []
+    for path in where.iterdir():
+        with contextlib.suppress(OSError):
+            found.append((path.lstat(), path))
+    total, oldest = 0, time.time() - UNUSED_SECONDS
+    for status, path in sorted(found, key=lambda one: -one[0].st_mtime):
+        total += status.st_size
+        if status.st_mtime < oldest or total > most:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @functools.cache

@@ -15,14 +15,13 @@ import json
 import math
 import os
 import random
-import re
 import time
 from typing import NamedTuple
 
 from cluster import history
 from cluster import snapshots
 from cluster.hooks import Hook
-from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST
+from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
 from egg_config import ConfigError, UsageError
 from islands import merging
 from islands import transfer
@@ -93,17 +92,16 @@ class Standing(NamedTuple):
 def read_standing(payload):
     """The Standing in a frame. Raises FrameError if it cannot be one."""
     try:
-        fields = json.loads(payload)
+        fields = read_json(payload)
         state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
         standing = Standing(**{**fields, "state": state})
         counts, fitness = (standing.step, standing.epoch, standing.state_step), standing.fitness
         if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
-                and (fitness is None or type(fitness) in (int, float) and math.isfinite(fitness)
-                     and 0 <= fitness < 1e9)):
+                and (fitness is None or type(fitness) in (int, float) and 0 <= fitness < 1e9)):
             raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise FrameError("wrong standing: it cannot be read") from None
     return standing
 
@@ -139,11 +137,9 @@ class Elites:
     """The best states that this island has measured: copies of snapshots in the save directory that no epoch
     removes."""
 
-    FILE = re.compile(r"elite-(\d{3,})-(\d{8,})-(validation|loss)-(\d+\.\d{4})\.egg")      # epoch, step, kind, fitness
-
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
-        found = ((name, self.FILE.fullmatch(name)) for name in os.listdir(directory))
+        found = ((name, history.ELITE.fullmatch(name)) for name in os.listdir(directory))
         self.files = sorted((m[3] != "validation", float(m[4]), (int(m[1]), int(m[2])), name)
                             for name, m in found if m)          # the best first
 
@@ -170,8 +166,8 @@ class Elites:
     def best(self, cfg):
         """(epoch, State) of the best one that can be read, None without one."""
         for _, _, (epoch, _), name in self.files:
-            with contextlib.suppress(OSError, ValueError), open(os.path.join(self.directory, name), "rb") as file:
-                return epoch, snapshots.unpack(cfg, file.read())
+            with contextlib.suppress(OSError, ValueError):
+                return epoch, snapshots.read(cfg, os.path.join(self.directory, name))
         return None
 
 
@@ -208,7 +204,7 @@ class Island(Hook):
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
         line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
-        self.events.tell("island", line, name=terms.name, peers=titles)
+        self.events.emit("island", line, name=terms.name, peers=titles)
 
     @property
     def founder(self):
@@ -222,7 +218,7 @@ class Island(Hook):
         return self.handover is not None
 
     def admit_peer(self, card, author):
-        self.peers.admit(card)
+        self.peers.admit(card, author)
 
     def peer_joined(self, session, card, author):
         self.peers.joined(session, card, author)
@@ -231,10 +227,10 @@ class Island(Hook):
         self.peers.check(now)
         self.outgoing.check(now, self.peers.known.values())
         if self.incoming:
-            if self.incoming.stalled(now):
-                self._drop_incoming(f"nothing more came of the state of {self.incoming.peer.name}")
+            if why := self.incoming.too_slow(now):
+                self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
             else:
-                self.incoming.request()
+                self._advance(self.incoming.download.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
@@ -256,7 +252,7 @@ class Island(Hook):
         try:
             path = os.path.join(self.run.directory, shelf.files[step])
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
-                self.events.tell("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
+                self.events.emit("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
         except OSError as error:
             self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
@@ -289,7 +285,7 @@ class Island(Hook):
                 f"{event['kind']} of the state of {event['peer']}"
             line = (f"island: step {event['step']} begins epoch {event['epoch']}: {what} of step {event['peer_step']}, "
                     f"handed over in {seconds:.2f} s")
-            self.events.tell("merge", line, **event, seconds=round(seconds, 3))
+            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
         return {"name": self.terms.name, "epoch": self.run.start.epoch, "fitness": _rounded(self.fitness.value),
@@ -299,15 +295,17 @@ class Island(Hook):
     # peers
 
     def handle(self, peer, opcode, payload):
-        """Takes a frame of a peer. Raises FrameError."""
+        """Takes a frame of a peer; returns whether it was of use. Raises FrameError."""
         if opcode == STANDING:
-            self._take_standing(peer, read_standing(payload))
-        elif opcode == STATE_REQUEST:
+            return self._take_standing(peer, read_standing(payload))
+        if opcode == STATE_REQUEST:
             self.outgoing.request(peer, payload)
-        elif opcode == STATE:
-            sha256, total, offset = STATE_HEAD.unpack_from(payload)
-            if self.incoming and self.incoming.expects(peer, sha256):
-                self._take_piece(total, offset, payload[STATE_HEAD.size:])
+            return True
+        sha256, total, offset = STATE_HEAD.unpack_from(payload) if opcode == STATE else (None, 0, 0)
+        expected = self.incoming and self.incoming.expects(peer, sha256)
+        if expected:
+            self._take_piece(total, offset, payload[STATE_HEAD.size:])
+        return expected
 
     def peer_lost(self, peer):
         if self.incoming and self.incoming.peer is peer:
@@ -328,8 +326,9 @@ class Island(Hook):
             peer.session.reply(STANDING, self.standing(True).pack())
 
     def _take_standing(self, peer, theirs):
-        if theirs.ask and not peer.may_ask():
-            return
+        """Returns whether it was wanted."""
+        if theirs.ask and not peer.questions.take():
+            return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
         if theirs.ask:
             peer.session.reply(STANDING, self.standing().pack())
@@ -337,6 +336,7 @@ class Island(Hook):
             peer.question_at = None
         if expected:
             self._compare(peer, theirs)
+        return expected
 
     def _compare(self, peer, theirs):
         """Both sides of a tournament do this with the same two standings, so that each knows the outcome."""
@@ -352,8 +352,8 @@ class Island(Hook):
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
         if outcome == "pull" or not theirs.ask:
-            self.events.tell("gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
-                             theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
+            self.events.about(peer.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
+                              theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         if outcome == "pull":
             self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
             self.incoming.request()
@@ -362,24 +362,30 @@ class Island(Hook):
         incoming, name = self.incoming, self.incoming.peer.name
         if not total:
             self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
-            return
+        else:
+            self._advance(lambda: incoming.add(total, offset, data))
+
+    def _advance(self, work):
+        """Does something for the incoming state, and requests the next piece."""
+        incoming, name = self.incoming, self.incoming.peer.name
         try:
-            incoming.add(total, offset, data)
+            work()
         except ValueError as error:
-            self._drop_incoming()
-            self.peers.distrust(incoming.peer, f"the state of {name} is not used: {error}")
+            self._drop_incoming(f"the state of {name} is not used: {error}", distrust=True)
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
-            if incoming.download.finished:
+            if incoming.download.finished and not incoming.preparing:
                 incoming.prepare(self.fitness.value)
             incoming.request()
 
-    def _drop_incoming(self, why=None):
-        self.incoming.download.drop()
-        self.incoming = None
-        if why:
-            self.events.warn(f"island: {why}")
+    def _drop_incoming(self, why=None, distrust=False):
+        incoming, self.incoming = self.incoming, None
+        incoming.download.drop()
+        if distrust:
+            self.peers.distrust(incoming.peer, why)
+        elif why:
+            self.events.about(incoming.peer.host, "warning", f"island: {why}", text=f"island: {why}")
 
     # epochs
 
@@ -451,7 +457,7 @@ class Island(Hook):
         if handover.kind == "rejuvenate":
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
                     f"raised (epoch {origin['epoch']}, step {self.run.step})")
-            self.events.tell("rejuvenated", line, **event)
+            self.events.emit("rejuvenated", line, **event)
         else:
             names = "ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder", "peer_step", "kind"
             self.merge_event = {**event, "peer": origin["from"], "since": handover.since,

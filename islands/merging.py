@@ -41,9 +41,9 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
-    for state, whose in ((ours, "our own"), (theirs, "the other")):
+    for state in (ours, theirs):
         if state is not None:
-            _check(state, whose)
+            parameters.check_state(state)
     better, worse = (ours, theirs) if fitness_ours <= fitness_theirs else (theirs, ours)
     moments = np.zeros(theirs.moments.shape, np.float32)
     if cfg.OPTIMIZER_MERGE == "copy":
@@ -85,16 +85,6 @@ def rejuvenate(cfg, state):
     if cfg.ADAPTIVE_NOISE_MODE:
         overlay = np.maximum(overlay, np.int8(cfg.ADAPTIVE_NOISE_INIT))
     return parameters.State(cfg, np.array(state.weights), moments, overlay, state.step, state.seed)
-
-
-def _check(state, whose):
-    """Raises ValueError for a state that an update cannot handle."""
-    if not np.isfinite(state.moments).all():
-        raise ValueError(f"{whose} state holds moments that are not finite numbers")
-    if (state.moments[:, 1] < 0).any():
-        raise ValueError(f"{whose} state holds mean squares below 0")
-    if state.weights.min() < -127 or state.overlay.min() < -127:
-        raise ValueError(f"{whose} state holds a weight or noise scale of -128")
 
 
 def _fixed(state, piece):

@@ -16,6 +16,7 @@ from cluster import auth
 from cluster import greeting
 from cluster import history
 from cluster import wire
+from cluster.hub import Budget
 from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
 from egg_config import ConfigError, EggError
@@ -26,7 +27,8 @@ PATIENCE = 10.0            # seconds that a peer may take to answer a question
 BACK_OFF = (0.5, 30.0)     # seconds between two calls: the first, the longest
 ASK_EVERY = 0.25           # least seconds between two questions to one peer
 QUESTIONS = 8              # questions of a peer that are answered in a row; after that one every ASK_EVERY seconds
-MOST_PEERS = 1024
+MOST_PEERS, MOST_OF_HOST = 1024, 64
+FORGOTTEN = 600.0          # seconds after which a peer that is gone is forgotten
 
 
 class IslandError(EggError):
@@ -109,21 +111,11 @@ class Peer:
     standing, None without an open question; given, taken: complete states."""
 
     def __init__(self, name):
-        self.name, self.session, self.address, self.id, self.identity = name, None, "", "", ""
+        self.name, self.session, self.address, self.host, self.id, self.identity = name, None, "", "", "", ""
         self.standing, self.question_at, self.next_question_at = None, None, 0.0
         self.given = self.taken = 0
-        self.heard = self._refilled_at = time.monotonic()
-        self._credit = QUESTIONS
-
-    def may_ask(self):
-        """Whether its next question is answered."""
-        now = time.monotonic()
-        self._credit = min(QUESTIONS, self._credit + (now - self._refilled_at) / ASK_EVERY)
-        self._refilled_at = now
-        if self._credit < 1:
-            return False
-        self._credit -= 1
-        return True
+        self.heard = time.monotonic()
+        self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
 
 
 class Call(Role):
@@ -153,6 +145,7 @@ class Call(Role):
             else:
                 if answer:
                     self.session.reply(*answer)
+        return True
 
     def check(self, now):
         if now - self.session.born > auth.HANDSHAKE_SECONDS:
@@ -173,9 +166,9 @@ class PeerRole(Role):
     def handle(self, opcode, payload):
         if opcode == ERROR:
             self.peers.read_error(self.session, payload)
-        else:
-            self.peer.heard = time.monotonic()
-            self.peers.island.handle(self.peer, opcode, payload)
+            return False
+        self.peer.heard = time.monotonic()
+        return self.peers.island.handle(self.peer, opcode, payload)
 
     def closed(self):
         self.peers.lost(self.session)
@@ -198,9 +191,12 @@ class Peers:
             connected = target.name in self.known and self.known[target.name].session
             if not (target.session or target.is_self or connected) and now >= target.call_at:
                 self._call(target)
-        for peer in self.known.values():
+        for peer in list(self.known.values()):
             if peer.session and peer.question_at and now - peer.question_at > PATIENCE:
                 peer.session.close()
+            if not peer.session and now - peer.heard > FORGOTTEN:
+                del self.known[peer.name]
+        self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
 
     # trust
 
@@ -218,8 +214,8 @@ class Peers:
         config = json.loads(json.dumps(self.cfg.shared()))
         return {"role": "island", "id": self.id, "name": self.name, "config": config}
 
-    def objection(self, card):
-        """Why an island with this card cannot be a peer, or None."""
+    def objection(self, card, author):
+        """Why an island with this card cannot be a peer, or None. author: the admission.Author of its connection."""
         if not NAME.fullmatch(card.name):
             return "its name cannot be shown: it needs letters, digits and _ . : / -"
         if card.name == self.name:
@@ -231,32 +227,40 @@ class Peers:
         if card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
             return (f"ISLAND_SEED = {self.cfg.ISLAND_SEED} there and here, so their noise would be the same: give "
                     "every island another, -D ISLAND_SEED=N")
-        if card.name not in self.known and len(self.known) >= MOST_PEERS:
-            return f"{MOST_PEERS} islands are known here, the maximum"
+        peer = self.known.get(card.name)
+        if peer and peer.session and peer.id != card.id and peer.identity != author.identity:
+            return f"an island of this name is connected from {peer.host}: give every island a name of its own"
+        of_host = [peer for peer in self.known.values() if peer.host == author.host]
+        for peers, most in ((of_host, MOST_OF_HOST), (self.known.values(), MOST_PEERS)):
+            if not peer and len(peers) >= most:
+                gone = [other for other in peers if not other.session]
+                if not gone:
+                    return f"{most} islands are known here, the maximum" + (" for one host" if peers is of_host else "")
+                del self.known[min(gone, key=lambda other: other.heard).name]
         return None
 
-    def admit(self, card):
+    def admit(self, card, author):
         """Raises Refused if the calling island cannot be a peer."""
         if card.id == self.id:
             raise Refused("this is the island itself", ITSELF)
-        if why := self.objection(card):
+        if why := self.objection(card, author):
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
     def joined(self, session, card, author):
         """An island that called has been let in."""
         session.reply(ISLAND, json.dumps(self.card()).encode())
         if session.open:
-            self._introduced(session, card, author.identity, None)
+            self._introduced(session, card, author, None)
 
     def accepted(self, session, card):
         """An island that was called, with this card, has let this island in."""
-        if why := self.objection(card):
+        author = self.coordinator.admission.author(session, card)
+        if why := self.objection(card, author):
             self.refused(session, why)
         else:
-            identity = self.coordinator.admission.author(session, card).identity
-            self._introduced(session, card, identity, session.role.target)
+            self._introduced(session, card, author, session.role.target)
 
-    def _introduced(self, session, card, identity, target):
+    def _introduced(self, session, card, author, target):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
         peer = self.known.setdefault(card.name, Peer(card.name))
         old, same = peer.session, peer.id == card.id
@@ -267,13 +271,15 @@ class Peers:
             return
         session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
         session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
-        peer.session, peer.id, peer.identity = session, card.id, identity
+        if not session.known:
+            session.become_known()
+        peer.session, peer.id, peer.identity, peer.host = session, card.id, author.identity, author.host
         peer.heard, peer.question_at = time.monotonic(), None
         peer.address = target.title if target else session.address
         if old:
             old.close()
         else:
-            self._log(f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+            self._log(session.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
 
     def _call(self, target):
         family, address = target.addresses[0]
@@ -301,7 +307,7 @@ class Peers:
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
-            self._log(f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+            self._log(session.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
 
     def refused(self, session, why, code=None):
         """The other island refuses this one."""
@@ -323,10 +329,10 @@ class Peers:
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self._log(line, target.title, target.title, state)
+            self._log(target.host, line, target.title, target.title, state)
 
-    def _log(self, line, name, address, state):
-        self.events.tell("peer", f"island: {line}", peer=name, address=address, state=state)
+    def _log(self, host, line, name, address, state):
+        self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
 
     def status(self):
         """[dict] for `status`."""

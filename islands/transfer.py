@@ -4,46 +4,43 @@ import os
 import threading
 import time
 
-from cluster import snapshots
+from cluster import history, snapshots
+from cluster.hub import Budget
 from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
 from islands import merging
 
-STALLED = 60.0             # seconds without data after which a transfer is given up; the peer may reconnect meanwhile
+# A transfer is given up if STALLED seconds bring nothing or fewer bytes per second than LEAST_RATE, or, of a small
+# state, than it needs to end within DEADLINE. The peer may reconnect meanwhile.
+STALLED, LEAST_RATE, DEADLINE = 60.0, 8192.0, 600.0
 OPEN_FILES, OPEN_SECONDS = 4, 60.0       # files that peers are reading, and seconds without a request
 LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
 
 
-class Bucket:
-    """A token bucket: `rate` bytes per second, 0 for no limit."""
+class Bucket(Budget):
+    """Bytes of states per second, `rate`, 0 for no limit. piece: bytes of a state in one frame."""
 
     def __init__(self, rate):
-        self.rate, self._filled_at = rate, time.monotonic()
-        self.piece = int(max(LEAST_PIECE, min(BLOCK, rate / 4))) if rate else BLOCK      # bytes of a state in one frame
-        self._credit = self._most = max(2 * self.piece, rate / 2)
+        self.piece = int(max(LEAST_PIECE, min(BLOCK, rate / 4))) if rate else BLOCK
+        super().__init__(rate, max(2 * self.piece, rate / 2))
 
     def take(self, size):
         """Whether `size` bytes may pass now; if so they are taken."""
-        now = time.monotonic()
-        self._credit = min(self._most, self._credit + (now - self._filled_at) * self.rate)
-        self._filled_at = now
-        if self.rate and self._credit < size:
-            return False
-        self._credit -= size
-        return True
+        return not self.rate or super().take(size)
 
 
 class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. made: once it is complete, the result of
-    `prepare`; None before that."""
+    `prepare`; None before that. total: bytes of its file, once that is known."""
 
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.bucket = cfg, peer, standing, bucket
         self.download = snapshots.Download(cfg, standing.state, directory)
-        self.requested, self.made, self._moved = False, None, time.monotonic()
+        self.requested, self.preparing, self.made, self.total = False, False, None, 0
+        self._since, self._before = time.monotonic(), 0            # when the speed was last looked at, bytes until then
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        wanted = self.peer.session and not self.requested and not self.download.finished
+        wanted = self.peer.session and not (self.requested or self.download.finished or self.download.pending)
         if wanted and self.bucket.take(self.bucket.piece):
             self.requested = True
             piece = STATE_WANTED.pack(self.standing.state, self.download.got, self.bucket.piece)
@@ -54,11 +51,21 @@ class Incoming:
 
     def add(self, total, offset, data):
         """Takes a piece. Raises ValueError for data that cannot be right, OSError of the disk."""
-        self.requested, self._moved = False, time.monotonic()
-        self.download.add(total, offset, data)
+        self.requested, self.total = False, total
+        self.download.feed(total, offset, data)
 
-    def stalled(self, now):
-        return now - self._moved > STALLED and not self.download.finished
+    def too_slow(self, now):
+        """Why the transfer is to be given up, None while it goes on."""
+        if now - self._since <= STALLED or self.download.finished:
+            return None
+        came, least = self.download.got - self._before, min(LEAST_RATE, self.total / DEADLINE)
+        least = min(least, self.bucket.rate / 2) if self.bucket.rate else least
+        if not came:
+            return "nothing more came"
+        if came < least * (now - self._since):
+            return f"too little came, {came} bytes in {now - self._since:.0f} s,"
+        self._since, self._before = now, self.download.got
+        return None
 
     def prepare(self, fitness):
         """Does what does not need the own state in a thread, so that no worker has to wait for it. fitness: the own
@@ -73,6 +80,7 @@ class Incoming:
                     self.made = state, snapshots.pack(state)
             except (OSError, ValueError) as error:
                 self.made = error
+        self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
@@ -93,17 +101,15 @@ class Outgoing:
 
     def request(self, peer, payload):
         """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
-        peer.session.role.wanted, peer.session.waits = STATE_WANTED.unpack(payload), True
+        peer.session.role.wanted = STATE_WANTED.unpack(payload)
+        peer.session.wait()
         self._send(peer)
 
     def check(self, now, peers):
         """Sends what had to wait; closes files that nobody reads."""
         for peer in peers:
-            session = peer.session
-            if session and session.waits:
-                self._send(peer)
-                if not session.waits:
-                    session.received()               # frames that have arrived meanwhile
+            if peer.session and peer.session.waits:
+                peer.session.hub.guard(peer.session, self._send, peer)
         for sha256 in [s for s, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
             self._open.pop(sha256)[0].close()
 
@@ -117,7 +123,7 @@ class Outgoing:
         sha256, offset, size = session.role.wanted
         size = min(size, self.bucket.piece)
         if self.bucket.take(size):
-            session.waits = False
+            session.go_on()
             total, data = self._read(sha256, offset, size)
             if total and offset < total == offset + len(data):
                 peer.given += 1
@@ -131,7 +137,7 @@ class Outgoing:
         try:
             if sha256 not in files and step is not None:
                 path = os.path.join(self.coordinator.run.directory, shelf.files[step])
-                files[sha256] = [open(path, "rb", buffering=0), 0.0]
+                files[sha256] = [history.open_file(path), 0.0]
                 while len(files) > OPEN_FILES:
                     files.pop(min(files, key=lambda s: (s == sha256, files[s][1])))[0].close()
             if sha256 in files:

@@ -175,6 +175,16 @@ class State:
         return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
 
 
+def check_state(state):
+    """Raises ValueError (one line) for a State that no training produces and no update can handle."""
+    if not np.isfinite(state.moments).all():
+        raise ValueError("it holds moments that are not finite numbers")
+    if (state.moments[:, 1] < 0).any():
+        raise ValueError("it holds mean squares below 0")
+    if min(state.weights.min(), state.overlay.min(initial=0)) < -127:
+        raise ValueError("it holds a weight or noise scale of -128")
+
+
 def initial_state(cfg):
     """State before the first update (SPEC 3)."""
     weights = np.zeros(n_weights(cfg), np.int8)

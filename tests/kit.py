@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 
+import hypothesis
 import numpy as np
 import pyzstd
 
@@ -367,6 +368,12 @@ class Liar(FakeEngine):
     def evaluate(self, first, count):
         losses = super().evaluate(first, count)
         return losses[::-1].copy() if self.step >= self.start else losses
+
+
+# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
+                           derandomize="FUZZ_EXAMPLES" not in os.environ,
+                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
 
 
 class Drifting(FakeEngine):

@@ -18,8 +18,9 @@ KERNELS = CLUSTER = MODEL | {"model"}
 EGG_KERNELS, EGG_NET = KERNELS | {"kernels"}, CLUSTER | {"cluster"}
 ENGINE, ISLANDS = EGG_KERNELS | {"egg_kernels"}, EGG_NET | {"egg_net"}
 TOOLS = ENGINE | ISLANDS | {"engine", "islands"}
+DEPLOY = TOOLS | {"tools"}
 MAY_IMPORT = dict(egg_config=set(), model=MODEL, kernels=KERNELS, cluster=CLUSTER, egg_kernels=EGG_KERNELS,
-                  egg_net=EGG_NET, engine=ENGINE, islands=ISLANDS, tools=TOOLS, deploy=TOOLS, egg=TOOLS | {"tools"})
+                  egg_net=EGG_NET, engine=ENGINE, islands=ISLANDS, tools=TOOLS, deploy=DEPLOY, egg=DEPLOY | {"deploy"})
 FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy"]
 
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120

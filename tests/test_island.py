@@ -96,7 +96,7 @@ class Isle(Server):
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
         self.validation = validation
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         self.events.append(event)
 
     def told(self, event, /, **fields):
@@ -257,7 +257,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         until(lambda: len(a.told("peer", peer="b", state="up")) == 2)
         with pytest.raises(egg_net.OldCoordinator), socket.create_connection(("127.0.0.1", a.port)) as old:
             old.sendall(wire.frame(wire.JOB_REQUEST, bytes(24)))       # protocol 1 has no snapshots
-            assert old.recv(100) == b"" and "cannot take snapshots" in a.lines.text
+            assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.lines.text
             raise egg_net.OldCoordinator
         assert a.coordinator.status()["island"]["peers"][0]["state"] == "up"
         again.link.close()
@@ -291,7 +291,8 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
         until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
-        assert "wants a secret" in c.lines.text and "wrong secret" in d.lines.text and not a.island.peers.known
+        assert "wants a secret" in c.lines.text and "does not know the secret" in d.lines.text
+        assert not a.island.peers.known
 
 
 def test_every_island_has_its_own_noise():
@@ -501,7 +502,7 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
         stranger.say(0.001)                                       # and then nothing
         stranger.next(STATE_REQUEST)
         until(lambda: "nothing more came of the state of stranger" in a.lines.text)
-        assert not a.island.incoming and not a.island.peers.distrusted
+        assert not a.island.incoming and a.island.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
@@ -526,13 +527,13 @@ def test_a_flood_of_questions_is_bounded(tmp_path):
     with Isle(tmp_path, "a", 3) as a:
         until(lambda: a.run.step > 2)
         stranger = Stranger(a.port)
+        answers, began = 0, time.monotonic()
         for _ in range(500):
             stranger.say()
-        answers = 0
         with contextlib.suppress(TimeoutError):
             while True:
                 answers += not json.loads(stranger.next(STANDING, 0.5))["ask"]
-        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + 5
+        assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (time.monotonic() - began) / peers.ASK_EVERY + 1
         for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
             stranger.send(STATE_REQUEST, STATE_WANTED.pack(b"?" * 32, 1 << 40, 1 << 31))
         assert STATE_HEAD.unpack(stranger.next(STATE))[1:] == (0, 1 << 40)
@@ -673,7 +674,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
-        monkeypatch.setattr(history, "_create", full)
+        monkeypatch.setattr(history, "write_file", full)
         until(lambda: "goes on with the own state: the new state cannot be kept: No space left" in b.lines.text)
         monkeypatch.undo()
         before = b.run.step
@@ -716,7 +717,9 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
                                         (len(data), download.got, some[:100] + noise),
                                         (len(data) + 1, download.got, some), (len(data), place, some),
                                         (1 << 63, download.got, noise)][kind]
-                download.add(total, offset, piece)
+                download.feed(total, offset, piece)
+                while download.pending:
+                    download.unpack()
             assert not download.finished or download.upload.sha256 == sha256
         except ValueError:
             pass

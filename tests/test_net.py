@@ -176,6 +176,7 @@ def test_duplicate_results_count_once(tmp_path):
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server.port)
+        assert peer.chunk(0) == 0                                # who holds chunk 0 validates
         peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
@@ -263,6 +264,12 @@ def test_a_late_worker_catches_up(tmp_path):
         first.join(10), second.join(10)
         assert whole(server.run) == expected(server.run.step)[0]
     assert late.state().digests() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
+
+
+def test_the_first_samples_and_validations_come_early():
+    for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
+        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
+        assert every or not egg_net.due(every, 0)
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):

@@ -418,7 +418,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "ln_f is int8 [63], this configuration has int8 [64]:", ln_f=np.zeros(63, np.int8))
     refused(arrays, "ln_f is float32 [64]", ln_f=np.zeros(64, np.float32))
     refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
-    refused(arrays, "weights go from -127 to 127", ln_f=np.full(64, -128, np.int8))
+    refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, np.int8))
     refused(arrays, "its step and seed", {**metadata, "step": "many"})
     refused(arrays, "no such constant", {**metadata, "config": '{"NO_LAYERS": 1}'})
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})

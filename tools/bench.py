@@ -118,15 +118,7 @@ def _tokens(cfg):
 
 def _members(engine, cfg, seconds):
     """An even number of members whose evaluation takes about `seconds`, at most a chunk."""
-    count = 4 * engine.threads
-    while True:
-        count = min(count, cfg.CHUNK_SIZE)
-        started = time.perf_counter()
-        engine.evaluate(0, count)
-        took = time.perf_counter() - started
-        if count == cfg.CHUNK_SIZE or took > seconds / 4:
-            return max(2, min(cfg.CHUNK_SIZE, int(count * seconds / took)) & ~1)
-        count *= 4
+    return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)
 
 
 def _gemm_rate(seconds=0.5):

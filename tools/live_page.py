@@ -11,10 +11,13 @@ import errno
 import gzip
 import hashlib
 import hmac
+import http.client
+import io
 import json
 import math
 import os
 import re
+import string
 import time
 from collections import deque
 from typing import NamedTuple
@@ -24,7 +27,7 @@ from cluster import event_log
 from cluster import hub
 from tools import curves
 
-MOST_CLIENTS = 128         # connections
+MOST_CLIENTS = 128         # connections, half of them of clients that have got nothing yet
 MOST_HEADER = 8192         # bytes of a request
 REQUEST_SECONDS = 10.0     # seconds that a client may take for a request, from connecting or from its first byte
 SEND_SECONDS = 20.0        # ... to receive the response
@@ -32,7 +35,7 @@ IDLE_SECONDS = 60.0        # ... between one request and the next
 LINGER_SECONDS = 1.0       # ... to read the last response before its connection is closed
 MADE_EVERY = 1.0           # seconds for which a response is reused
 POINTS = 800               # most points of a curve
-WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # most entries in a response; peers: as many as workers
+WORKERS, LINES, MERGES = 200, 50, 200      # most entries in a response; peers: as many as workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 LOOKING_SECONDS = 6.0      # since a browser has asked for the state, in which somebody is looking
 FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody is looking
@@ -41,7 +44,8 @@ HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
            405: "Method Not Allowed", 413: "Content Too Large", 431: "Request Header Fields Too Large",
-           503: "Service Unavailable", 505: "HTTP Version Not Supported"}
+           505: "HTTP Version Not Supported"}
+TOKEN = frozenset("!#$%&'*+-.^_`|~" + string.ascii_letters + string.digits)
 
 
 class HttpError(event_log.WatchError):
@@ -49,10 +53,10 @@ class HttpError(event_log.WatchError):
 
 
 class Where(NamedTuple):
-    """The address of the page, and who may see it. secret: bytes, b"" for everybody; tls: an ssl.SSLContext or None."""
+    """The address of the page, and who may see it. password: "" for everybody; tls: an ssl.SSLContext or None."""
     host: str
     port: int
-    secret: bytes
+    password: str
     tls: object
 
     descriptors = MOST_CLIENTS     # connections that it may hold open (cluster.hooks)
@@ -64,17 +68,18 @@ class Where(NamedTuple):
 
 def where(address, access):
     """The Where of --http. address: (host, port); access: a cluster.auth.Access. Raises AuthError for an address that
-    others can reach without a secret, or with a secret in the clear."""
+    others can reach without a password, or with a password in the clear."""
     host, port = address
+    password = auth.page_password(access.secret)
     if auth.is_loopback(host):
-        return Where(host, port, access.secret, None)
+        return Where(host, port, password, None)
     if not access.insecure and not (access.secret and access.tls):
-        wrong = "would send the secret over the network in the clear" if access.secret else \
+        wrong = "would send its password over the network in the clear" if access.secret else \
             "would show the run to anybody"
         raise auth.AuthError(f"--http {host}:{port} {wrong}: look at it through `ssh -L {port}:localhost:{port}` with "
                              f"--http {port}, or give a secret and TLS, or --insecure on a network where everybody is "
                              "trusted")
-    return Where(host, port, access.secret, access.tls)
+    return Where(host, port, password, access.tls)
 
 
 def parse_address(text):
@@ -99,7 +104,7 @@ class Figures:
         self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.seconds, self.step, self.references = 0.0, {}, {}
         self.last_validation = self.best = self.unit = None
-        self.samples, self.lines, self.finished = deque(maxlen=SAMPLES), deque(maxlen=LINES), False
+        self.samples, self.lines, self.finished = deque(maxlen=curves.SAMPLES), deque(maxlen=LINES), False
         self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
         self.sent = self.received = 0
@@ -121,6 +126,7 @@ class Figures:
                 if step <= run.step:
                     self._add_validation(step, tokens, seconds, value, curve.unit)
             self.references = curve.references
+            self.samples.extendleft(curve.samples)
             for merge in curve.merges:
                 self._add_merge(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
 
@@ -135,7 +141,7 @@ class Figures:
         self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer,
                             "peer_step": peer_step, "part": round(share, 4)})
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         kind = event["event"]
         if kind == "step":
             self._add_step(event)
@@ -266,14 +272,15 @@ def quoted(text):
 
 class Client(hub.Connection):
     """A connection of a browser. `until` is its deadline: it is moved by whole requests and responses, not by single
-    bytes."""
+    bytes. The page holds those that have got something (`served`) apart from the others."""
 
     PIECE = MOST_HEADER
 
     def __init__(self, page, sock, address):
         self.page = page
         self.last = self.ending = False              # the response is the last one; it is sent, the client shall close
-        self.sending, self.idle, self.until = False, False, time.monotonic() + REQUEST_SECONDS
+        self.sending = self.idle = self.served = False
+        self.until = time.monotonic() + REQUEST_SECONDS
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):
@@ -292,13 +299,15 @@ class Client(hub.Connection):
     def _take_request(self):
         end = self.inbox.find(b"\r\n\r\n")
         if 0 <= end <= MOST_HEADER:
-            answer, self.last = self.page.answer(bytes(self.inbox[:end]))
+            status, answer, self.last = self.page.answer(bytes(self.inbox[:end + 4]))
             del self.inbox[:end + 4]
+            if status == 200 and not self.served:
+                self.page.serve(self)
         else:
             answer, self.last = response(431, f"a request has at most {MOST_HEADER} bytes\n"), True
         self.until, self.sending = time.monotonic() + SEND_SECONDS, True
         self.send(answer)
-        self.again()
+        self.hub.again(self)
 
     def _response_sent(self):
         if self.last:
@@ -310,26 +319,32 @@ class Client(hub.Connection):
             self.idle = not self.inbox
             self.until = time.monotonic() + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
 
+    def full(self):
+        return b"\r\n\r\n" in self.inbox and not self.ending
+
     def check(self, now):
         if now > self.until:
             self.close()
 
     def closed(self):
-        self.page.clients.discard(self)
+        self.page.newcomers.discard(self)
+        self.page.served.discard(self)
 
 
 class Page:
     """Serves `where` in the event loop of `coordinator`. Raises HttpError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
-        self.where, self.coordinator, self.clients, self.traffic = where, coordinator, set(), hub.Traffic()
+        self.where, self.coordinator, self.traffic = where, coordinator, hub.Traffic()
+        self.newcomers, self.served = hub.Crowd(MOST_CLIENTS // 2), set()
         with open(PAGE, "rb") as file:
             html = file.read()
         self.html, self.policy = Body(HTML, html), policy(html)
         self.figures = Figures(coordinator)
         self._made, self._looked = {}, -math.inf     # path -> (when, Body); when somebody has asked for the state
         try:
-            self.address = coordinator.hub.listen(where.host, where.port, self._accept, MOST_CLIENTS)
+            self.address = coordinator.hub.listen(where.host, where.port, self._accept, self.newcomers.room,
+                                                  MOST_CLIENTS)
         except OSError as error:
             why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
             raise HttpError(f"--http {where.host}:{where.port}: {why}: choose another") from None
@@ -337,8 +352,8 @@ class Page:
     def invitation(self):
         """A line with the page's address."""
         host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
-        secret = ", which asks for the secret as password" if self.where.secret else ""
-        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{secret}"
+        password = f", any name, password {self.where.password}" if self.where.password else ""
+        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{password}"
 
     def farewell(self):
         """Serves the end of the run for a moment, if somebody is looking."""
@@ -348,26 +363,25 @@ class Page:
             self.coordinator.poll(0.1)
 
     def answer(self, head):
-        """(bytes of the response, whether it is the last one on this connection) to the head of a request."""
+        """(status, bytes of the response, whether it is the last one on this connection) to the head of a request."""
         try:
             method, target, version, fields = parse(head)
         except ValueError as error:
-            return response(error.args[0], error.args[1] + "\n"), True
+            return error.args[0], response(error.args[0], error.args[1] + "\n"), True
         last, extra, zipped = version == "HTTP/1.0" or "close" in fields.get("connection", "").lower(), (), False
         if not self._host_allowed(fields.get("host", "")):
             status, body, last = 403, "this page is for the machine it runs on: ask for it as localhost\n", True
-        elif self.where.secret and not self._knows_secret(fields.get("authorization", "")):
-            status, body = 401, "the password is the secret of the cluster, any name will do\n"
+        elif self.where.password and not self._knows_password(fields.get("authorization", "")):
+            status, body = 401, "any name will do; the coordinator prints the password when it starts\n"
             extra = ('WWW-Authenticate: Basic realm="egg", charset="UTF-8"',)
         elif method not in ("GET", "HEAD"):
             status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
         elif body := self._body(target.partition("?")[0]):
-            encodings = fields.get("accept-encoding", "")
-            status, zipped = 200, bool(re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", encodings))
+            status, zipped = 200, takes_gzip(fields.get("accept-encoding", ""))
             extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
         else:
             status, body = 404, "there is /, /state.json and /metrics\n"
-        return response(status, body, last, *extra, head=method == "HEAD", zipped=zipped), last
+        return status, response(status, body, last, *extra, head=method == "HEAD", zipped=zipped), last
 
     def _body(self, path):
         """The Body of a path, None if there is none."""
@@ -388,29 +402,32 @@ class Page:
 
     def _host_allowed(self, host):
         """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
-        name = re.sub(r":\d*$", "", host).strip("[]").lower()
-        return not auth.is_loopback(self.where.host) or auth.is_loopback(name)
+        name, colon, port = host.rpartition(":")
+        if not colon or port and not (port.isascii() and port.isdigit()):
+            name = host
+        if name.startswith("[") and name.endswith("]"):
+            name = name[1:-1]
+        return not auth.is_loopback(self.where.host) or "%" not in name and auth.is_loopback(name.lower())
 
-    def _knows_secret(self, authorization):
+    def _knows_password(self, authorization):
         scheme, _, text = authorization.partition(" ")
         try:
             credentials = base64.b64decode(text.strip(), validate=True) if scheme.lower() == "basic" else b""
         except ValueError:
             return False
-        password = credentials.partition(b":")[2]
-        return hmac.compare_digest(hashlib.sha256(password).digest(), hashlib.sha256(self.where.secret).digest())
+        return hmac.compare_digest(credentials.partition(b":")[2], self.where.password.encode())
 
     def _accept(self, sock, address):
-        """See hub.Hub.listen. If there are too many clients, an idle one makes room."""
-        if len(self.clients) >= MOST_CLIENTS:
-            idle = [c for c in self.clients if c.idle]
-            if not idle:
-                with sock:
-                    if not self.where.tls:
-                        sock.send(response(503, "too many connections\n"))
-                return
-            min(idle, key=lambda c: c.until).close()
-        self.clients.add(Client(self, sock, address))
+        """See hub.Hub.listen."""
+        self.newcomers.add(Client(self, sock, address))
+
+    def serve(self, client):
+        """A client gets something for the first time. If too many have, an idle one makes room, or the oldest."""
+        if len(self.served) >= MOST_CLIENTS // 2:
+            min(self.served, key=lambda c: (not c.idle, c.until)).close()
+        self.newcomers.discard(client)
+        self.served.add(client)
+        client.served = True
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
@@ -435,28 +452,50 @@ def response(status, body, last=True, *fields, head=False, zipped=False):
 
 
 def parse(head):
-    """(method, target, version, {lower-case field: value}) of the head of a request. Raises ValueError(status,
-    reason)."""
-    lines = head.decode("latin-1").split("\r\n")
-    words = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e\x80-\xff]+) HTTP/(\d)\.(\d)", lines[0])
-    if not words:
+    """(method, target, version, {lower-case field: value}) of the head of a request, with the empty line at its end.
+    Raises ValueError(status, reason)."""
+    line, _, rest = head.partition(b"\r\n")
+    if b"\r" in (alone := head.replace(b"\r\n", b"")) or b"\n" in alone:
+        raise ValueError(400, "lines end with CR and LF")
+    method, target, version = [*line.decode("latin-1").split(" "), "", "", ""][:3]
+    if line.count(b" ") != 2 or not method or not TOKEN.issuperset(method) or not target or not is_printed(target):
         raise ValueError(400, "this is not a request")
-    if words[3] != "1":
-        raise ValueError(505, "HTTP/1.1 is spoken here")
+    if version not in ("HTTP/1.0", "HTTP/1.1"):
+        known = version.startswith("HTTP/") and len(version) == 8 and version[5::2].isdigit()
+        raise ValueError(*((505, "HTTP/1.1 is spoken here") if known else (400, "this is not a request")))
+    try:
+        message = http.client.parse_headers(io.BytesIO(rest))
+    except http.client.HTTPException:
+        raise ValueError(431, "a request has at most 100 fields") from None
     fields = {}
-    for line in lines[1:]:
-        field = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00\r\n]*?)[ \t]*", line)
-        if not field:
+    for name, value in message.items():
+        name = name.lower()
+        if not name or not TOKEN.issuperset(name) or not is_printed(value.replace(" ", "").replace("\t", "")):
             raise ValueError(400, "a field of the header cannot be right")
-        name = field[1].lower()
         if name in ("host", "content-length", "authorization") and name in fields:
             raise ValueError(400, f"two fields {name}")
-        fields[name] = f"{fields[name]}, {field[2]}" if name in fields else field[2]
-    if "host" not in fields and words[4] != "0":
+        fields[name] = f"{fields[name]}, {value.strip()}" if name in fields else value.strip()
+    if message.defects or message.get_payload():
+        raise ValueError(400, "a field of the header cannot be right")
+    if "host" not in fields and version != "HTTP/1.0":
         raise ValueError(400, "there is no field Host")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise ValueError(413, "a request here has no body")
-    return words[1], words[2], "HTTP/1.0" if words[4] == "0" else "HTTP/1.1", fields
+    return method, target, version, fields
+
+
+def is_printed(text):
+    """Whether text of Latin-1 has no spaces and no control characters."""
+    return all("\x21" <= c <= "\x7e" or c >= "\x80" for c in text)
+
+
+def takes_gzip(encodings):
+    """Whether a client that states this in Accept-Encoding takes gzip."""
+    for item in encodings.lower().split(","):
+        name, _, weight = item.replace(" ", "").partition(";")
+        if name == "gzip":
+            return weight.removeprefix("q=").strip("0.") != "" or not weight
+    return False
 
 
 def policy(html):

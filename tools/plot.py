@@ -7,7 +7,7 @@ import textwrap
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
-from tools.curves import read_curve
+from tools.curves import Thinned, read_curve
 
 ROWS = 12                  # lines of a chart in the terminal
 LABEL = 8                  # columns of the numbers on its left
@@ -58,7 +58,12 @@ class Chart:
         self.size = size
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
         self.x_end = furthest / size or 1.0
-        self.lines = [(i, thinned([(p[column] / size, p[3]) for p in line])) for i, line in enumerate(points) if line]
+        self.lines = []
+        for i, line in ((i, line) for i, line in enumerate(points) if line):
+            thinned = Thinned(POINTS)
+            for point in line:
+                thinned.add(point[column] / size, point[3])
+            self.lines.append((i, thinned.all()))
         ys = [y for _, line in self.lines for _, y in line]
         self.low, self.high = (min(ys), max(ys)) if ys else (0.0, 1.0)
         self.references = {}
@@ -133,12 +138,6 @@ def printable(name):
 def shortened(words):
     """The first words, and how many more there are."""
     return ", ".join(words[:MOST_NAMED] + [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED))
-
-
-def thinned(points):
-    every = -(-len(points) // POINTS)
-    groups = [points[k:k + every] for k in range(0, len(points), every)]
-    return [tuple(sum(column) / len(group) for column in zip(*group)) for group in groups]
 
 
 def ticks(low, high, count):

@@ -47,7 +47,11 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files = {"input.bin": _encode(bpe, train, "input.bin", say), "val.bin": _encode(bpe, held_out, "val.bin", say),
                  "decoding.bin": [len(x).to_bytes(4, "little") + x for x in pieces]}
         files["decoding.bin"].insert(0, n_tokens.to_bytes(4, "little"))
-    _write_all(out, files)
+    try:
+        os.makedirs(out, exist_ok=True)
+        write_files(out, files)
+    except OSError as error:
+        raise DataError(f"{error.filename or out}: {error.strerror}: nothing was changed there") from None
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
     return n_tokens
@@ -152,11 +156,11 @@ def _encode(bpe, parts, name, say):
     return out
 
 
-def _write_all(directory, files):
-    """Writes {name: [bytes]} to temporary files, then moves all into place: an interruption leaves the old files."""
+def write_files(directory, files):
+    """Writes {name: [bytes]} to temporary files, then moves all into place: an interruption or an OSError leaves the
+    old files."""
     written = []
     try:
-        os.makedirs(directory, exist_ok=True)
         for name, parts in files.items():
             handle, temporary = tempfile.mkstemp(prefix=name + ".", dir=directory)
             written.append((temporary, os.path.join(directory, name)))
@@ -168,8 +172,6 @@ def _write_all(directory, files):
         while written:
             os.replace(*written[0])
             written.pop(0)
-    except OSError as error:
-        raise DataError(f"{error.filename or directory}: {error.strerror}: nothing was changed there") from None
     finally:
         for temporary, _ in written:
             os.unlink(temporary)

@@ -12,9 +12,9 @@ import codecs
 import itertools
 import json
 import math
+import mmap
 import os
 import sys
-import tempfile
 import time
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from model import rules
 from cluster import snapshots
 from engine import engines
 from egg_config import EggError
+from tools import prepare
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -201,17 +202,8 @@ def write_tensors(path, arrays, metadata):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     directory, name = os.path.split(os.path.abspath(path))
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=name, delete=False) as file:
-        try:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for array in arrays.values():
-                file.write(np.ascontiguousarray(array))
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    parts = [len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())]
+    prepare.write_files(directory, {name: parts})
 
 
 def read_tensors(path):
@@ -221,9 +213,11 @@ def read_tensors(path):
 
     try:
         with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise UseError(f"{path}: {error.strerror}: give the path of a .safetensors file") from None
+            size = os.fstat(file.fileno()).st_size
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "this is no file"
+        raise UseError(f"{path}: {why}: give the path of a .safetensors file") from None
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(LONGEST_HEADER, len(data) - 8):
         raise wrong(f"a header of {length} bytes in a file of {len(data)}")
@@ -270,7 +264,7 @@ def to_arrays(cfg, state, full):
 def from_arrays(cfg, arrays, path):
     """(State, full) from {name: array}. Without moments and noise scales these are the initial ones. Raises
     UseError."""
-    state, left = parameters.initial_state(cfg), dict(arrays)
+    parts, left = [], dict(arrays)
     full = any(name.endswith(".moments") for name in arrays)
     advice = "set the constants as they were when it was made"
 
@@ -284,21 +278,28 @@ def from_arrays(cfg, arrays, path):
                            f"{list(shape)}: {advice}")
         return array
 
-    for t in parameters.tensors(cfg):
-        name, part = tensor_name(t), slice(t.weights, t.weights + t.size)
-        shape = (t.rows, t.cols) if t.matrix else (t.cols,)
-        flat = lambda x: parameters.to_canonical(x) if t.matrix else x
-        state.weights[part] = flat(take(name, shape, np.int8))
-        if full:
-            moments = np.moveaxis(take(name + ".moments", (*shape, 3), np.float32), -1, 0)
-            state.moments[part] = np.stack([flat(x) for x in moments], axis=-1)
-            state.overlay[t.overlay_a:t.overlay_a + t.cols] = take(name + ".noise_out", (t.cols,), np.int8)
-            if t.matrix:
-                state.overlay[t.overlay_b:t.overlay_b + t.rows] = take(name + ".noise_in", (t.rows,), np.int8)
+    for t in parameters.tensors(cfg):                # all is checked before memory is taken for what the file claims
+        name, shape = tensor_name(t), (t.rows, t.cols) if t.matrix else (t.cols,)
+        parts.append((t, take(name, shape, np.int8), *([
+            take(name + ".moments", (*shape, 3), np.float32), take(name + ".noise_out", (t.cols,), np.int8),
+            take(name + ".noise_in", (t.rows,), np.int8) if t.matrix else None] if full else ())))
     if left:
         raise UseError(f"{path} holds {next(iter(left))}, which this configuration does not have: {advice}")
-    if state.weights.min() < -127 or not np.isfinite(state.moments).all():
-        raise UseError(f"{path}: weights go from -127 to 127, moments are finite; here they are not")
+    state = parameters.initial_state(cfg)
+    for t, weights, *rest in parts:
+        part = slice(t.weights, t.weights + t.size)
+        flat = lambda x: parameters.to_canonical(x) if t.matrix else x
+        state.weights[part] = flat(weights)
+        if full:
+            moments, noise_out, noise_in = rest
+            state.moments[part] = np.stack([flat(x) for x in np.moveaxis(moments, -1, 0)], axis=-1)
+            state.overlay[t.overlay_a:t.overlay_a + t.cols] = noise_out
+            if t.matrix:
+                state.overlay[t.overlay_b:t.overlay_b + t.rows] = noise_in
+    try:
+        parameters.check_state(state)
+    except ValueError as error:
+        raise UseError(f"{path} cannot be used: {error}") from None
     return state, full
 
 

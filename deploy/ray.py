@@ -1,0 +1,366 @@
+"""`egg.py ray`: a training run on a Ray cluster.
+
+The coordinator is an actor on the node that holds the save directory. Workers are actors, one on every GPU or with some
+CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret; training itself speaks
+egg's protocol, as on any cluster. Everything belongs to this process, the driver: when it ends, so do the actors, and
+the same command continues from the save directory.
+"""
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+import traceback
+from typing import NamedTuple
+
+import numpy as np
+
+try:
+    import ray
+    from ray.util import metrics
+except ModuleNotFoundError as missing:
+    from egg_config import EggError
+    raise EggError(f"{missing.name} is missing: pip install -r requirements/ray.txt") from None
+
+import egg_config
+import egg_net
+from cluster import auth, event_log, history
+from cluster.console import count_text, one_line, stop_signals
+from egg_config import EggError, UsageError
+from model import data_files
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # data travels as objects
+CONNECT_SECONDS = 10.0
+POLL_SECONDS = 0.25        # between two looks at the coordinator
+NODES_SECONDS = 2.0        # between two looks for new nodes
+WAIT_MINUTES = 5.0         # for resources of the first worker
+LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
+STOP_SECONDS = 30.0        # that the coordinator may take to stop
+SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
+GAUGES = {"step": "the last step", "loss": "mean loss of the population", "tokens_per_second": "speed of the last step",
+          "value": "validation: cross-entropy of held-out text"}
+
+
+class RayError(EggError):
+    """About the Ray cluster, or an actor on it."""
+
+
+def connect(address):
+    """Connects this process to a cluster. address: "auto" or None (RAY_ADDRESS, or a cluster on this machine), "local"
+    (a new one, which ends with this process) or HOST:PORT. Raises RayError."""
+    address = address or "auto"
+    if address.startswith("ray://"):
+        raise UsageError(f"--address {address}: a driver outside the cluster is of no use here: run the command on a "
+                         "node, or give it to `ray job submit`")
+    host, colon, port = address.rpartition(":")
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
+    environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
+    try:
+        if colon:                    # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR,
+                 include_dashboard=False if address == "local" else None)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one with "
+                       "`ray start --head`, or give --address local for one on this machine") from None
+
+
+def absolute(directory):
+    """The path of a directory. Raises UsageError for one that would be lost with the files of a job."""
+    if not os.path.isabs(directory) and "_ray_pkg_" in os.getcwd():
+        raise UsageError(f"--save-dir {directory}: a job runs in a copy of its working directory, which Ray removes "
+                         "afterwards: give an absolute path")
+    return os.path.abspath(directory)
+
+
+# --- actors ----------------------------------------------------------------------------------------------------------
+
+class CoordinatorActor:
+    """Coordinates the run, and is the console of that: keeps what it is told until the driver fetches it, and passes
+    the figures of each step to Ray's metrics. `run` occupies one thread, the driver's calls have another."""
+
+    def __init__(self):
+        self.calls, self.status, self.stopping = collections.deque(maxlen=10_000), "", False
+        self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
+
+    def run(self, cfg, port, save_dir, load_dir, steps, minutes, secret, http, log_json, tensorboard):
+        """Returns the progress.Summary. Raises what egg_net.run_coordinator does."""
+        run = self._open(cfg, save_dir, load_dir)
+        with (contextlib.closing(run),
+              event_log.Events(cfg, run, run.directory, self, log_json, tensorboard) as events):
+            for line in run.notices:
+                events.warn(line)
+            coordinator = egg_net.Coordinator(cfg, run, None, port, steps, minutes, console=self, events=events,
+                                              access=auth.Access(secret), http=http)
+            with contextlib.closing(coordinator):
+                self.line(f"coordinator on {ray.util.get_node_ip_address()}:{port}, step {run.step}, "
+                          f"kept in {run.directory}")
+                if coordinator.page:
+                    self.line(coordinator.page.invitation())
+                while not (coordinator.finished or self.stopping):
+                    coordinator.poll()
+                coordinator.drain(0 if self.stopping else 5)
+            events.emit("stop", egg_net.farewell(run), step=run.step)
+            return coordinator.summary()
+
+    def _open(self, cfg, save_dir, load_dir):
+        """The Run. The coordinator of a driver that was killed may hold it for a moment."""
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return history.open_run(cfg, save_dir, load_dir)
+            except history.HistoryError as error:
+                if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > until or self.stopping:
+                    raise
+            time.sleep(0.2)
+
+    def emit(self, event, line):
+        self.calls.append(("tell", event, line))
+        if event["event"] in ("step", "validation"):
+            for name in self.gauges.keys() & event.keys():
+                self.gauges[name].set(event[name])
+
+    def line(self, text):
+        self.calls.append(("line", text))
+
+    def progress(self, text=None):
+        self.status = self.status if text is None else text
+
+    def clear(self):
+        self.status = ""
+
+    def news(self):
+        """(status line, calls for the console of the driver) since the last time."""
+        return self.status, [self.calls.popleft() for _ in range(len(self.calls))]
+
+    def stop(self):
+        self.stopping = True
+
+
+class WorkerActor:
+    def placed(self):
+        """Answers as soon as Ray has found a place for this actor."""
+
+    def run(self, cfg, files, address, secret, number, threads):
+        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; after another
+        error the process ends, and Ray starts it again."""
+        from engine import hardware
+        from tools import train
+        gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}
+        for name, file in opened.items():        # files without a name: they go with this process, however it ends
+            ray.get(files[name]).tofile(file)
+            file.flush()
+        values = {name: f"/proc/self/fd/{file.fileno()}" for name, file in opened.items()}
+        cfg = egg_config.make(**{**cfg.constants(), **values, "DEVICE": "cuda" if gpus else "cpu"})
+        name = f"{socket.gethostname()}/" + (f"cuda:{gpus[0]}" if gpus else f"cpu-{number}")
+        try:
+            train.work(cfg, *address, hardware.one_device(cfg), None if gpus else threads,
+                       access=auth.Access(secret), name=name)
+        except Exception as error:
+            if isinstance(error, EggError):
+                raise
+            traceback.print_exc()
+            os._exit(1)
+
+
+# --- workers, seen from the driver -----------------------------------------------------------------------------------
+
+class Place(NamedTuple):
+    """A worker. placed: answers when Ray has found a place for it; served: when it has ended."""
+    resources: dict
+    actor: object
+    placed: object
+    served: object
+
+
+class Workers:
+    """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker
+    on a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
+
+    def __init__(self, cfg, workers, cpus, arguments, console):
+        self.device, self.workers, self.given, self.console = cfg.DEVICE, workers, cpus, console
+        self.arguments, self.places, self.started, self.look_at = arguments, [], 0, 0.0
+        # a node without CPUs (often the head node) is for other things
+        self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"]), default=1)
+
+    def wanted(self):
+        """[(resources, number of workers)] for which the nodes have room, or that were asked for."""
+        found = nodes()
+        gpus = sum(n["GPU"] for n in found)
+        on_gpus = self.device == "cuda" or self.device == "auto" and gpus > 0
+        on_cpus = self.device == "cpu" or self.device == "auto" and (self.given or not gpus)
+        cpus = sum(n["CPU"] // self.cpus for n in found if not (on_gpus and n["GPU"]))
+        if self.workers:
+            gpus, cpus, on_cpus = self.workers, self.workers, not on_gpus
+        return [({"num_gpus": 1, "num_cpus": 1}, gpus)] * on_gpus + [({"num_cpus": self.cpus}, cpus)] * bool(on_cpus)
+
+    def grow(self):
+        """Starts workers where there is room for more. Those without a place are pending until a node comes."""
+        if time.monotonic() < self.look_at:
+            return
+        self.look_at = time.monotonic() + NODES_SECONDS
+        for resources, wanted in self.wanted():
+            for _ in range(wanted - sum(place.resources == resources for place in self.places)):
+                actor = ray.remote(WorkerActor).options(**resources, max_restarts=-1, max_task_retries=-1).remote()
+                placed, served = actor.placed.remote(), actor.run.remote(*self.arguments(self.started, self.cpus))
+                self.places.append(Place(resources, actor, placed, served))
+                self.started += 1
+
+    def watch(self):
+        """Names the workers that ended with an error. Raises the error when no worker is left."""
+        ended = ready([place.served for place in self.places if place.actor])
+        for i, place in enumerate(self.places):
+            if place.actor and place.served in ended:
+                error, self.places[i] = failure(place.served), place._replace(actor=None)
+                if not any(p.actor for p in self.places):
+                    raise error
+                self.console.line(f"warning: a worker ended: {error}")
+
+
+def nodes():
+    """[{"CPU": number, "GPU": number}] of the nodes that are alive."""
+    return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
+            for node in ray.nodes() if node["Alive"]]
+
+
+def ready(references, timeout=0):
+    """Those of the references whose call is over."""
+    return ray.wait(references, num_returns=len(references), timeout=timeout)[0] if references else []
+
+
+def failure(reference):
+    """The error, of this program, with which a call has ended; None where it gave a result."""
+    try:
+        ray.get(reference)
+        return None
+    except Exception as error:          # whatever the actor raised, or Ray's reason why there is none
+        cause = getattr(error, "cause", None) or error
+    if isinstance(cause, ModuleNotFoundError):
+        return RayError(f"a node has no {cause.name}: install requirements/core.txt (on GPU nodes cuda12.txt or "
+                        "cuda13.txt) on every node")
+    return cause if isinstance(cause, EggError) else RayError(f"{type(cause).__name__}: {one_line(str(cause), 300)}")
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+def home(save_dir):
+    """Address of the node for the coordinator: where save_dir holds a run, else this node. Raises RayError."""
+    own, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
+    asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
+             for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
+    for reference in asked.values():
+        if error := failure(reference):
+            raise error
+    holding = sorted(address for address, reference in asked.items() if ray.get(reference))
+    if own in holding or not holding:
+        return own
+    if len(holding) > 1:
+        raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
+                       "continue")
+    return holding[0]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def train(cfg, args, access, http, console):
+    """What `egg.py ray` does; args: its arguments. Returns the directory of the run.
+
+    Raises UsageError, RayError, DataError, HistoryError, NetError; the completed steps are kept in every case."""
+    save_dir = absolute(args.save_dir)
+    load_dir = os.path.abspath(args.load_dir) if args.load_dir else None
+    data_files.open_tokens(cfg, cfg.INPUT_FILE)              # what is wrong with it is said here, not on every node
+    connect(args.address)
+    try:
+        files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
+                 if os.path.isfile(getattr(cfg, name))}
+        cfg = egg_config.make(**{**cfg.constants(), **{name: os.path.abspath(getattr(cfg, name)) for name in files}})
+        secret, node = access.secret or os.urandom(32), home(save_dir)
+        there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
+        port = cfg.PORT if args.port is None else args.port
+        port = port or ray.get(ray.remote(free_port).options(**there).remote())
+        log_json, tensorboard = (path and os.path.abspath(path) for path in (args.log_json, args.tensorboard))
+        actor = ray.remote(CoordinatorActor).options(
+            **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
+        finish = actor.run.remote(cfg, port, save_dir, load_dir, args.steps, args.minutes, secret, http, log_json,
+                                  tensorboard)
+        workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
+            cfg, files, (node, port), secret, number, threads), console)
+        try:
+            with stop_signals() as stopped:
+                follow(actor, finish, workers, args.wait or WAIT_MINUTES, stopped, console)
+        finally:
+            console.clear()
+        summarise(ray.get(finish), console)
+    finally:
+        ray.shutdown()
+    return save_dir
+
+
+def follow(actor, finish, workers, wait, stopped, console):
+    """Shows what the coordinator tells and keeps the workers, until the run ends. Raises the error that ends it."""
+    started = heard = time.monotonic()
+    news, stop_at, placed, told = actor.news.remote(), None, [], False
+    while not ready([finish]):
+        now = time.monotonic()
+        if ready([news], POLL_SECONDS):
+            status = show(news, console)
+            time.sleep(POLL_SECONDS)
+            news, heard = actor.news.remote(), now
+            console.progress(status)
+        elif now - heard > SILENT_SECONDS:
+            console.progress("the coordinator does not answer: Ray restarts it when its node is there")
+        if stopped and stop_at is None:
+            console.line("stopping (once more to stop at once) ...")
+            actor.stop.remote()
+            stop_at = now + STOP_SECONDS
+        if stop_at is not None:
+            if now > stop_at:
+                raise RayError("the coordinator does not stop; the completed steps are kept")
+            continue
+        workers.grow()
+        workers.watch()
+        placed = placed or ready([place.placed for place in workers.places])
+        if not placed and now - started > 60 * wait:
+            raise RayError(f"no free resources for a worker within {wait:g} min: {needs(workers)}: free some, add a "
+                           "node, or wait longer with --wait")
+        if not (placed or told) and now - started > SILENT_SECONDS:
+            told = console.line(f"waiting for resources: {needs(workers)}") is None
+    with contextlib.suppress(EggError):
+        show(news, console)
+        show(actor.news.remote(), console)
+    if error := failure(finish):
+        raise error
+
+
+def show(news, console):
+    """Passes what the coordinator told to the console; returns its status line. Raises RayError."""
+    if error := failure(news):
+        raise error
+    status, calls = ray.get(news)
+    for name, *values in calls:
+        getattr(console, name)(*values)
+    return status
+
+
+def needs(workers):
+    """What a worker needs, and what there is."""
+    free, kinds = ray.available_resources(), workers.wanted()
+    need = "1 GPU and 1 CPU" if "num_gpus" in kinds[0][0] else f"{workers.cpus} CPUs"
+    return f"a worker needs {need}, free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+
+
+def summarise(done, console):
+    speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
+    console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
+    if done.last_validation:
+        step, figure, unit = done.last_validation
+        console.line(f"validation: {figure:.3f} {unit} at step {step}")

@@ -1,0 +1,285 @@
+"""`egg.py sweep`: trains with a table of settings on a Ray cluster, through Ray Tune, and ranks them by validation.
+
+A trial is what `egg.py train` does, in a directory of its own. ASHA ends trials early whose validation is worse than
+that of others after as many steps. An interrupted sweep continues: finished trials stay as they are, the others go on
+from their directories.
+"""
+
+import contextlib
+import csv
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import signal
+import tomllib
+from typing import NamedTuple
+
+from deploy import ray as cluster
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+
+import egg_config
+from cluster import event_log
+from cluster.console import Console, one_line
+from cluster.history import configuration as configuration_of, holds_run
+from egg_config import UsageError
+from model import data_files
+from tools import curves
+
+NUMBERS = {"steps": (int, 1), "minutes": (float, 0.001), "samples": (int, 1), "grace": (float, 0.001),
+           "reduction": (float, 1.1), "cpus": (int, 1), "gpus": (int, 0)}      # kind and least value
+
+
+class Table(NamedTuple):
+    """What is to be tried. constants: {name: [value] or {"low", "high", "log"}}; samples: draws of the ranges for every
+    combination of the lists; steps or minutes: of a trial; grace: steps or minutes without early stopping, default an
+    eighth; reduction: of so many trials one passes a comparison; cpus, gpus: of a trial."""
+    constants: dict
+    preset: str = None
+    steps: int = None
+    minutes: float = None
+    samples: int = 1
+    grace: float = None
+    reduction: float = 2
+    cpus: int = 1
+    gpus: int = 0
+
+
+def read_table(path):
+    """The Table in a TOML file. Raises UsageError."""
+    def need(ok, what):
+        if not ok:
+            raise UsageError(f"{path}: {what}")
+
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: give a table of settings (docs/CLUSTERS.md)") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not TOML: {one_line(str(error))}") from None
+    unknown = sorted(table.keys() - set(Table._fields))
+    need(not unknown, f"there is no setting {', '.join(unknown)}, only {', '.join(Table._fields)}; constants come "
+         "after [constants]")
+    for name, (kind, least) in NUMBERS.items():
+        value = table.get(name, least)
+        need(type(value) in (int, kind) and least <= value < math.inf, f"{name} = {value}: give a "
+             f"{'whole ' * (kind is int)}number, {least} or more")
+    need(("steps" in table) != ("minutes" in table), "give either steps or minutes, the budget of a trial")
+    constants = table.get("constants")
+    need(isinstance(constants, dict) and constants, "give the constants to be varied after [constants]")
+    for name, value in constants.items():
+        if isinstance(value, dict):
+            low, high = value.get("low"), value.get("high")
+            need(value.keys() <= {"low", "high", "log"} and {type(low), type(high)} <= {int, float} and low < high
+                 and (low > 0 or not value.get("log")),
+                 f"{name}: a range is {{low = ..., high = ...}}, with log = true for even shares of each factor")
+        else:
+            constants[name] = value if isinstance(value, list) else [value]
+            need(constants[name], f"{name}: the list is empty")
+    return Table(**table)
+
+
+def space(constants):
+    """The search space of Ray Tune."""
+    def draw(low, high, log=False):
+        if type(low) is type(high) is int:
+            return (tune.lograndint if log else tune.randint)(low, high + 1)
+        return (tune.loguniform if log else tune.uniform)(low, high)
+    return {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
+            for name, value in constants.items()}
+
+
+def varied(constants):
+    """The names of the constants that differ between trials."""
+    return [name for name, value in constants.items() if isinstance(value, dict) or len(value) > 1]
+
+
+def title(trial, names):
+    """Name of a trial and of its directory: its number, and what is varied."""
+    values = ((name, trial.config[name]) for name in names)
+    text = ",".join(f"{name}={value:.4g}" if type(value) is float else f"{name}={value}" for name, value in values)
+    return trial.trial_id.rpartition("_")[2][-3:] + "-" + re.sub(r"[^\w.=,+-]", "_", text)[:80]
+
+
+def configuration(base, values):
+    """The Config of a trial. base: (preset, defines, environment); values: {constant: value}. Raises ConfigError."""
+    preset, defines, environ = base
+    return egg_config.load(preset, [*defines, *(f"{name}={value}" for name, value in values.items())], environ)
+
+
+# --- a trial ---------------------------------------------------------------------------------------------------------
+
+class Reporter(Console):
+    """The console of a trial: tells Ray Tune each validation, at the end of its step: Tune may end the trial then, and
+    all logs shall have it. spent: minutes of training before this start."""
+
+    def __init__(self, spent):
+        super().__init__()
+        self.trained, self.spent, self.found = spent, spent, None
+
+    def emit(self, event, line):
+        super().emit(event, line)
+        if event["event"] == "step":
+            self.trained = self.spent + event["elapsed"] / 60
+            self.report()
+        elif event["event"] == "validation":
+            self.found = {"validation": event["value"], "unit": event["unit"], "steps": event["step"]}
+
+    def report(self):
+        if self.found:
+            found, self.found = self.found, None
+            tune.report({**found, "minutes": self.trained})
+
+
+def run_trial(values, base, files, table, directory):
+    """Trains with one setting, or continues that. files: {constant: path}; others: see `configuration`, `sweep`."""
+    from tools import train
+    to, spent = os.path.join(directory, tune.get_context().get_trial_name()), 0.0
+    if holds_run(to):
+        with contextlib.suppress(event_log.WatchError):          # it was ended before its first step
+            spent = curves.read_curve(to).loss[-1][2] / 60
+    cfg = configuration(base, values)
+    cfg = egg_config.make(**{**cfg.constants(), **files, "DEVICE": "cuda" if table.gpus else "cpu"})
+    minutes = table.minutes and max(table.minutes - spent, 1e-6)
+    console = Reporter(spent)
+    train.train(cfg, table.steps, minutes, to, threads=None if table.gpus else table.cpus, console=console)
+    console.report()
+
+
+class Progress(tune.Callback):
+    """A line for each trial that ends."""
+
+    def __init__(self, count):
+        self.count, self.done = count, 0
+
+    def on_trial_complete(self, iteration, trials, trial, **info):
+        self.done += 1
+        last = trial.last_result
+        print("{} of {}: {}: {:.3f} {} after {} steps, {:.1f} min".format(self.done, self.count, trial, *map(
+            last.get, ("validation", "unit", "steps", "minutes"))), flush=True)
+
+    def on_trial_error(self, iteration, trials, trial, **info):
+        print(f"{trial}: {problem(trial.get_error())}", flush=True)
+
+
+def problem(error):
+    """An error of a trial in one line, without the traceback in which Ray wraps it."""
+    lines = str(getattr(error, "cause", None) or error).strip().split("\n")
+    return one_line(([line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines)[-1], 300)
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+def sweep(path, preset, defines, directory, address):
+    """What `egg.py sweep` does. path: of the table; preset, defines: for every trial; directory: of the trials.
+    Returns their directories, the best first. Raises UsageError, RayError, DataError."""
+    table = read_table(path)
+    directory = cluster.absolute(directory or os.path.splitext(path)[0])
+    base = preset or table.preset, defines, {k: v for k, v in os.environ.items() if k.startswith("EGG_")}
+    files = check(table, base)
+    names = varied(table.constants)
+    remember(directory, json.dumps([table._asdict(), *base[:2]], indent=1))
+
+    def trial(values):
+        run_trial(values, base, files, table, directory)
+
+    trainable = tune.with_resources(trial, {"cpu": table.cpus, "gpu": table.gpus})
+    count = table.samples * math.prod(len(v) for v in table.constants.values() if isinstance(v, list))
+    os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # a line per error is enough, see Progress
+    cluster.connect(address)
+    try:
+        tuner = make_tuner(trainable, table, directory, count, functools.partial(title, names=names))
+        with interruptible() as stopped:
+            results = tuner.fit()
+    finally:
+        ray.shutdown()
+    if stopped:
+        print("interrupted: the same command continues")
+    ranked = rank(directory, names)
+    if not ranked and not stopped:
+        raise cluster.RayError("no trial has a validation" + "".join(f": {problem(e)}" for e in results.errors[:1]))
+    return [row[-1] for row in ranked]
+
+
+def check(table, base):
+    """The data files of the trials, {constant: path}. Raises UsageError, DataError for settings that cannot work."""
+    choices = [value if isinstance(value, list) else [value["low"], value["high"]]
+               for value in table.constants.values()]
+    for values in itertools.product(*choices):
+        cfg = configuration(base, dict(zip(table.constants, values)))
+        if not cfg.VALIDATE_EVERY or not os.path.isfile(cfg.VAL_FILE):
+            raise UsageError(f"VALIDATE_EVERY = {cfg.VALIDATE_EVERY}, VAL_FILE = {cfg.VAL_FILE}: trials are ranked by "
+                             "validation: give a number of steps and a file that exists")
+    data_files.open_tokens(cfg, cfg.INPUT_FILE)
+    return {name: os.path.abspath(getattr(cfg, name)) for name in egg_config.DATA_FILES}
+
+
+def remember(directory, text):
+    """Keeps what a sweep tries. Raises UsageError where the directory holds another sweep."""
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, "sweep.json")
+    if os.path.exists(path):
+        with open(path) as file:
+            if file.read() != text:
+                raise UsageError(f"{directory} holds a sweep of other settings: give another --save-dir")
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def make_tuner(trainable, table, directory, count, name):
+    """The Tuner of a sweep: a new one, or one that goes on with what is in `directory`."""
+    place = os.path.join(directory, "tune")
+    if tune.Tuner.can_restore(place):
+        return tune.Tuner.restore(place, trainable, resume_unfinished=True, restart_errored=True)
+    budget, unit = (table.steps, "steps") if table.steps else (table.minutes, "minutes")
+    scheduler = ASHAScheduler(unit, "validation", "min", budget, min(table.grace or budget / 8, budget),
+                              table.reduction, stop_last_trials=False)
+    return tune.Tuner(trainable, param_space=space(table.constants), tune_config=tune.TuneConfig(
+        scheduler=scheduler, num_samples=table.samples, trial_name_creator=name, trial_dirname_creator=name),
+        run_config=tune.RunConfig("tune", directory, callbacks=[Progress(count)], verbose=0,
+                                  failure_config=tune.FailureConfig(max_failures=1)))
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Yields a list that is no longer empty after SIGINT or SIGTERM, which also make Tune save its state and end."""
+    stopped = []
+
+    def stop(number, _):
+        stopped.append(number)
+        signal.raise_signal(signal.SIGUSR1)          # which Tune takes for the wish to stop
+
+    before = [(number, signal.signal(number, handler)) for number, handler in (
+        (signal.SIGUSR1, signal.SIG_IGN), (signal.SIGINT, stop), (signal.SIGTERM, stop))]
+    try:
+        yield stopped
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def rank(directory, names):
+    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows, the last column of which is
+    the directory of the run."""
+    rows = []
+    for run in sorted(filter(holds_run, (os.path.join(directory, name) for name in os.listdir(directory)))):
+        with contextlib.suppress(event_log.WatchError):
+            curve, constants = curves.read_curve(run), configuration_of(run)
+            if curve.validation:
+                best = min(curve.validation, key=lambda point: point[3])
+                rows.append([round(best[3], 4), curve.unit, best[0], curve.steps, *map(constants.get, names), run])
+    rows.sort(key=lambda row: row[0])
+    head = ["validation", "unit", "at step", "steps", *names]
+    with open(os.path.join(directory, "ranking.csv"), "w", newline="") as file:
+        csv.writer(file).writerows([["rank", *head, "directory"], *([i, *row] for i, row in enumerate(rows, 1))])
+    cells = [[str(cell) for cell in row] for row in [head, *(row[:-1] for row in rows)]]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells))
+    return rows

@@ -1,0 +1,247 @@
+"""Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
+
+A coordinator process serves one honest worker that takes 2 ms for a chunk. Another process floods it. Prints for each
+kind: steps/s and CPU of the coordinator before, during and after; the longest time that a worker which arrives
+meanwhile needs to be let in; the most memory of the coordinator; bytes written to the save directory."""
+
+import argparse
+import contextlib
+import pathlib
+import random
+import re
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = pathlib.Path(__file__).parent.parent
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
+
+from cluster import wire                                                             # noqa: E402
+from cluster.link import OldCoordinator                                              # noqa: E402
+from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
+from egg_config import EggError                                                      # noqa: E402
+from kit import GOOD, Peer2, changed                                                 # noqa: E402
+from tools import load                                                               # noqa: E402
+
+CFG = changed(SNAPSHOT_EVERY=0, VALIDATE_EVERY=0, POPULATION_SIZE=256)
+GONE = OSError, EggError, OldCoordinator
+
+
+# --- floods: each is called again and again, with what it returned ---------------------------------------------------
+
+def connections(port, _, held):
+    """Half-open ones: as many as the system allows are held, the oldest go."""
+    held = held or []
+    for _ in range(20):
+        sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+        if random.random() < 0.5:
+            sock.send(wire.frame(HELLO, bytes(32), version=V2))
+        held.append(sock)
+    while len(held) > 400:
+        held.pop(0).close()
+    return held
+
+
+def frames(port, _, held):
+    """Frames that cannot be right, before and after the introduction."""
+    if random.random() < 0.5:
+        sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+    else:
+        sock = Peer2(port, CFG, name="hostile").link.sock
+        sock.settimeout(1)
+    with contextlib.closing(sock):
+        body = random.randbytes(random.choice((0, 24, 40, 48, 100)))
+        kind = random.choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
+        sock.send(wire.frame(kind, body, version=random.choice((1, 2, 2, 9))) * 20)
+        if random.random() < 0.1:
+            sock.settimeout(0.05)
+            sock.recv(1 << 16)
+
+
+def heartbeats(port, _, peers):
+    """Sixteen peers that are let in and send heartbeats at line rate."""
+    return pour(port, peers, wire.frame(HEARTBEAT, version=V2) * 6000, 16)
+
+
+def pour(port, peers, data, count):
+    peers = peers or []
+    while len(peers) < count:
+        peers.append(Peer2(port, CFG, name=f"flood{len(peers)}").link.sock)
+        peers[-1].setblocking(False)
+    for sock in select.select([], peers, [], 0.05)[1]:
+        try:
+            sock.send(data)
+        except BlockingIOError:
+            pass
+        except OSError:
+            peers.remove(sock)
+    return peers
+
+
+def http(_, page, clients):
+    """Sixteen clients that send headers of 8 KB of spaces."""
+    clients = clients or []
+    while len(clients) < 16:
+        clients.append(socket.create_connection(("127.0.0.1", page), timeout=1))
+        clients[-1].setblocking(False)
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
+    answered, ready, _ = select.select(clients, clients, [], 0.05)
+    for sock in {*answered, *ready}:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if sock in answered and not sock.recv(1 << 16):
+                    raise ConnectionResetError
+                sock.send(request)
+            except (ConnectionError, TimeoutError):
+                sock.close()
+                clients.remove(sock)
+    return clients
+
+
+def pages(_, page, held):
+    """160 connections to the page that are held, and one that asks for everything again and again."""
+    held = held or []
+    while len(held) < 160:
+        held.append(socket.create_connection(("127.0.0.1", page), timeout=1))
+    with socket.create_connection(("127.0.0.1", page), timeout=1) as sock:
+        sock.send(b"GET /state.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        while sock.recv(1 << 16):
+            pass
+    held.pop(0).close()
+    return held
+
+
+def logs(port, _, held):
+    """Comes in, says as much as it may, asks for work, leaves, comes again."""
+    peer = Peer2(port, CFG, name="talker")
+    peer.link.send(peer.link.frame(LOG_MESSAGE, b"sample at step 1: x >>> " + b"y" * 16000) * 32)
+    with contextlib.suppress(OSError):
+        peer.ask(0)
+    peer.link.close()
+
+
+def nothing(*_):
+    """To compare with: a process that only computes."""
+    sum(range(100_000))
+
+
+FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, http, pages, logs)}
+
+
+def flood(kind, port, page, seconds):
+    until, state, count = time.monotonic() + seconds, None, 0
+    while time.monotonic() < until:
+        try:
+            state = FLOODS[kind](port, page, state)
+            count += 1
+        except GONE:
+            time.sleep(0.002)
+    print(count)
+
+
+# --- the honest ------------------------------------------------------------------------------------------------------
+
+class Honest(threading.Thread):
+    """A worker that takes 2 ms for a chunk. step: of the run."""
+
+    def __init__(self, port):
+        super().__init__(daemon=True)
+        self.port, self.step, self.stop, self.lost = port, 0, False, 0
+
+    def run(self):
+        while not self.stop:
+            with contextlib.suppress(*GONE):
+                self.serve(Peer2(self.port, CFG, name="honest"))
+            self.lost += not self.stop
+
+    def serve(self, peer):
+        step, out = self.step, b""
+        while not self.stop:
+            request = wire.REQUEST.pack(0, step, 0), step.to_bytes(16, "little")
+            peer.link.send(out + peer.link.frame(JOB_REQUEST, *request))
+            _, step, position, packed = peer.link.unpack_response(peer.link.next(JOB_RESPONSE))
+            self.step, out = max(step, self.step), b""
+            if not packed:
+                time.sleep(0.002)
+                head = wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD))
+                out = peer.link.frame(wire.RESULT, head, GOOD)
+
+
+class Newcomer(threading.Thread):
+    """Comes and leaves. longest: seconds that it took to be let in."""
+
+    def __init__(self, port):
+        super().__init__(daemon=True)
+        self.port, self.longest, self.stop = port, 0.0, False
+
+    def run(self):
+        while not self.stop:
+            began, pause = time.monotonic(), 0.1
+            while not self.stop:
+                try:
+                    Peer2(self.port, CFG, name="newcomer").link.close()
+                    break
+                except GONE:
+                    time.sleep(pause * random.uniform(0.5, 1))
+                    pause = min(2 * pause, 5.0)
+            self.longest = max(self.longest, time.monotonic() - began)
+            time.sleep(0.3)
+
+
+def attack(kind, seconds):
+    """dict of what the flood did."""
+    with tempfile.TemporaryDirectory() as place:
+        constants = [f"-D{name}={value}" for name, value in CFG.constants().items()
+                     if name in ("HIDDEN_DIM", "HEAD_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE",
+                                 "POPULATION_SIZE", "VALIDATE_EVERY", "SNAPSHOT_EVERY", "AUDIT_RATE")]
+        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0", "--save-dir", place]
+        process = subprocess.Popen([*command, *constants], cwd=place, stdout=subprocess.PIPE, text=True)
+        try:
+            port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
+            page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            honest, newcomer = Honest(port), Newcomer(port)
+            honest.start()
+            time.sleep(1)
+            rates, did, used = [], "0", []
+            for phase in range(3):
+                if phase == 1:
+                    newcomer.start()
+                    flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
+                                                 "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
+                    time.sleep(1)                                # it takes a moment to start
+                before, began, cpu = honest.step, time.monotonic(), load._cpu_seconds(process.pid)
+                time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
+                took = time.monotonic() - began
+                rates.append((honest.step - before) / took)
+                used.append((load._cpu_seconds(process.pid) - cpu) / took)
+                if phase == 1:
+                    did = flooding.communicate()[0].strip()
+                    newcomer.stop = True
+            honest.stop = True
+            status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+            alive = process.poll() is None
+            written = sum(f.stat().st_size for f in pathlib.Path(place).iterdir() if f.is_file())
+        finally:
+            process.kill()
+            process.wait()
+    return {"kind": kind, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
+            "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2),
+            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(FLOODS)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each flood")
+    parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.flood:
+        flood(args.flood[0], int(args.flood[1]), int(args.flood[2]), args.seconds)
+    else:
+        for kind in args.kinds or FLOODS:
+            print(attack(kind, args.seconds), flush=True)

@@ -1,0 +1,138 @@
+"""deploy/: manifests, the image, and what `egg.py ray` says where Ray is not installed. tests/test_ray.py runs Ray."""
+
+import functools
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import egg
+import egg_config
+from kit import HERE, SECRET, until
+
+KUBERNETES = HERE / "deploy" / "kubernetes"
+MINOR = int(kubernetes_validate.latest_version().split(".")[1])
+BASE = "docker.io/library/python:3.13-slim"       # as in the Containerfile
+KUBECTL, BUILDAH = shutil.which("kubectl"), shutil.which("buildah")
+
+
+@functools.cache
+def manifests(overlay):
+    """The resources of an overlay; without kubectl, which applies its patches, those of the base as they are
+    written."""
+    if not KUBECTL:
+        text = "\n---\n".join(path.read_text() for path in sorted((KUBERNETES / "base").glob("*.yaml")))
+        return [resource for resource in yaml.safe_load_all(text) if resource["kind"] != "Kustomization"]
+    with tempfile.TemporaryDirectory() as at:
+        shutil.copytree(KUBERNETES, at, dirs_exist_ok=True)
+        pathlib.Path(at, "base", "secret").write_bytes(SECRET)
+        done = subprocess.run([KUBECTL, "kustomize", pathlib.Path(at, overlay)], check=True, capture_output=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def container(kind):
+    """The container of the pods of this kind in the base."""
+    workload, = (resource for resource in manifests("base") if resource["kind"] == kind)
+    return workload["spec"]["template"]["spec"]["containers"][0]
+
+
+OVERLAYS = ["base", "cpu"] if KUBECTL else ["base"]
+
+
+@pytest.mark.parametrize("minor", range(MINOR - 2, MINOR + 1))
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_manifests_are_valid(overlay, minor):
+    kinds = []
+    for resource in manifests(overlay):
+        kubernetes_validate.validate(resource, f"1.{minor}", strict=True)
+        kinds.append(resource["kind"])
+    assert {"StatefulSet", "Deployment", "Service", "NetworkPolicy", "Namespace"} <= set(kinds)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_run_without_rights_and_with_limits(overlay):
+    for kind in "StatefulSet", "Deployment":
+        pod = next(r for r in manifests(overlay) if r["kind"] == kind)["spec"]["template"]["spec"]
+        container, = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (kind == "Deployment" and overlay == "base")
+        assert not any("secret" in str(argument).lower() for argument in container["args"])
+        arguments = egg.parser(typed=False).parse_args(container["args"])
+        assert arguments.function.__name__ == ("coordinator" if kind == "StatefulSet" else "worker")
+    for resource in manifests(overlay):
+        for name in resource.get("data", {}) if resource["kind"] == "ConfigMap" else ():
+            assert name.startswith("EGG_") and (name[4:] in egg_config.FACTS or name == "EGG_PRESET")
+
+
+def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
+    """The commands and arguments of the manifests, with the paths and ports of this machine."""
+    pod = container("StatefulSet")
+    probes = [pod[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = {**os.environ, "EGG_SECRET": SECRET.decode(), "EGG_PORT": str(port), "EGG_PRESET": "best"}
+
+    def healthy():
+        done = [subprocess.run([sys.executable, *command[1:]], cwd=HERE, env=environ, capture_output=True, text=True)
+                for command in probes]
+        assert all("Traceback" not in one.stderr for one in done)
+        return {one.returncode for one in done}
+
+    assert healthy() == {1}
+    arguments = [{"/data/ckpt": str(tmp_path / "ckpt"), "8080": "0"}.get(word, word) for word in pod["args"]]
+    coordinator = subprocess.Popen([sys.executable, "egg.py", *arguments], cwd=HERE, env=environ, text=True,
+                                   stdout=subprocess.PIPE)
+    try:
+        assert f":{port}, step 0" in coordinator.stdout.readline()
+        assert healthy() == {0}
+        environ["EGG_SECRET"] = "another secret than that"
+        assert healthy() == {2}
+    finally:
+        coordinator.send_signal(signal.SIGTERM)
+        coordinator.communicate(timeout=30)
+    assert coordinator.returncode == 0 and healthy() == {1}
+
+
+def test_without_ray_a_line_says_what_to_install(tmp_path):
+    for command in ["ray", "--save-dir", "x"], ["sweep", "x.toml"]:
+        program = f"import sys; sys.modules['ray'] = None; import egg; sys.exit(egg.main({command}))"
+        done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
+        assert done.returncode == 1 and re.fullmatch("egg: .*requirements/ray.txt\n", done.stderr), done.stderr
+
+
+def has_base():
+    """Whether buildah is here and has the base image: a test shall not fetch an operating system."""
+    command = [BUILDAH, "inspect", "--type", "image", BASE]
+    return BUILDAH and subprocess.run(command, capture_output=True).returncode == 0
+
+
+if has_base():
+    def test_the_image_builds_and_runs_as_nobody_special():
+        def buildah(*words):
+            done = subprocess.run([BUILDAH, *words], cwd=HERE, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+            return done.stdout.strip()
+
+        image = "localhost/egg-test"
+        buildah("build", "--pull=never", "--isolation=chroot", "-f", "deploy/Containerfile", "-t", image, ".")
+        name = buildah("from", "--pull=never", image)
+        try:
+            run = functools.partial(buildah, "run", "--isolation=chroot", name, "--")
+            assert run("id", "-u") == "10001"
+            assert "cpu" in run("tini", "--", "python", "/egg/egg.py", "worker", "x", "--list-devices")
+            train = "train --preset laptop --steps 3 -D VALIDATE_EVERY=0 -D SAMPLE_EVERY=0 --save-dir /data/ckpt"
+            assert "stopped after 3 steps" in run("tini", "--", "python", "/egg/egg.py", *train.split())
+        finally:
+            buildah("rm", name)
+            buildah("rmi", image)

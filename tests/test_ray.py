@@ -1,0 +1,191 @@
+"""`egg.py ray` and `egg.py sweep` on a real Ray cluster of three nodes on this machine: `pytest -m ray`."""
+
+import contextlib
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster import history
+from engine import engines
+from kit import HERE, changed
+
+pytestmark = pytest.mark.ray
+
+CFG = changed(DEVICE="cpu", VALIDATE_TOKENS=64, VALIDATE_EVERY=10, SAMPLE_EVERY=0, POPULATION_SIZE=320)
+STEPS = 120
+DEFINES = [word for name in ("HIDDEN_DIM", "HEAD_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE", "DEVICE",
+                             "POPULATION_SIZE", "VALIDATE_EVERY", "VALIDATE_TOKENS", "SAMPLE_EVERY", "SAMPLE_PROMPT",
+                             "SAMPLE_TOKENS") for word in ("-D", f"{name}={getattr(CFG, name)}")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with data and a plain training run `plain`."""
+    at = tmp_path_factory.mktemp("ray")
+    text = b"the quick brown fox jumps over the lazy dog. " * 200
+    (at / "input.bin").write_bytes(text)
+    (at / "val.bin").write_bytes(text[:500])
+    done = egg(at, "train", "--save-dir", "plain", "--steps", STEPS, *DEFINES).communicate()
+    assert (at / "plain" / "history.egg").exists(), done
+    return at
+
+
+@pytest.fixture(scope="module")
+def three_nodes(monkeypatch_module):
+    """A head node without CPUs and two nodes with a CPU each."""
+    from ray import cluster_utils
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield patch
+
+
+def egg(at, *arguments):
+    return subprocess.Popen([sys.executable, HERE / "egg.py", *map(str, arguments)], cwd=at, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def drive(at, cluster, directory, *more):
+    return egg(at, "ray", "--address", cluster.address, "--save-dir", directory, "--cpus", 1, "--port", 0, *more)
+
+
+def events(directory):
+    with contextlib.suppress(FileNotFoundError), open(directory / history.EVENTS) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+    return []
+
+
+def wait_for(process, condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)
+
+
+def step_of(directory):
+    return max((event["step"] for event in events(directory) if event["event"] == "step"), default=0)
+
+
+def joined(directory):
+    return sum(event["event"] == "joined" for event in events(directory))
+
+
+def digests(*directories):
+    """(step, digest of the state) of saved runs, after the steps that all of them have."""
+    runs = [history.read_run(CFG, directory) for directory in directories]
+    steps, found = min(run.step for run in runs), []
+    for run in runs:
+        engine = engines.make(CFG, None, "cpu")
+        history.replay(run, engine, steps)
+        found.append((engine.step, engine.digest()))
+    return found
+
+
+def processes(title):
+    """Ids of processes by the title that Ray gives them."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(title.encode()):
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_deaths_and_arrivals_of_nodes_change_nothing_but_time(place, three_nodes):
+    run = place / "nodes"
+    driver = drive(place, three_nodes, run, "--steps", STEPS, *DEFINES)
+    wait_for(driver, lambda: joined(run) >= 2 and step_of(run) >= 10)
+    three_nodes.remove_node(three_nodes.worker_nodes.copy().pop(), allow_graceful=False)
+    step = step_of(run)
+    wait_for(driver, lambda: step_of(run) >= step + 5)
+    three_nodes.add_node(num_cpus=1)
+    count = joined(run)
+    wait_for(driver, lambda: joined(run) > count or step_of(run) == STEPS - 1)
+    [os.kill(process, signal.SIGKILL) for process in processes("ray::CoordinatorActor")]
+    said = driver.communicate()[0]
+    assert driver.returncode == 0 and f"stopped after {STEPS} steps" in said, said
+    assert joined(run) > count and said.count("coordinator on") > 1
+    (step, ours), plain = digests(run, place / "plain")
+    assert step == STEPS and (step, ours) == plain
+
+
+def test_a_killed_driver_and_an_interrupted_one_go_on(place, three_nodes):
+    run = place / "driver"
+    driver = drive(place, three_nodes, run, *DEFINES)
+    wait_for(driver, lambda: step_of(run) >= 10)
+    driver.kill()
+    driver.communicate()
+    driver = drive(place, three_nodes, run)                  # the run keeps its constants
+    step = step_of(run)
+    wait_for(driver, lambda: step_of(run) >= step + 10)
+    driver.send_signal(signal.SIGINT)
+    said = driver.communicate()[0]
+    assert driver.returncode == 0 and "continue it: " in said and "Traceback" not in said, said
+    (step, ours), plain = digests(run, place / "plain")
+    assert step >= 20 and (step, ours) == plain
+
+
+@pytest.mark.parametrize("arguments, status, words", [
+    (["--save-dir", "x", "-D", "HIDDEN_DIM=65"], 2, "HIDDEN_DIM"), ([], 2, "--save-dir"),
+    (["--save-dir", "x", "-D", "INPUT_FILE=none.bin"], 1, "none.bin is missing"),
+    (["--save-dir", "/proc/none", *DEFINES], 1, "/proc/none"),
+    (["--save-dir", "x", "--cpus", 64, "--wait", 0.1, *DEFINES], 1, "no free resources"),
+    (["--save-dir", "x", "--address", "ray://127.0.0.1:1", *DEFINES], 2, "ray job submit"),
+    (["--save-dir", "x", "--address", "127.0.0.1:1", *DEFINES], 1, "no Ray cluster")])
+def test_what_cannot_work_ends_with_a_line(place, three_nodes, arguments, status, words):
+    address = [] if "--address" in arguments else ["--address", three_nodes.address]
+    process = egg(place, "ray", "--port", 0, *address, *arguments)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == status and words in said and "Traceback" not in said, said
+    assert [line for line in said.split("\n") if line.startswith("egg: ")] == said.strip().split("\n")[-1:]
+
+
+@pytest.mark.parametrize("device, workers, cpus, gpu_workers, cpu_workers", [
+    ("auto", 0, None, 4, 0), ("auto", 0, 8, 4, 5), ("cpu", 0, 8, 0, 6), ("cpu", 0, None, 0, 6), ("cuda", 3, None, 3, 0),
+    ("auto", 3, 2, 3, 0), ("cpu", 9, 2, 0, 9)])
+def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, gpu_workers, cpu_workers):
+    from deploy import ray
+    found = [{"CPU": 0, "GPU": 0}, {"CPU": 8, "GPU": 4}, {"CPU": 16, "GPU": 0}, {"CPU": 24, "GPU": 0}]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    kinds = ray.Workers(changed(DEVICE=device), workers, cpus, None, None).wanted()
+    counts = {"num_gpus" in resources: number for resources, number in kinds}
+    assert (counts.get(True, 0), counts.get(False, 0)) == (gpu_workers, cpu_workers)
+
+
+def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
+    (place / "table.toml").write_text("steps = 30\n[constants]\nVALIDATE_EVERY = 5\nSIGMA_SHIFT = [1, 3]\n"
+                                      "ADAM_WEIGHT_DECAY = {low = 1e-4, high = 0.1, log = true}\n"
+                                      "ISLAND_SEED = [1, 2]\n")
+    command = "sweep", "table.toml", "--address", three_nodes.address, "--save-dir", "sweep", *DEFINES
+    sweep = egg(place, *command)
+    runs = place / "sweep"
+    wait_for(sweep, lambda: any(step_of(run) >= 10 for run in runs.glob("00*")))
+    sweep.send_signal(signal.SIGINT)
+    said = sweep.communicate(timeout=120)[0]
+    assert sweep.returncode == 0 and "interrupted" in said, said
+    sweep = egg(place, *command)
+    said = sweep.communicate(timeout=300)[0]
+    assert sweep.returncode == 0 and "Traceback" not in said and "plot them: " in said, said
+    with open(runs / "ranking.csv") as file:
+        ranked = list(csv.DictReader(file))
+    figures = [float(row["validation"]) for row in ranked]
+    assert len(ranked) == 4 and figures == sorted(figures) and max(int(row["steps"]) for row in ranked) == 30
+    assert len({row["ADAM_WEIGHT_DECAY"] for row in ranked}) > 1
+    other = egg(place, *command, "-D", "SEQ_LEN=16")
+    assert "holds a sweep of other settings" in other.communicate()[0] and other.returncode == 2
