@@ -45,8 +45,9 @@ from kernels import ptx
 from kernels import transformer
 from kernels.parts import (A8, A32, AF64, PLAN, TILE, aligned, amax_scale, blocks, byte, clip, ntt_functions,
                            pack4, quad_max, quad_sum, quantise)
-from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Packing, block_sum, chunk, logits_kernel,
-                              matrix_vector, tile_functions)
+from kernels import products
+from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Pass, block_sum, chunk, logits_kernel,
+                              matrix_vector, ranges, tile_functions)
 from kernels.rules import build_noise, device
 from model import integer_tables
 from model import parameters
@@ -262,8 +263,7 @@ def _attention_kernel(cfg):
             for i in range(D // 32):
                 where = at + j * (2 * H) + i * 64
                 c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where],
-                               k[where + 32],
-                                   c[0], c[1], c[2], c[3])
+                               k[where + 32], c[0], c[1], c[2], c[3])
             s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
 
     @cuda.jit(launch_bounds=128)
@@ -613,12 +613,11 @@ HEAD_TYPES = (int64, A32, A32, A32, int64, int64, AF64, A32, AF64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
 
 
-class _Plan:
-    """The calls of a forward pass in order; each is a row of run-time constants."""
+class _Plan(products.Plan):
+    """The calls of a forward pass in order."""
 
     def __init__(self, cfg, packing):
-        self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
-        self._packing, self._rows = packing, []
+        super().__init__(cfg, packing)
         self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",)) + self._embedding())
         self.emb_mlp = self._mlp(0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up", "mlp_emb_bias_down")
         self.layers = []
@@ -626,14 +625,14 @@ class _Plan:
         for layer in range(cfg.N_LAYERS):
             self.layers.append(SimpleNamespace(
                 ln_1=self._add(self._normed("ln_1", layer, before[0], ("w_q", "w_k", "w_v"), before[1])),
-                qkv=self._add(sum((self._matrix(name, layer) for name in ("w_q", "w_k", "w_v")), [])),
+                qkv=self._add(sum((self._biased(name, layer) for name in ("w_q", "w_k", "w_v")), [])),
                 sums_o=self._add(12 * [0] + self._input("w_o", layer)),
-                o=self._add(self._matrix("w_o", layer)),
+                o=self._add(self._biased("w_o", layer)),
                 ln_2=self._add(self._normed("ln_2", layer, None, ("w_up",))),
                 mlp=self._mlp(layer, "w_up", "w_down", "mlp_bias_up", "mlp_bias_down")))
             before = ("mlp_bias_down", layer)
         self.ln_f = self._add(self._normed("ln_f", 0, before[0], ("embedding",), before[1]))
-        self.head = self._add(self._matrix("embedding", 0))
+        self.head = self._add(self._biased("embedding", 0))
 
     def token_calls(self):
         """Rows of the plan in the order of the token kernel."""
@@ -642,29 +641,12 @@ class _Plan:
             calls += [layer.ln_1, layer.qkv, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down]
         return np.array(calls + [self.ln_f], np.int32)
 
-    def table(self):
-        return np.array(self._rows, np.int64).astype(np.int32).ravel()
-
-    def _add(self, entries):
-        self._rows.append(entries + [0] * (PLAN - len(entries)))
-        return len(self._rows) - 1
-
-    def _vector(self, name, layer):
-        t = self._tensors[name, layer]
-        return [t.weights, t.seed_a, t.seed_b, t.overlay_a]
-
-    def _input(self, name, layer):
-        t = self._tensors[name, layer]
-        return [t.seed_b, t.overlay_b]
-
-    def _matrix(self, name, layer, bias=None):
-        t = self._tensors[name, layer]
-        return [self._packing.at[name, layer] // 4, t.seed_a,
-                t.overlay_a] + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
+    def _biased(self, name, layer, bias=None):
+        return self._matrix(name, layer) + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
 
     def _normed(self, ln, layer, bias, streams, bias_layer=0):
-        entries = self._vector(ln, layer) + self._vector(ln + "_bias",
-                                                         layer) + (self._vector(bias, bias_layer) if bias else 4 * [0])
+        entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer)
+        entries += self._vector(bias, bias_layer) if bias else 4 * [0]
         return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
 
     def _embedding(self):
@@ -672,24 +654,17 @@ class _Plan:
         return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
-        return SimpleNamespace(up=self._add(self._matrix(up, layer, bias_up) + self._input(down, layer)),
+        return SimpleNamespace(up=self._add(self._biased(up, layer, bias_up) + self._input(down, layer)),
                                sums=self._add(12 * [0] + self._input(down, layer)),
-                               down=self._add(self._matrix(down, layer, bias_down) + self._input(down, layer)))
+                               down=self._add(self._biased(down, layer, bias_down) + self._input(down, layer)))
 
 
-class _Clean:
+class _Clean(Pass):
     """The forward pass without noise, one kernel a phase; a pair is two windows."""
 
     def __init__(self, cfg):
-        self.cfg = cfg
-        nz, H = build_noise(cfg), cfg.HIDDEN_DIM
-        self.kernels = []
-
-        def add(made, signature):
-            kernel, shared = made if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((kernel, signature, shared))
-            return kernel, shared
-
+        super().__init__(cfg)
+        nz, H, add = build_noise(cfg), cfg.HIDDEN_DIM, self.add
         self.rows = {source: add(_rows_kernel(cfg, nz, source), ROWS_TYPES)
                      for source in ("embedding", "attention", "mlp")}
         self.square = add(_product_kernel(cfg, H, H, False), PRODUCT_TYPES)
@@ -703,12 +678,8 @@ class _Clean:
         """Byte ranges of the scratch arrays of `units` pairs, and their total."""
         H, T = self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
         rows = blocks(units * 2 * T, TILE) * TILE
-        sizes = dict(h=rows * H, n=rows * H, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
-                     v=2 * units * H * blocks(T, 32) * 32)
-        out, end = {}, 0
-        for name, size in sizes.items():
-            out[name] = (end, end + size)
-            end = aligned(end + size)
+        out, end = ranges(dict(h=rows * H, n=rows * H, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
+                               v=2 * units * H * blocks(T, 32) * 32))
         return out, rows, end
 
     def launch(self, stream, plan, tables, weights, packed, windows, count, scratch, nats):
@@ -754,34 +725,29 @@ class _Clean:
                                                     tables.clean_exps, n, nats)
 
 
-class Forward:
+class Forward(products.Forward):
     """See the top of this file."""
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
-        self.cfg = cfg
-        self._packing = Packing(cfg)
+        super().__init__(cfg, cc)
+        SHIFT = cfg.SHIFT_LOGIT
+
+        @device
+        def logit(total):
+            return int32(total >> int32(SHIFT))
+
         self._plan = _Plan(cfg, self._packing)
-        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
-            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        self._noisy = transformer.Noisy(cfg, self._packing, card, silent)
-        self._clean = _Clean(cfg)
-        self._token, self._logits = _token_kernel(cfg), logits_kernel(cfg)
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes, cfg.HIDDEN_DIM
+        self._noisy, self._clean = transformer.Noisy(cfg, self._packing, card, silent), _Clean(cfg)
+        self._token, self._logits = _token_kernel(cfg), logits_kernel(cfg, logit)
+        self.packed_bytes = self._noisy.packed_bytes
         pack = [(self._packing.kernel, PACK_TYPES, 0)] + [k for k in self._noisy.kernels if k[0] is self._noisy.pack[0]]
         self.kernels = {"load": pack, "step": self._noisy.kernels, "validate": self._clean.kernels,
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
-        cfg = self.cfg
-        exps = integer_tables.exp_table(cfg)
-        clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
-        clean[-1] = 0
-        self._tables = SimpleNamespace(
-            plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
-            exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]),
-            clean_exps=cuda.to_device(clean), gelu=cuda.to_device(integer_tables.gelu_table()),
-            rope=cuda.to_device(integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel()))
+        super().tables(gelu=integer_tables.gelu_table(),
+                       rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]
@@ -789,14 +755,9 @@ class Forward:
     def clean_scratch_bytes(self, windows, length):
         return self._clean.layout(blocks(windows, 2))[2]
 
-    def pack(self, stream, weights, packed):
-        self._packing.launch(stream, weights, packed)
-        self._noisy.launch_pack(stream, weights, packed)
-
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset,
-                           pairs, scratch,
-                           losses)
+                           pairs, scratch, losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._clean.launch(stream, self._plan, self._tables, weights, packed, windows, count, scratch, nats)

@@ -498,7 +498,7 @@ class Coordinator:
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()             # before anything is written: workers come first
-        self.events.tell("step", **event)
+        self.events.emit("step", **event)
 
     def _begin_step(self):
         self.dispatcher.begin_step()
@@ -560,7 +560,7 @@ class Coordinator:
 
     def ban(self, author, why):
         """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
-        self.events.tell("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
+        self.events.emit("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
                          address=author.host, reason=why)
         if author.named:
             self.admission.bans.add(author.identity, why)
@@ -647,7 +647,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     coordinator.poll()
                 coordinator.drain(0 if stopped else 5)
                 coordinator.console.clear()
-                events.tell("stop", farewell(run), step=run.step)
+                events.emit("stop", farewell(run), step=run.step)
                 if coordinator.page:
                     coordinator.page.farewell()
         return coordinator.summary()

@@ -118,7 +118,7 @@ class Collector:
             return
         self._end()
         if not upload.remembered:
-            self.events.tell("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
+            self.events.emit("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
         self._kept(upload)
 
     def _refuse(self, why):

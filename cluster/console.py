@@ -26,7 +26,7 @@ class Printer:
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None):
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = 0, "", 0.0     # progress line: its columns, its text, when it may change
@@ -110,7 +110,7 @@ class Console(Printer):
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         """Takes an event. line: what is printed of it, None for nothing."""
         kind = event["event"]
         if kind == "start":
@@ -224,8 +224,9 @@ class Lossy:
 
     def write(self, text):
         if self.file is None:
-            self.stream.write(text)
-            self.stream.flush()
+            with contextlib.suppress(OSError):
+                self.stream.write(text)
+                self.stream.flush()
             return
         self._drain()
         if len(self.waiting) > self.MOST:

@@ -34,7 +34,7 @@ class WatchError(EggError):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 class Events:
-    """Passes every event to every sink: sink.tell(event, line). event: a dict with time (Unix, seconds), event (its
+    """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
     kind) and the fields of that kind; line: a line of text for the console, or None.
 
     run: a cluster.history.Run; directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a
@@ -58,17 +58,17 @@ class Events:
         except WatchError:
             self.close()
             raise
-        self.tell("start", step=run.step, directory=None if run.directory is None else str(run.directory),
+        self.emit("start", step=run.step, directory=None if run.directory is None else str(run.directory),
                   config=cfg.constants())
 
     def _open(self, kind, *arguments):
         self.files.append(kind(*arguments))
         self.sinks.append(self.files[-1])
 
-    def tell(self, kind, line=None, /, **fields):
+    def emit(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
         for sink in self.sinks:
-            sink.tell(event, line)
+            sink.emit(event, line)
 
     def allows(self, host):
         """Whether the peers at this host may cause an event now; if so it is counted. They must not fill the disk."""
@@ -88,18 +88,18 @@ class Events:
     def about(self, host, kind, line=None, /, **fields):
         """An event that a peer at this host has caused; left out where it may cause none now."""
         if self.allows(host):
-            self.tell(kind, line, **fields)
+            self.emit(kind, line, **fields)
 
     def warn(self, line):
-        self.tell("warning", line, text=line)
+        self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
         if found := SAMPLE.fullmatch(text):
             prompt, sample = (x.replace("\u23ce", "\n") for x in found.groups()[1:])
-            self.tell("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
+            self.emit("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
         else:
-            self.tell("message", line, worker=worker, text=text)
+            self.emit("message", line, worker=worker, text=text)
 
     def close(self):
         for file in self.files:
@@ -110,7 +110,7 @@ class Events:
 
     def __exit__(self, kind, error, _):
         if kind is not None and issubclass(kind, Exception):
-            self.tell("error", text=str(error))      # no line: egg.py prints the error
+            self.emit("error", text=str(error))      # no line: egg.py prints the error
         self.close()
 
 
@@ -180,7 +180,7 @@ class Lines:
 class JsonLog(Lines):
     """One JSON object per line."""
 
-    def tell(self, event, _):
+    def emit(self, event, _):
         self.add(json.dumps(event))
 
 
@@ -198,7 +198,7 @@ class CoordinatorLog(Lines):
         constants = "".join(f"# {name} = {value}\n" for name, value in self._cfg.constants().items())
         return f"# egg, {now}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
 
-    def tell(self, event, _):
+    def emit(self, event, _):
         if event["event"] == "step":
             loss = event["loss"] / self.bits
             self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**{**event, "loss": loss}))
@@ -223,7 +223,7 @@ class TensorBoard:
             why = error.strerror
             raise WatchError(f"--tensorboard {directory}: {why}: give a directory that can be written") from None
 
-    def tell(self, event, _):
+    def emit(self, event, _):
         kind = event["event"]
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"

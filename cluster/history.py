@@ -366,10 +366,7 @@ def configuration(directory):
         if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
             return {}
         raise _no_run(directory)
-    try:
-        return {**_header_of(name).config, **_settings(directory)}
-    except OSError as error:
-        raise HistoryError(f"{name}: {error.strerror}") from None
+    return {**_header_of(name).config, **_settings(directory)}
 
 
 def holds_run(directory):
@@ -597,10 +594,13 @@ class Header(NamedTuple):
 
 
 def _header_of(path):
-    """The Header of a history file. Raises HistoryError, OSError."""
-    with open_file(path) as file:
-        handle = file.fileno()
-        return _read_header(lambda count, at: os.pread(handle, count, at), os.fstat(handle).st_size, path)
+    """The Header of a history file. Raises HistoryError."""
+    try:
+        with open_file(path) as file:
+            handle = file.fileno()
+            return _read_header(lambda count, at: os.pread(handle, count, at), os.fstat(handle).st_size, path)
+    except OSError as error:
+        raise HistoryError(f"{path}: {error.strerror}") from None
 
 
 def _read_header(pread, size, name):

@@ -89,7 +89,7 @@ class Progress:
             return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
-        self.events.tell("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
+        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
                          unit=figure[1])
         return True
 

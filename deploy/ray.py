@@ -105,7 +105,7 @@ class CoordinatorActor:
                 while not (coordinator.finished or self.stopping):
                     coordinator.poll()
                 coordinator.drain(0 if self.stopping else 5)
-            events.tell("stop", egg_net.farewell(run), step=run.step)
+            events.emit("stop", egg_net.farewell(run), step=run.step)
             return coordinator.summary()
 
     def _open(self, cfg, save_dir, load_dir):
@@ -119,7 +119,7 @@ class CoordinatorActor:
                     raise
             time.sleep(0.2)
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         self.calls.append(("tell", event, line))
         if event["event"] in ("step", "validation"):
             for name in self.gauges.keys() & event.keys():
@@ -317,7 +317,7 @@ def follow(actor, finish, workers, wait, stopped, console):
             news, heard = actor.news.remote(), now
             console.progress(status)
         elif now - heard > SILENT_SECONDS:
-            console.progress("the coordinator does not answer: Ray restarts it when its node is there")
+            console.progress("the coordinator does not answer: Ray starts it again when its node is there")
         if stopped and stop_at is None:
             console.line("stopping (once more to stop at once) ...")
             actor.stop.remote()
@@ -332,8 +332,9 @@ def follow(actor, finish, workers, wait, stopped, console):
         if not placed and now - started > 60 * wait:
             raise RayError(f"no free resources for a worker within {wait:g} min: {needs(workers)}: free some, add a "
                            "node, or wait longer with --wait")
-        if not (placed or told) and now - started > SILENT_SECONDS:
-            told = console.line(f"waiting for resources: {needs(workers)}") is None
+        if not placed and not told and now - started > SILENT_SECONDS:
+            console.line(f"waiting for resources: {needs(workers)}")
+            told = True
     with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)

@@ -20,7 +20,7 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NOISY, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
                                 i64, inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
 from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
@@ -111,7 +111,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     for t in range(n):
         for s in range(sequences):
             if tokens[s // members, t] == 0:
-                h[s] = 0
+                for i in range(H):
+                    h[s, i] = 0
             for i in range(H):
                 state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
         product(c, w, U_F, layer, state, sequences, y)
@@ -241,60 +242,57 @@ def logits(c, w, S, noisy, rows, per_member, first, x, z):
             z[r, v] = quotient(z[r, v], d, reciprocal)
 
 
-@njit
+@inner
 def states(c, sequences):
     return np.zeros((c.L, (sequences + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
 
 
 @njit
-def evaluate(c, w, exp, windows, before, S, first_pair, per_group, losses):
-    """Adds the losses of the pairs whose seeds are S, S + 1, ... to int64 [pairs, 2]. windows int32 [pairs, before + T
-    + 1]; `before` tokens make the state with which the window begins, by the unperturbed model, once for the pairs of a
-    group of per_group (pair i of the step is in group i // per_group)."""
-    pairs, T, V = windows.shape[0], windows.shape[1] - 1 - before, c.V
-    state = states(c, 2 * pairs)
+def run_windows(c, w, exp, windows, before, S, noisy, first_pair, per_group, exp64, unit, losses, nats):
+    """Evaluates windows int32 [n, before + T + 1]. noisy: window i is read by the two members of pair seed S + i, whose
+    losses are added to int64 [n, 2]; `before` tokens make the state with which the window begins, by the unperturbed
+    model, once for the pairs of a group of per_group (pair i of the step is in group i // per_group). Else by the
+    unperturbed model from a state of zero, and the cross-entropy of softmax(logits * unit) is added to nats float64
+    [n]; exp64[d] = exp(-d * unit)."""
+    n, T, V, H = windows.shape[0], windows.shape[1] - 1 - before, c.V, c.H
+    members = 2 if noisy else 1
+    state, tokens = states(c, members * n), np.empty((n, T + 1), i32)
     if before:
         first = first_pair // per_group
-        groups = (first_pair + pairs - 1) // per_group - first + 1
+        groups = (first_pair + n - 1) // per_group - first + 1
         some = np.empty((groups, before), i32)
-        for i in range(pairs):
-            some[(first_pair + i) // per_group - first] = windows[i, :before]
+        for i in range(n):
+            for t in range(before):
+                some[(first_pair + i) // per_group - first, t] = windows[i, t]
         theirs = states(c, groups)
-        read(c, w, u32(0), CLEAN, some, before, theirs, np.empty((groups * before, c.H), np.int8))
-        for s in range(2 * pairs):
-            state[:, s] = theirs[:, (first_pair + s // 2) // per_group - first]
-    tokens = windows[:, before:]
-    x = np.empty((2 * pairs * T, c.H), np.int8)
-    read(c, w, S, NOISY, tokens, T, state, x)
+        read(c, w, u32(0), CLEAN, some, before, theirs, np.empty((groups * before, H), np.int8))
+        for layer in range(c.L):
+            for s in range(2 * n):
+                for i in range(H):
+                    state[layer, s, i] = theirs[layer, (first_pair + s // 2) // per_group - first, i]
+    for i in range(n):
+        for t in range(T + 1):
+            tokens[i, t] = windows[i, before + t]
+    x = np.empty((members * n * T, H), np.int8)
+    read(c, w, S, noisy, tokens, T, state, x)
     columns = (V + PANEL - 1) // PANEL * PANEL
     z = np.empty((GROUP, columns), i32)
-    for q in range(pairs):
-        for at in range(0, 2 * T, GROUP):
-            count = min(GROUP, 2 * T - at)
-            logits(c, w, u32(S + q), NOISY, count, T, at, x[q * 2 * T + at:q * 2 * T + at + count], z)
+    units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
+    for q in range(units):
+        for at in range(0, rows, GROUP):
+            count = min(GROUP, rows - at)
+            logits(c, w, u32(S + q), noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
             for r in range(count):
-                top, target = largest(z, r, V), z[r, tokens[q, (at + r) % T + 1]]
-                total = exp_sum(exp, c.short_exp, top, z, r * columns, V)
-                losses[q, (at + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
-
-
-@njit
-def validate(c, w, windows, exp64, unit, nats):
-    """Adds the cross-entropy of softmax(logits * unit), without noise and from a state of zero, to nats float64 [n];
-    windows int32 [n, tokens + 1]; exp64[d] = exp(-d * unit)."""
-    n, T, V = windows.shape[0], windows.shape[1] - 1, c.V
-    x = np.empty((n * T, c.H), np.int8)
-    read(c, w, u32(0), CLEAN, windows, T, states(c, n), x)
-    z = np.empty((GROUP, (V + PANEL - 1) // PANEL * PANEL), i32)
-    for at in range(0, n * T, GROUP):
-        count = min(GROUP, n * T - at)
-        logits(c, w, u32(0), CLEAN, count, i64(1), i64(0), x[at:at + count], z)
-        for r in range(count):
-            i, position = (at + r) // T, (at + r) % T
-            top, q = largest(z, r, V), 0.0
-            for v in range(V):
-                q += exp64[top - z[r, v]]
-            nats[i] += np.log(q) + (top - z[r, windows[i, position + 1]]) * unit
+                i = q if noisy else (at + r) // T
+                top, target = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
+                if noisy:
+                    total = exp_sum(exp, c.short_exp, top, z, r * columns, V)
+                    losses[i, (at + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
+                else:
+                    sum_of = 0.0
+                    for v in range(V):
+                        sum_of += exp64[top - z[r, v]]
+                    nats[i] += np.log(sum_of) + (top - target) * unit
 
 
 @njit
@@ -315,17 +313,19 @@ class Gru:
         self.together = TOGETHER
 
     def evaluate(self, w, windows, seed, first_pair, losses):
+        unused = np.empty(0)
         for at in range(0, len(windows), TOGETHER):
-            evaluate(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS,
-                     np.uint32(seed + first_pair + at & 0xFFFFFFFF),
-                     first_pair + at, self.cfg.GROUP_SIZE // 2, losses[at:at + TOGETHER])
+            run_windows(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS,
+                        np.uint32(seed + first_pair + at & 0xFFFFFFFF), 1, first_pair + at, self.cfg.GROUP_SIZE // 2,
+                        unused, 0.0, losses[at:at + TOGETHER], unused)
 
     def validate(self, w, windows, exp64, unit, nats):
         for at in range(0, len(windows), 2 * TOGETHER):
-            validate(self._constants, w, windows[at:at + 2 * TOGETHER], exp64, unit, nats[at:at + 2 * TOGETHER])
+            run_windows(self._constants, w, self._exp, windows[at:at + 2 * TOGETHER], 0, np.uint32(0), 0, 0, 1, exp64,
+                        unit, np.empty((0, 2), np.int64), nats[at:at + 2 * TOGETHER])
 
     def reader(self, w, total):
-        state = states(self._constants, 1)
+        state = np.zeros((self.cfg.N_LAYERS, ROWS, self.cfg.HIDDEN_DIM), np.int8)
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
 
         def more(tokens):

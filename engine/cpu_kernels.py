@@ -22,7 +22,6 @@ AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIE
 i64 = np.int64
 # the layer of what is in none, a pair's first member, a model without noise
 NO_LAYER = EVEN = CLEAN = i64(0)
-NOISY = i64(1)
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.cpu_kernels import (AT_W, CLEAN, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
-                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed, product, project,
-                                project_down)
+                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed,
+                                product, project, project_down)
 from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
 from model import integer_tables
@@ -253,11 +253,10 @@ def coefficient(c, tb, tokens, sequence, position):
 
 @inner
 def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
-    """out int32 [rows, H]: what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
+    """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
     unit, scale = np.empty(H, i32), np.empty(H, f32)
-    out[:] = 0
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
@@ -390,7 +389,8 @@ def next_logits(c, w, tb, sequence, n, start, keys, values, z):
     x = np.empty((n, c.H), np.uint8)
     hidden(c, w, tb, u32(0), CLEAN, sequence, i64(1), n, start, keys, values, x)
     last, no_ints = np.zeros((ROWS, c.H), np.uint8), np.empty(0, i32)
-    last[0] = x[n - 1]
+    for i in range(c.H):
+        last[0, i] = x[n - 1, i]
     logits(c, w, CLEAN, no_ints, no_ints, np.empty(0, f32), i64(1), i64(0), last, i64(1), z)
 
 

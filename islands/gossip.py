@@ -204,7 +204,7 @@ class Island(Hook):
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
         line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
-        self.events.tell("island", line, name=terms.name, peers=titles)
+        self.events.emit("island", line, name=terms.name, peers=titles)
 
     @property
     def founder(self):
@@ -252,7 +252,7 @@ class Island(Hook):
         try:
             path = os.path.join(self.run.directory, shelf.files[step])
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
-                self.events.tell("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
+                self.events.emit("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
         except OSError as error:
             self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
@@ -285,7 +285,7 @@ class Island(Hook):
                 f"{event['kind']} of the state of {event['peer']}"
             line = (f"island: step {event['step']} begins epoch {event['epoch']}: {what} of step {event['peer_step']}, "
                     f"handed over in {seconds:.2f} s")
-            self.events.tell("merge", line, **event, seconds=round(seconds, 3))
+            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
         return {"name": self.terms.name, "epoch": self.run.start.epoch, "fitness": _rounded(self.fitness.value),
@@ -457,7 +457,7 @@ class Island(Hook):
         if handover.kind == "rejuvenate":
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
                     f"raised (epoch {origin['epoch']}, step {self.run.step})")
-            self.events.tell("rejuvenated", line, **event)
+            self.events.emit("rejuvenated", line, **event)
         else:
             names = "ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder", "peer_step", "kind"
             self.merge_event = {**event, "peer": origin["from"], "since": handover.since,

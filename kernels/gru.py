@@ -20,14 +20,14 @@ from numba import cuda, float32, float64, int16, int32, int64, types, uint32
 
 from kernels import gru_hopper
 from kernels import gru_narrow
-from model import integer_tables
-from model import parameters
+from kernels import products
 from kernels import ptx
 from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
                            vector_function)
-from kernels.products import (CLEAN_EXPS, LOGITS_TYPES, PACK_TYPES, Packing, block_sum, chunk, matrix_vector,
+from kernels.products import (LOGITS_TYPES, PACK_TYPES, Pass, block_sum, chunk, logits_kernel, matrix_vector, ranges,
                               tile_functions, units_in_tile)
 from kernels.rules import build_noise, device, loss_function
+from model import parameters
 
 A16 = types.Array(int16, 1, "C")
 # rows that go through products, sums and norms together: 4 H times as many bytes fit the cache at H = 256
@@ -125,10 +125,10 @@ def _embed_kernel(cfg, nz, noisy):
             for word in range(lane, H // 4, 32):
                 e = packed[plan[p] + (token >> 3) * (2 * H) + (word >> 2) * 32 + (token & 7) * 4 + (word & 3)]
                 i, over = word * 4, plan[p + 4]
-                a, b = (value(byte(e, 0), i, own, own_factor, stream, overlay, over, sign),
-                        value(byte(e, 1), i + 1, own, own_factor, stream, overlay, over, sign))
-                c, d = (value(byte(e, 2), i + 2, own, own_factor, stream, overlay, over, sign),
-                        value(byte(e, 3), i + 3, own, own_factor, stream, overlay, over, sign))
+                a = value(byte(e, 0), i, own, own_factor, stream, overlay, over, sign)
+                b = value(byte(e, 1), i + 1, own, own_factor, stream, overlay, over, sign)
+                c = value(byte(e, 2), i + 2, own, own_factor, stream, overlay, over, sign)
+                d = value(byte(e, 3), i + 3, own, own_factor, stream, overlay, over, sign)
                 x[(unit * (2 * n) + here) * (H // 4) + word] = pack4(a, b, c, d)
     return embed
 
@@ -480,8 +480,7 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
 
     @cuda.jit(launch_bounds=256)
     def recur(call, plan, weights, packed, overlay, tokens, width, skip, n, sequences, count, job, offset, gates,
-              candidates, x, states,
-              per_group, begin, keep):
+              candidates, x, states, per_group, begin, keep):
         bytes_, words = cuda.shared.array(0, types.int8), cuda.shared.array(0, int32)
         sb = cuda.shared.array(ROWS, int32)
         t, first, p = cuda.threadIdx.x, cuda.blockIdx.x * ROWS, call * PLAN
@@ -534,11 +533,6 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                     if TILES > 1:
                         gate(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
                              position, lane)
-                    if TILES > 2:
-                        gate(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
-                             position, lane)
-                        gate(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n,
-                             position, lane)
             cuda.syncthreads()
             if noisy:
                 sums(words, bytes_, PAST, 3, uint32(seed + uint32(plan[p + 15])), overlay, plan[p + 17], sb, t)
@@ -552,11 +546,6 @@ def _recur_kernel(cfg, nz, noisy, rows_a_block):
                             sequences, n, position, lane)
                     if TILES > 1:
                         advance(acc, 1, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
-                                sequences, n, position, lane)
-                    if TILES > 2:
-                        advance(acc, 2, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
-                                sequences, n, position, lane)
-                        advance(acc, 3, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
                                 sequences, n, position, lane)
             cuda.syncthreads()
         if keep:
@@ -645,27 +634,6 @@ def _token_kernel(cfg):
     return token
 
 
-def logits_kernel(cfg):
-    """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
-    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    divide = divide_function(parameters.divisor(cfg, H))
-
-    @cuda.jit(launch_bounds=256)
-    def logits(at_packed, packed, n, z):
-        t = cuda.threadIdx.x
-        lane, block = t & 31, cuda.blockIdx.x * 8 + (t >> 5)
-        col = block * 8 + (lane >> 2)
-        if block * 8 < V:
-            s = int32(0)
-            for piece in range(H // 16):
-                s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
-            s = quad_sum(s)
-            if (lane & 3) == 0 and col < V:
-                z[col] = divide(s)
-
-    return logits
-
-
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
 GATHER_TYPES = (A32, int64, int64, int64, int64, int64, AU32, int64, A32)
@@ -680,23 +648,23 @@ RECUR_TYPES = (int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, 
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, A8, A8)
 
 
-class _Plan:
-    """The calls of a forward pass; each is a row of run-time constants."""
+class _Plan(products.Plan):
+    """The calls of a forward pass."""
 
     def __init__(self, cfg, packing):
-        self._tensors, self._packing, self._rows = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, packing, []
+        super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        self.embed = self._add(self._at("embedding", 0), e.seed_a, e.seed_b, e.overlay_a, e.overlay_b)
+        self.embed = self._add([packing.at["embedding", 0] // 4, e.seed_a, e.seed_b, e.overlay_a, e.overlay_b])
         self.layers = []
         for layer in range(cfg.N_LAYERS):
-            u_f, u_h, w_down = (self._tensors[name, layer] for name in ("u_f", "u_h", "w_down"))
+            u_f, u_h = self._tensors["u_f", layer], self._tensors["u_h", layer]
             self.layers.append(SimpleNamespace(
                 norm_1=self._normed("ln_1", layer, "w_f", "w_h"), norm_2=self._normed("ln_2", layer, "w_up"),
                 gates=self._products(layer, "ln_1", "w_f", "w_h"), inner=self._products(layer, "ln_2", "w_up"),
-                down=self._products(layer, "ln_2", "w_down"), sums=self._add(w_down.seed_b, w_down.overlay_b),
-                recur=self._add(*self._vector("b_f", layer), *self._vector("b_h", layer), *self._matrix("u_f", layer),
-                                u_f.seed_b,
-                                *self._matrix("u_h", layer), u_h.seed_b, u_f.overlay_b, u_h.overlay_b)))
+                down=self._products(layer, "ln_2", "w_down"), sums=self._add(self._input("w_down", layer)),
+                recur=self._add(self._vector("b_f", layer) + self._vector("b_h", layer)
+                                + self._matrix("u_f", layer) + [u_f.seed_b] + self._matrix("u_h", layer) + [u_h.seed_b]
+                                + [u_f.overlay_b, u_h.overlay_b])))
         self.norm_f, self.head = self._normed("ln_f", 0, "head"), self._products(0, "ln_f", "head")
 
     def token_calls(self):
@@ -706,51 +674,26 @@ class _Plan:
             calls += [layer.gates, layer.recur, layer.inner, layer.down]
         return np.array(calls + [self.head], np.int32)
 
-    def table(self):
-        return np.array(self._rows, np.int64).astype(np.int32).ravel()
-
-    def _add(self, *entries):
-        self._rows.append([*entries] + [0] * (PLAN - len(entries)))
-        return len(self._rows) - 1
-
-    def _at(self, name, layer):
-        return self._packing.at[name, layer] // 4
-
-    def _vector(self, name, layer):
-        t = self._tensors[name, layer]
-        return t.weights, t.seed_a, t.seed_b, t.overlay_a
-
-    def _matrix(self, name, layer):
-        t = self._tensors[name, layer]
-        return self._at(name, layer), t.seed_a, t.overlay_a
-
     def _normed(self, ln, layer, *streams):
-        inputs = [self._tensors[name, layer] for name in streams]
-        return self._add(*self._vector(ln, layer), *(entry for t in inputs for entry in (t.seed_b, t.overlay_b)))
+        return self._add(sum((self._input(name, layer) for name in streams), self._vector(ln, layer)))
 
     def _products(self, layer, ln, *names):
-        entries = [entry for name in names for entry in (*self._matrix(name, layer), 0)]
-        return self._add(*entries, *[0] * (16 - len(entries)), self._tensors[ln, layer].weights)
+        entries = sum((self._matrix(name, layer) + [0] for name in names), [])
+        return self._add(entries + [0] * (16 - len(entries)) + [self._tensors[ln, layer].weights])
 
 
-class _Pass:
+class _Pass(Pass):
     """The forward pass with or without noise: its kernels and their launches."""
 
     def __init__(self, cfg, noisy, shared_limit, silent=False):
-        # nothing beyond the common packing
-        self.cfg, self.noisy, self.kernels, self.packers, self.packed_bytes = cfg, noisy, [], [], 0
-        nz, losses = build_noise(cfg, silent), A64 if noisy else AF64
+        super().__init__(cfg)
+        self.noisy, self.packers, self.packed_bytes = noisy, [], 0       # nothing beyond the common packing
+        nz, losses, add = build_noise(cfg, silent), A64 if noisy else AF64, self.add
         self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
-
-        def add(made, signature):
-            kernel, shared = made if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((kernel, signature, shared))
-            return kernel, shared
-
         self.embed = add(_embed_kernel(cfg, nz, noisy), EMBED_TYPES + (losses,))
         self.norm_two, self.norm_one = (add(_norm_kernel(cfg, nz, noisy, streams), NORM_TYPES) for streams in (2, 1))
-        self.to_rows, self.to_inner, self.to_down = (add(_product_kernel(cfg, nz, noisy, kind),
-                                                         PRODUCT_TYPES) for kind in ("rows", "inner", "down"))
+        self.to_rows, self.to_inner, self.to_down = (add(_product_kernel(cfg, nz, noisy, kind), PRODUCT_TYPES)
+                                                     for kind in ("rows", "inner", "down"))
         if noisy:
             self.sums = add(_inner_sums_kernel(cfg, nz), SUMS_TYPES)
         self.recur = add(_recur_kernel(cfg, nz, noisy, self.state_rows), RECUR_TYPES)
@@ -766,18 +709,12 @@ class _Pass:
         H, V = self.cfg.HIDDEN_DIM, self.cfg.VOCAB_SIZE
         rows, some = units * 2 * n, max(1, min(units, SLICE // (2 * n)))
         padded = blocks(some * 2 * n, TILE) * TILE
-        sizes = dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H,
-                     u=max(padded * 4 * H, some * 2 * n * blocks(V, TILE) * TILE),
-                     sb=8 * padded)
-        out, end = {}, 0
-        for name, size in sizes.items():
-            out[name] = (end, end + size)
-            end = aligned(end + size)
+        out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H,
+                               u=max(padded * 4 * H, some * 2 * n * blocks(V, TILE) * TILE), sb=8 * padded))
         return out, some, padded, end
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states,
-               per_group, begin, keep, losses):
+               scratch, states, per_group, begin, keep, losses):
         """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (without noise of two rows each).
         losses None: no head. states int8 [L, streams, H]: see _recur_kernel; per_group is then that of the noisy
         pass."""
@@ -844,15 +781,12 @@ class _Pass:
                 losses[2 * first if self.noisy else first * rows_a_unit:])
 
 
-class Forward:
+class Forward(products.Forward):
     """What the CUDA engine uses: see the top of egg_kernels."""
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
-        self.cfg = cfg
-        self._packing = Packing(cfg)
+        super().__init__(cfg, cc)
         self._plan = _Plan(cfg, self._packing)
-        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
-            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
         if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
         elif gru_narrow.fits(cfg, cc, shared_limit):
@@ -860,8 +794,9 @@ class Forward:
         else:
             self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
-        self._token, self._logits, self._gather = _token_kernel(cfg), logits_kernel(cfg), _gather_kernel()
-        self.packed_bytes, self.token_scratch_bytes = self._noisy.packed_bytes or self._packing.bytes, cfg.HIDDEN_DIM
+        self._token, self._gather = _token_kernel(cfg), _gather_kernel()
+        self._logits = logits_kernel(cfg, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
+        self.packed_bytes = self._noisy.packed_bytes or self._packing.bytes
         states = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
         self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)] + self._noisy.packers,
                         "step": self._noisy.kernels + states,
@@ -869,15 +804,8 @@ class Forward:
                         "generate": [(self._token, TOKEN_TYPES, 5 * cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]}
 
     def tables(self):
-        cfg = self.cfg
-        exps = integer_tables.exp_table(cfg)
-        clean = np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE)
-        self._tables = SimpleNamespace(
-            plan=cuda.to_device(self._plan.table()), calls=cuda.to_device(self._plan.token_calls()),
-            exps=cuda.to_device(exps[np.minimum(np.arange(256), exps.size - 1)]), clean_exps=cuda.to_device(clean),
-            no_job=cuda.to_device(np.zeros(2, np.uint32)), no_floats=cuda.to_device(np.zeros(1)),
-            no_ints=cuda.to_device(np.zeros(1, np.int64)),
-            no_states=cuda.to_device(np.zeros(cfg.N_LAYERS, np.int8)))
+        super().tables(no_job=np.zeros(2, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),
+                       no_states=np.zeros(self.cfg.N_LAYERS, np.int8))
 
     def _parts(self, pairs):
         """(streams that make states, bytes of: their tokens, their states, the scratch of both passes)."""
@@ -886,19 +814,14 @@ class Forward:
         scratch = self._noisy.layout(pairs, cfg.SEQ_LEN)[-1]
         if streams:
             scratch = max(scratch, self._clean.layout(blocks(streams, 2), cfg.STATE_TOKENS)[-1])
-        return streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(2 * blocks(streams,
-                                                                                    2) * cfg.N_LAYERS
-                                                                                    * cfg.HIDDEN_DIM), scratch
+        return streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(2 * blocks(streams, 2) * cfg.N_LAYERS
+                                                                         * cfg.HIDDEN_DIM), scratch
 
     def scratch_bytes(self, pairs):
         return sum(self._parts(pairs)[1:]) if pairs else 0
 
     def clean_scratch_bytes(self, windows, length):
         return self._clean.layout(blocks(windows, 2), length)[-1] if windows else 0
-
-    def pack(self, stream, weights, packed):
-        self._packing.launch(stream, weights, packed)
-        self._noisy.launch_pack(stream, weights, packed)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
@@ -912,8 +835,7 @@ class Forward:
             self._gather[blocks(streams * before, 256), 256, stream](windows, width, before, pairs, per_group, streams,
                                                                      job, offset, tokens)
             self._clean.launch(stream, self._plan, tables, weights, packed, overlay, tokens, before, 0, before, streams,
-                               job, offset, units,
-                               work, states, per_group, 0, 1, None)
+                               job, offset, units, work, states, per_group, 0, 1, None)
         self._noisy.launch(stream, self._plan, tables, weights, packed, overlay, windows, width, before, cfg.SEQ_LEN,
                            pairs, job, offset, pairs,
                            work, states if streams else tables.no_states, per_group, int(streams > 0), 0, losses)

@@ -10,19 +10,14 @@ from types import SimpleNamespace
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, begin_with, input_bytes, unrolled
+from kernels.gru_parts import OFFSET, STAGE, begin_with, columns, input_bytes, unrolled
 from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, quad_max, quad_sum
 from kernels.rules import device, loss_function
 
-STAGE, STAGES = 64, 3                       # columns of a stage; stages of the ring
+STAGES = 3                                  # of the ring
 # of the table of exponentials; the last is 0, for columns beyond the vocabulary
 ENTRIES = 256
 TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
-
-
-def columns(cfg):
-    """Columns of the packed matrix: those beyond the vocabulary are zeros."""
-    return blocks(cfg.VOCAB_SIZE, STAGE) * STAGE
 
 
 def size_of(cfg, limit):
@@ -93,10 +88,10 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         d = int32(most - ptx.bytes4(y, z))
         if RAGGED and c + 4 > V:
             d = int32(d | int32(int32(-1) << int32(8 * max(V - c, 0)))) if V > c else int32(-1)
-        a, b = (ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4440) * int32(128)) + exps)),
-                ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4441) * int32(128)) + exps)))
-        c, d = (ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4442) * int32(128)) + exps)),
-                ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4443) * int32(128)) + exps)))
+        a = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4440) * int32(128)) + exps))
+        b = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4441) * int32(128)) + exps))
+        c = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4442) * int32(128)) + exps))
+        d = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4443) * int32(128)) + exps))
         return int32(int32(a + b) + int32(c + d))
 
     @device
@@ -191,14 +186,13 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             fetch(base, packed, at, 1, t)
             for i in range(lane, H, 32):
                 fill_norm(words, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
-                                                                                                + 5] + i]
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
             enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit,
-                      position0, table, q, row_x, n,
-                      s, top, total, target)
+                      position0, table, q, row_x, n, s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()
                 cuda.syncthreads()

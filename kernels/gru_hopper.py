@@ -335,8 +335,7 @@ def _recur_kernel(cfg, nz):
     def spread(word):
         """Four bytes of noise as quotients() wants them."""
         return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)),
-                int32(byte(word, 2) << int32(8 - N)),
-                int32(byte(word, 3) << int32(8 - N)))
+                int32(byte(word, 2) << int32(8 - N)), int32(byte(word, 3) << int32(8 - N)))
 
     @device
     def store_sums(sums, row, group, s0, s1, q):
@@ -689,22 +688,14 @@ WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, 
               A32, A64)
 RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
-# in this order: what a kernel uses lies together
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
 
 
-class Hopper:
+class Hopper(gru_parts.RowsPass):
     """The noisy forward pass; the interface is that of kernels.gru._Pass."""
 
     def __init__(self, cfg, packing, silent):
-        self.cfg, self.kernels = cfg, []
-        nz = build_noise(cfg, silent)
-
-        def add(made, signature):
-            kernel, shared = made if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((kernel, signature, shared))
-            return kernel, shared
-
+        super().__init__(cfg, packing, 128, PAIRS)
+        nz, add = build_noise(cfg, silent), self.add
         self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
         self.gates = add(_wide_kernel(cfg, nz, False), WIDE_TYPES)
         # 256 logits stay in registers
@@ -714,29 +705,9 @@ class Hopper:
         else:
             self.head = add(_wide_kernel(cfg, nz, True), WIDE_TYPES)
         self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
-        self.pack = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES)
-        self.packers, self.at, self.copies, end = [self.kernels[-1]], {}, [], packing.bytes
-        for t in sorted((t for t in parameters.tensors(cfg) if t.name in MATRICES),
-                        key=lambda t: (t.layer, MATRICES.index(t.name))):
-            self.at[t.name, t.layer] = end // 4
-            padded = gru_head.columns(cfg) if t.name == "head" else t.cols
-            self.copies.append((t.weights // 4, end // 4, 128 if t.name == "w_down" else H, t.cols, padded,
-                                t.rows * padded // 4))
-            end += t.rows * padded
-        self.packed_bytes = end
-
-    def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
-        size = blocks(units, PAIRS) * PAIRS * 2 * n * H
-        return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
-
-    def launch_pack(self, stream, weights, packed):
-        for copy in self.copies:
-            self.pack[0][blocks(copy[5], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states,
-               per_group, begin, keep, losses):
+               scratch, states, per_group, begin, keep, losses):
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
         packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n,
                                                                   ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
@@ -758,10 +729,9 @@ class Hopper:
             kernel, shared = self.recur
             part = states.size // self.cfg.N_LAYERS
             mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
-            kernel[blocks(units, PAIRS), 512, stream, shared](
-                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, units, job,
-                offset, gates, candidates,
-                x, mine, per_group, begin)
+            kernel[blocks(units, PAIRS), 512, stream, shared](layer.recur, self.at["u_f", i], tables.plan, weights,
+                                                              packed, overlay, tokens, width, skip, units, job, offset,
+                                                              gates, candidates, x, mine, per_group, begin)
             over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
         if self.stream is None:
             return wide(self.head, plan.norm_f, plan.head, "head", 0)

@@ -74,12 +74,11 @@ def _sizes(cfg, limit):
     H, V = cfg.HIDDEN_DIM, blocks(cfg.VOCAB_SIZE, 32) * 32
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
     # weights, tables of a warp, what all warps share, most warps (for their registers)
-    plans = dict(
-        gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
-        recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
-        mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
-             16 if H <= 64 else 12 if H <= 128 else 8),
-        head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
+    plans = dict(gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
+                 recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
+                 mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
+                      16 if H <= 64 else 12 if H <= 128 else 8),
+                 head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
     if cfg.VOCAB_SIZE > LARGEST_V:
         del plans["head"]
     out = {}
@@ -156,8 +155,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
-                             skip, job, offset, units, x, f_out,
-                             h_out, losses):
+                             skip, job, offset, units, x, f_out, h_out, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -274,8 +272,8 @@ def _recur_kernel(cfg, nz, cc, size):
     def gate(acc, b, i, table, lane, s0, s1, old, h, f, past):
         """f and the gated state of 16 columns."""
         k = 2 * b + i
-        n, bias = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_F + k
-                                                                                                     * 512 + lane * 16))
+        n = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16))
+        bias = ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
         for m in range(2):
             y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
             word = old[2 * k + m]
@@ -289,8 +287,8 @@ def _recur_kernel(cfg, nz, cc, size):
     def advance(acc, b, i, table, lane, s0, s1, old, h, f, x):
         """The new state and x of 16 columns."""
         k = 2 * b + i
-        n, bias = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16)), ptx.load_shared4(int32(table + BIAS_H + k
-                                                                                                     * 512 + lane * 16))
+        n = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16))
+        bias = ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
         for m in range(2):
             y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
             word, j = old[2 * k + m], 2 * k + m
@@ -350,8 +348,8 @@ def _recur_kernel(cfg, nz, cc, size):
                 k, e = i >> 2, i & 3
                 c = k * 16 + q * 4 + e
                 for which in range(2):
-                    stream, entry = uint32(seed + uint32(plan[p + 9 + 4 * which])), overlay[plan[p + 10 + 4
-                                                                                                 * which] + c]
+                    stream = uint32(seed + uint32(plan[p + 9 + 4 * which]))
+                    entry = overlay[plan[p + 10 + 4 * which] + c]
                     words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry,
                                                                                          stream, c)
                     stream, entry = uint32(seed + uint32(plan[p + 11 + 4 * which])), overlay[plan[p + 16 + which] + c]
@@ -377,16 +375,16 @@ def _recur_kernel(cfg, nz, cc, size):
                 following = tokens[at_token + position + 1]
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
-                    s0, s1 = add(h[2 * k], int32(table + AT_B), k, lane, s0), add(h[2 * k + 1], int32(table + AT_B), k,
-                                                                                  lane, s1)
+                    s0 = add(h[2 * k], int32(table + AT_B), k, lane, s0)
+                    s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 gate_all(acc, h, at_weights, start, table, lane, s0, s1, old, f, past)
                 load(old, candidates, at_row, q)
                 load(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
-                    s0, s1 = (add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0),
-                              add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1))
+                    s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
+                    s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
                 advance_all(acc, past, at_weights, start, table, lane, s0, s1, old, h, f, both_x)
                 for m in range(2):
@@ -414,9 +412,8 @@ def _mlp_kernel(cfg, nz, cc, size):
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
     (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
                                                                                                              INNER, 4)
-    up_q, down_q = gru_parts.quotient_functions(cfg, nz, cc, H,
-                                                lowest=0 if cfg.MLP_RELU else
-                                                -127), gru_parts.quotient_functions(cfg, nz, cc, INNER)
+    up_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    down_q = gru_parts.quotient_functions(cfg, nz, cc, INNER)
     up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
     down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
@@ -450,8 +447,8 @@ def _mlp_kernel(cfg, nz, cc, size):
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
         bring(base, packed, at, WEIGHTS, t)
-        at_weights, at_down = origin(base, packed, at, t), origin_down(int32(base + INNER * H), packed,
-                                                                       at + INNER * H // 4, t)
+        at_weights = origin(base, packed, at, t)
+        at_down = origin_down(int32(base + INNER * H), packed, at + INNER * H // 4, t)
         cuda.syncthreads()
         table = int32(base + mine)
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
@@ -461,18 +458,18 @@ def _mlp_kernel(cfg, nz, cc, size):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, INNER, 32):
-                stream, entry = uint32(seed + uint32(plan[call_inner * PLAN + 1])), overlay[plan[call_inner * PLAN
-                                                                                                 + 2] + i]
+                stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
+                entry = overlay[plan[call_inner * PLAN + 2] + i]
                 words[mine // 4 + i] = up_word(noise(stream, i), entry, stream, i)
                 stream, entry = uint32(seed + uint32(plan[call_sums * PLAN])), overlay[plan[call_sums * PLAN + 1] + i]
                 fill_inner(words, bytes_, mine + AT_INNER, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             for i in range(lane, H, 32):
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
-                                                                                                + 5] + i]
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
-                stream, entry = uint32(seed + uint32(plan[call_down * PLAN + 1])), overlay[plan[call_down * PLAN
-                                                                                                + 2] + i]
+                stream = uint32(seed + uint32(plan[call_down * PLAN + 1]))
+                entry = overlay[plan[call_down * PLAN + 2] + i]
                 words[(mine + AT_DOWN) // 4 + i] = down_word(noise(stream, i), entry, stream, i)
             cuda.syncwarp()
             for first in range(0, T, 8):
@@ -589,8 +586,8 @@ def _head_kernel(cfg, nz, cc, size):
                 words[mine // 4 + i] = word
             for i in range(lane, H, 32):
                 fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream, entry = uint32(seed + uint32(plan[call_norm * PLAN + 4])), overlay[plan[call_norm * PLAN
-                                                                                                + 5] + i]
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
@@ -619,10 +616,8 @@ def _head_kernel(cfg, nz, cc, size):
                 total0, total1 = int32(0), int32(0)
                 for b in range(VB):
                     a = ptx.load_shared4(int32(at_z + b * 512))
-                    total0, total1 = weigh(a[2], most0, at_exps,
-                                           weigh(a[0], most0, at_exps, total0)), weigh(a[3], most1, at_exps,
-                                                                                       weigh(a[1], most1, at_exps,
-                                                                                             total1))
+                    total0 = weigh(a[2], most0, at_exps, weigh(a[0], most0, at_exps, total0))
+                    total1 = weigh(a[3], most1, at_exps, weigh(a[1], most1, at_exps, total1))
                 total0, total1 = quad_sum(total0), quad_sum(total1)
                 if (q >> 1) == ((first >> 3) & 1):
                     total, top = (total1, top1) if member else (total0, top0)
@@ -667,22 +662,19 @@ RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, i
 MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32)
 HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
 PACK_ROWS_TYPES = (A32, A32, int64, int64, int64, int64)
-# in this order: what a kernel uses lies together
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
 
 
-class Narrow:
+class Narrow(gru_parts.RowsPass):
     """The noisy forward pass; the interface is that of kernels.gru._Pass."""
 
     def __init__(self, cfg, cc, shared_limit, packing, silent):
-        self.cfg, self.kernels = cfg, []
-        nz, self.sizes, H = build_noise(cfg, silent), _sizes(cfg, shared_limit), cfg.HIDDEN_DIM
-
-        def add(made, signature):
-            kernel, shared = made if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((kernel, signature, shared))
-            return kernel, shared
-
+        super().__init__(cfg, packing, 32, 8)
+        nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, shared_limit), self.add
+        self.pack_rows = add(_pack_rows_kernel(), PACK_ROWS_TYPES)
+        self.packers = self.kernels[:]
+        embedding = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
+        self.rows_at, self.packed_bytes = self.packed_bytes // 4, self.packed_bytes + embedding.size
+        self.rows_copy = (embedding.weights // 4, self.rows_at, cfg.HIDDEN_DIM // 4, cfg.VOCAB_SIZE)
         firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
         self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first), GATES_TYPES) for first in firsts]
         self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]), RECUR_TYPES)
@@ -691,36 +683,14 @@ class Narrow:
             self.head = add(gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)), gru_head.TYPES)
         else:
             self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
-        self.pack, self.pack_rows = add(gru_parts.pack_kernel(), gru_parts.PACK_TYPES), add(_pack_rows_kernel(),
-                                                                                            PACK_ROWS_TYPES)
-        self.packers, self.at, self.copies, end = self.kernels[-2:], {}, [], packing.bytes
-        tensors = parameters.tensors(cfg)
-        for t in sorted((t for t in tensors if t.name in MATRICES), key=lambda t: (t.layer, MATRICES.index(t.name))):
-            padded = gru_head.columns(cfg) if t.name == "head" else t.cols
-            self.at[t.name, t.layer] = end // 4
-            self.copies.append((t.weights // 4, end // 4, 32 if t.name == "w_down" else H, t.cols, padded,
-                                t.rows * padded // 4))
-            end += t.rows * padded
-        embedding = next(t for t in tensors if t.name == "embedding")
-        self.rows_at = end // 4
-        self.rows_copy = (embedding.weights // 4, self.rows_at, H // 4, cfg.VOCAB_SIZE)
-        self.packed_bytes = end + embedding.size
-
-    def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
-        size = blocks(units, 8) * 16 * n * self.cfg.HIDDEN_DIM
-        return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
 
     def launch_pack(self, stream, weights, packed):
-        weights, packed = weights.view(np.int32), packed.view(np.int32)
-        for copy in self.copies:
-            self.pack[0][blocks(copy[5], 256), 256, stream](weights, packed, *copy)
-        self.pack_rows[0][blocks(self.rows_copy[2] * self.rows_copy[3], 256), 256, stream](weights, packed,
-                                                                                           *self.rows_copy)
+        super().launch_pack(stream, weights, packed)
+        self.pack_rows[0][blocks(self.rows_copy[2] * self.rows_copy[3], 256), 256, stream](
+            weights.view(np.int32), packed.view(np.int32), *self.rows_copy)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states,
-               per_group, begin, keep, losses):
+               scratch, states, per_group, begin, keep, losses):
         cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
         x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
         packed = packed.view(np.int32)
@@ -737,12 +707,9 @@ class Narrow:
             part = states.size // cfg.N_LAYERS
             mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
             run(self.recur, "recur", blocks(units, 8), layer.recur, self.at["u_f", i], tables.plan, weights, packed,
-                overlay, tokens, width, skip, units,
-                job, offset, gates, candidates, x, mine, per_group, begin)
+                overlay, tokens, width, skip, units, job, offset, gates, candidates, x, mine, per_group, begin)
             run(self.mlp, "mlp", units, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i],
-                tables.plan, weights, packed, overlay,
-                job, offset, units, x)
+                tables.plan, weights, packed, overlay, job, offset, units, x)
         tasks = units * gru_head.tasks(cfg, self.sizes["head"]) if cfg.VOCAB_SIZE > LARGEST_V else units
         run(self.head, "head", tasks, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay,
-            tokens, width, skip, job,
-            offset, units, tables.exps, x, losses)
+            tokens, width, skip, job, offset, units, tables.exps, x, losses)

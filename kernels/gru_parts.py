@@ -19,7 +19,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import A32, byte, clip, quad_sum, vector_function
+from kernels.parts import A32, blocks, byte, clip, quad_sum, vector_function
+from kernels.products import Pass
 from kernels.rules import device
 from model import parameters
 
@@ -74,16 +75,16 @@ def clip_functions(cc, within):
             if native:
                 @device
                 def clipped(a, b, c, d):
-                    y, z = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b),
-                                            first), ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
+                    y = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first)
+                    z = ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
                     return max2(min2(y, HIGH2), LOW2), max2(min2(z, HIGH2), LOW2)
             else:
                 @device
                 def clipped(a, b, c, d):
-                    a, b = ptx.maximum(ptx.minimum(a, float32(HIGH)),
-                                       float32(LOW)), ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
-                    c, d = ptx.maximum(ptx.minimum(c, float32(HIGH)),
-                                       float32(LOW)), ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
+                    a = ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW))
+                    b = ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
+                    c = ptx.maximum(ptx.minimum(c, float32(HIGH)), float32(LOW))
+                    d = ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
                     return (ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first),
                             ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second))
             return clipped
@@ -212,8 +213,8 @@ def norm_functions(cfg, nz, cc, streams):
         even, odd = vector(weights, overlay, plan, p, seed, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
-        words[at // 4 + 2 * H + i], words[at // 4 + 3 * H + i] = (ptx.float_bits(float32(a * float32(-(MAGIC + 128)))),
-                                                                ptx.float_bits(float32(b * float32(-(MAGIC + 128)))))
+        words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
+        words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
 
     @device
     def part(x, n, first, m, k, address, q, reciprocal):
@@ -296,6 +297,45 @@ def begin_with(start, value):
     zero = int32(cuda.gridDim.z - 1)
     for i in range(4):
         start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
+
+
+# --- the frame of a pass ----------------------------------------------------------------------------------------------
+
+# in this order: what a kernel uses lies together
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
+STAGE = 64                                  # columns of a stage of kernels.gru_head
+
+
+def columns(cfg):
+    """Columns of the packed head: those beyond the vocabulary are zeros."""
+    return blocks(cfg.VOCAB_SIZE, STAGE) * STAGE
+
+
+class RowsPass(Pass):
+    """A noisy forward pass that keeps rows in registers. Its matrices are packed after those of the common packing:
+    w_down in pieces of `depth` inputs. `together`: so many pairs a block of the recurrence has."""
+
+    def __init__(self, cfg, packing, depth, together):
+        super().__init__(cfg)
+        self.together, self.at, self.copies, end = together, {}, [], packing.bytes
+        tensors = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
+        for t in sorted(tensors, key=lambda t: (t.layer, MATRICES.index(t.name))):
+            padded, width = columns(cfg) if t.name == "head" else t.cols, depth if t.name == "w_down" else t.rows
+            self.at[t.name, t.layer] = end // 4
+            self.copies.append((t.weights // 4, end // 4, width, t.cols, padded, t.rows * padded // 4))
+            end += t.rows * padded
+        self.packed_bytes = end
+        self.pack = self.add(pack_kernel(), PACK_TYPES)
+        self.packers = self.kernels[:]
+
+    def layout(self, units, n):
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
+        size = blocks(units, self.together) * self.together * 2 * n * self.cfg.HIDDEN_DIM
+        return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
+
+    def launch_pack(self, stream, weights, packed):
+        for copy in self.copies:
+            self.pack[0][blocks(copy[5], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
 
 
 def pack_kernel():

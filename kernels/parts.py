@@ -151,12 +151,8 @@ def vector_function(cfg, nz, noisy):
         if not noisy:
             return w, w
         first = uint32(seed + uint32(plan[at + 1]))
-        p = scaled(int32(noise(first,
-    i) * noise(uint32(seed + uint32(plan[at + 2])),
-    i)),
-    overlay[plan[at + 3] + i],
-    first,
-     i)
+        p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i],
+                   first, i)
         return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
     return vector
 

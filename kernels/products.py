@@ -1,12 +1,15 @@
-"""What validation and single-token generation of both models share: products of the packed matrices on tensor cores
-(mma.sync, every card) and by dp4a, and the packing."""
+"""What both models share: on the device products of the packed matrices for validation and single-token generation
+(mma.sync, every card, and dp4a), on the host the packing, the plan, and the frame of a forward pass."""
+
+from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, int32, int64
 
 from kernels import ptx
-from kernels.parts import A32, TILE, blocks, quad_sum
+from kernels.parts import A32, PLAN, TILE, aligned, blocks, quad_sum
 from kernels.rules import device
+from model import integer_tables
 from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
@@ -114,9 +117,10 @@ def block_sum(x, part, t):
     return ptx.warp_sum(part[t & 31])
 
 
-def logits_kernel(cfg):
-    """logits int32 [V] from n, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
-    H, V, SHIFT = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
+def logits_kernel(cfg, logit):
+    """logits int32 [V] from n, the words of int8 [H]; logit: device function, of a sum. Launch 256 threads a block of
+    64 columns."""
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
 
     @cuda.jit(launch_bounds=256)
     def logits(at_packed, packed, n, z):
@@ -130,7 +134,7 @@ def logits_kernel(cfg):
                 s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
             s = quad_sum(s)
             if (lane & 3) == 0 and col < V:
-                z[col] = int32(s >> int32(SHIFT))
+                z[col] = logit(s)
 
     return logits
 
@@ -153,3 +157,74 @@ class Packing:
         for copy in self.copies:
             self.kernel[blocks(copy[4] * copy[2] // 4, 256), 256, stream](weights.view(np.int32), packed.view(np.int32),
                                                                           *copy)
+
+
+class Plan:
+    """The calls of a forward pass, each a row of run-time constants: PLAN int32. The methods give parts of a row."""
+
+    def __init__(self, cfg, packing):
+        self._tensors, self._packing, self._rows = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, packing, []
+
+    def table(self):
+        return np.array(self._rows, np.int64).astype(np.int32).ravel()
+
+    def _add(self, entries):
+        """Number of the new row."""
+        self._rows.append(entries + [0] * (PLAN - len(entries)))
+        return len(self._rows) - 1
+
+    def _vector(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.weights, t.seed_a, t.seed_b, t.overlay_a]
+
+    def _input(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.seed_b, t.overlay_b]
+
+    def _matrix(self, name, layer):
+        t = self._tensors[name, layer]
+        return [self._packing.at[name, layer] // 4, t.seed_a, t.overlay_a]
+
+
+def ranges(sizes):
+    """({name: (first byte, end)} of arrays of these sizes in scratch memory, bytes of all)."""
+    out, end = {}, 0
+    for name, size in sizes.items():
+        out[name] = (end, end + size)
+        end = aligned(end + size)
+    return out, end
+
+
+class Pass:
+    """A forward pass, with or without noise: its kernels [(dispatcher, signature, dynamic shared bytes)]."""
+
+    def __init__(self, cfg):
+        self.cfg, self.kernels = cfg, []
+
+    def add(self, made, signature):
+        """(dispatcher, dynamic shared bytes, ...) of a kernel, or of what its builder returns."""
+        made = made if isinstance(made, tuple) else (made, 0)
+        self.kernels.append((made[0], signature, made[1]))
+        return made
+
+
+class Forward:
+    """What the CUDA engine uses of both models: see the top of egg_kernels."""
+
+    def __init__(self, cfg, cc):
+        self.cfg, self._packing, self.token_scratch_bytes = cfg, Packing(cfg), cfg.HIDDEN_DIM
+        if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
+            raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+
+    def tables(self, **more):
+        """Uploads the constant tables, `more` among them."""
+        exps = integer_tables.exp_table(self.cfg)
+        clean = np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE)
+        clean[-1] = 0
+        arrays = dict(plan=self._plan.table(), calls=self._plan.token_calls(), clean_exps=clean,
+                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)
+        self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
+
+    def pack(self, stream, weights, packed):
+        self._packing.launch(stream, weights, packed)
+        self._noisy.launch_pack(stream, weights, packed)

@@ -6,51 +6,24 @@ rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [row
 egg_kernels).
 """
 
+import inspect
 from types import SimpleNamespace
 
 from llvmlite import ir
-from numba import types
 from numba.cuda.extending import intrinsic
+from numba.types import UniTuple, float32, int32, int64, void
 
-I32, I64, F32, VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
-
-
-def _asm(text, out, operands, constraints, side_effect=False):
-    return ir.InlineAsm(ir.FunctionType(out, operands), text, constraints, side_effect=side_effect)
-
-
-def _statement(text):
-    """An intrinsic without operands that orders memory or threads."""
-    @intrinsic
-    def emit(ctx):
-        def codegen(context, builder, sig, args):
-            builder.call(_asm(text, VOID, [], "~{memory}", side_effect=True), [])
-            return context.get_dummy_value()
-        return types.void(), codegen
-    return emit
+I32, I64 = ir.IntType(32), ir.IntType(64)
+TYPE = {int32: I32, int64: I64, float32: ir.FloatType(), void: ir.VoidType()}
+LETTER = {int32: "r", int64: "l", float32: "f"}
+POINTER = "pointer"
+VOLATILE, MEMORY = "volatile", "memory"
 
 
-def _operation(text, result, operands, doc, side_effect=False):
-    """An intrinsic on 32- or 64-bit scalars: numba types in, one numba type out. Integer operands are cast by numba."""
-    ll = {types.int32: I32, types.uint32: I32, types.int64: I64, types.float32: F32, types.void: VOID}
-    letter = {types.int32: "r", types.uint32: "r", types.int64: "l", types.float32: "f"}
-    constraints = ([] if result is types.void else ["=" + letter[result]]) + [letter[t] for t in operands]
-    if side_effect:
-        constraints.append("~{memory}")
-
-    def codegen(context, builder, sig, args):
-        r = builder.call(_asm(text, ll[result], [ll[t] for t in operands], ",".join(constraints), side_effect), args)
-        return context.get_dummy_value() if result is types.void else r
-
-    sig = result(*operands)
-    makers = {
-        0: lambda ctx: (sig, codegen), 1: lambda ctx, a: (sig, codegen), 2: lambda ctx, a, b: (sig, codegen),
-        3: lambda ctx, a, b, c: (sig, codegen), 4: lambda ctx, a, b, c, d: (sig, codegen), 5: lambda ctx, a, b, c, d,
-        e: (sig, codegen),
-    }
-    f = intrinsic(makers[len(operands)])
-    f.__doc__ = doc
-    return f
+def _parameters(count):
+    """A signature for numba: the context and `count` arguments."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(f"a{i}", kind) for i in range(count + 1)])
 
 
 def _pointer(context, builder, array_type, array, index):
@@ -58,113 +31,209 @@ def _pointer(context, builder, array_type, array, index):
     return builder.gep(data, [index])
 
 
+def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
+    """An intrinsic f(*operands) that emits inline PTX. In the text the results come first, from $0 on.
+
+    result: a numba scalar, or int n: a tuple of n int32. An operand is a numba scalar; or POINTER: an array and an
+    index, in the text the 64-bit address; or int n: the first n int32 of a local array, in the text n registers.
+    effect: VOLATILE (it is neither moved nor dropped) or MEMORY (nor are loads and stores moved across it).
+    sets: instead of a result, a local array before the operands whose first `sets` int32 are written; with `adds` they
+    are read as well, and are the first operands."""
+    def emit(ctx, *given):
+        given, wanted = list(given), [given[0]] if sets else []
+        for kind in operands:
+            at = len(wanted)
+            wanted += [given[at], int64] if kind is POINTER else [given[at] if isinstance(kind, int) else kind]
+
+        def codegen(context, builder, sig, args):
+            def cells(i, n):
+                data = context.make_array(sig.args[i])(context, builder, args[i]).data
+                return [builder.gep(data, [I64(k)]) for k in range(n)]
+
+            written, at = cells(0, sets) if sets else [], bool(sets)
+            values = [builder.load(cell) for cell in written] if adds else []
+            constraints = [str(i) for i in range(len(values))]
+            for kind in operands:
+                if kind is POINTER:
+                    values.append(builder.ptrtoint(_pointer(context, builder, sig.args[at], *args[at:at + 2]), I64))
+                elif isinstance(kind, int):
+                    values += [builder.load(cell) for cell in cells(at, kind)]
+                else:
+                    values.append(args[at])
+                at += 2 if kind is POINTER else 1
+                constraints += ["r"] * kind if isinstance(kind, int) else ["l" if kind is POINTER else LETTER[kind]]
+            count = sets or (result if isinstance(result, int) else 0)
+            out = ir.LiteralStructType([I32] * count) if count else TYPE[result]
+            outs = ["=r"] * count if count else [] if result is void else ["=" + LETTER[result]]
+            clobbered = ["~{memory}"] if effect == MEMORY else []
+            assembly = ir.InlineAsm(ir.FunctionType(out, [value.type for value in values]), text,
+                                    ",".join(outs + constraints + clobbered), side_effect=bool(effect))
+            made = builder.call(assembly, values)
+            for i, cell in enumerate(written):
+                builder.store(builder.extract_value(made, i), cell)
+            if sets or result is void:
+                return context.get_dummy_value()
+            parts = [builder.extract_value(made, i) for i in range(count)]
+            return context.make_tuple(builder, sig.return_type, parts) if count else made
+
+        return (UniTuple(int32, result) if isinstance(result, int) else result)(*wanted), codegen
+
+    emit.__signature__ = _parameters(bool(sets) + sum(2 if kind is POINTER else 1 for kind in operands))
+    return intrinsic(emit)
+
+
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
-trunc_f32 = _operation("cvt.rzi.s32.f32 $0, $1;", types.int32, (types.float32,),
-                       "int32 of a float32, toward zero, saturating.")
-add_rz = _operation("add.rz.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded toward zero.")
-whole_64ths = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; and.b32 $0, t, -64; }",
-                         types.int32,
-                         (types.int32,), "64 * (p / 64 toward zero).")
-float_bits = _operation("mov.b32 $0, $1;", types.int32, (types.float32,), "The bits of a float32.")
-bits_float = _operation("mov.b32 $0, $1;", types.float32, (types.int32,), "The float32 of these bits.")
-here = _operation("mov.b32 $0, $1;", types.int32, (types.int32,),
-                  "x, but what is made of it stays in the loop: saves registers.",
-                  side_effect=True)
-fma_down = _operation("fma.rm.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
-                      "a * b + c, rounded once, downward.")
-fma_toward_zero = _operation("fma.rz.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
-                             "a * b + c, rounded once, toward zero.")
-with_sign = _operation("copysign.f32 $0, $2, $1;", types.float32, (types.float32,) * 2, "a >= 0 with the sign of b.")
-fma_sat = _operation("fma.rn.sat.f32 $0, $1, $2, $3;", types.float32, (types.float32,) * 3,
-                     "a * b + c, rounded once, then cut to [0, 1].")
-add_down = _operation("add.rm.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "float32 sum rounded downward.")
-half_like = _operation("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", types.float32, (types.float32,),
-                       "0.5 with the sign of x.")
-mad_wide = _operation("mad.wide.s32 $0, $1, $2, $3;", types.int64, (types.int32, types.int32, types.int64),
-                      "a * b + c in 64 bits.")
-dp4a = _operation("dp4a.s32.s32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
-                  "c + the dot product of four int8 pairs of a and b.")
-byte_permute = _operation("prmt.b32 $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
-                          "Bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit.")
-trunc_64th = _operation("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }",
-                        types.int32,
-                        (types.int32,), "p / 64 toward zero.")
-warp_sum = _operation("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,),
-                      "Sum over the warp, cc >= 8.0.",
-                      side_effect=True)
-warp_max = _operation("redux.sync.max.s32 $0, $1, 0xffffffff;", types.int32, (types.int32,),
-                      "Maximum over the warp, cc >= 8.0.",
-                      side_effect=True)
+trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating
+add_rz = _instruction("add.rz.f32 $0, $1, $2;", float32, (float32,) * 2)                # rounded toward zero
+add_down = _instruction("add.rm.f32 $0, $1, $2;", float32, (float32,) * 2)              # rounded downward
+fma_down = _instruction("fma.rm.f32 $0, $1, $2, $3;", float32, (float32,) * 3)          # rounded once, downward
+fma_toward_zero = _instruction("fma.rz.f32 $0, $1, $2, $3;", float32, (float32,) * 3)
+fma_sat = _instruction("fma.rn.sat.f32 $0, $1, $2, $3;", float32, (float32,) * 3)       # rounded, then cut to [0, 1]
+float_bits = _instruction("mov.b32 $0, $1;", int32, (float32,))
+bits_float = _instruction("mov.b32 $0, $1;", float32, (int32,))
+with_sign = _instruction("copysign.f32 $0, $2, $1;", float32, (float32,) * 2)           # a >= 0 with the sign of b
+half_like = _instruction("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", float32, (float32,))   # 0.5, sign of x
+minimum = _instruction("min.f32 $0, $1, $2;", float32, (float32,) * 2)
+maximum = _instruction("max.f32 $0, $1, $2;", float32, (float32,) * 2)
+reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # to 1 ulp
+mad_wide = _instruction("mad.wide.s32 $0, $1, $2, $3;", int64, (int32, int32, int64))   # a * b + c in 64 bits
+# x, but what is made of it stays in the loop: saves registers
+here = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
+# p / 64 toward zero, and 64 times that
+_TOWARD_ZERO = "{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; %s }"
+trunc_64th = _instruction(_TOWARD_ZERO % "shr.s32 $0, t, 6;", int32, (int32,))
+whole_64ths = _instruction(_TOWARD_ZERO % "and.b32 $0, t, -64;", int32, (int32,))
+# over the warp, cc >= 8.0
+warp_sum = _instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
+warp_max = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
 
 
+# --- two int16 or four bytes in a word -------------------------------------------------------------------------------
 
+# bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit
+byte_permute = _instruction("prmt.b32 $0, $1, $2, $3;", int32, (int32,) * 3)
+# c + the dot product of four int8 pairs of a and b
+dp4a = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", int32, (int32,) * 3)
+# the two int16 of a times the int8 (or uint8) 0 and 1, or 2 and 3, of b, summed
+dp2a_low = _instruction("dp2a.lo.s32.s32 $0, $1, $2, 0;", int32, (int32,) * 2)
+dp2a_high = _instruction("dp2a.hi.s32.s32 $0, $1, $2, 0;", int32, (int32,) * 2)
+dp2a_low_u8 = _instruction("dp2a.lo.s32.u32 $0, $1, $2, 0;", int32, (int32,) * 2)
+dp2a_high_u8 = _instruction("dp2a.hi.s32.u32 $0, $1, $2, 0;", int32, (int32,) * 2)
+# c + the sum of the distances of four uint8 pairs of a and b
+distance4 = _instruction("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", int32, (int32,) * 3)
+# the int8 0 and 1, or 2 and 3, of a word as two int16; four int16, two to a word, as int8
+low2 = _instruction("prmt.b32 $0, $1, 0, 0x9180;", int32, (int32,))
+high2 = _instruction("prmt.b32 $0, $1, 0, 0xB3A2;", int32, (int32,))
+bytes4 = _instruction("prmt.b32 $0, $1, $2, 0x6420;", int32, (int32,) * 2)
+# two int32 clipped to int16, the first low
+saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;", int32, (int32,) * 2)
 
-# --- two int16 or four bytes in a word, cc 9.0 has an instruction for each -------------------------------------------
-
-add2 = _operation("add.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "Sums of the halves.")
-min2 = _operation("min.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The smaller of the halves.")
-max2 = _operation("max.s16x2 $0, $1, $2;", types.int32, (types.int32,) * 2, "The larger of the halves.")
-clip2 = _operation("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
-                   "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", types.int32, (types.int32,),
-                   "The halves, between -127 and 127.")
-low2 = _operation("prmt.b32 $0, $1, 0, 0x9180;", types.int32, (types.int32,),
-                  "The int8 0 and 1 of a word as two int16.")
-high2 = _operation("prmt.b32 $0, $1, 0, 0xB3A2;", types.int32, (types.int32,),
-                   "The int8 2 and 3 of a word as two int16.")
-bytes4 = _operation("prmt.b32 $0, $1, $2, 0x6420;", types.int32, (types.int32,) * 2,
-                    "Four int16, two to a word, as int8.")
-minimum = _operation("min.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The smaller of two float32.")
-maximum = _operation("max.f32 $0, $1, $2;", types.float32, (types.float32,) * 2, "The larger of two float32.")
-reciprocal = _operation("rcp.approx.ftz.f32 $0, $1;", types.float32, (types.float32,),
-                        "1 / x, within a unit in the last place.")
-saturate2 = _operation("cvt.pack.sat.s16.s32 $0, $2, $1;", types.int32, (types.int32,) * 2,
-                       "Two int32 clipped to int16, the first low.")
-dp2a_low = _operation("dp2a.lo.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2,
-                      "The two int16 of a times the int8 0 and 1 of b, summed.")
-dp2a_high = _operation("dp2a.hi.s32.s32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2,
-                       "The two int16 of a times the int8 2 and 3 of b, summed.")
-dp2a_low_u8 = _operation("dp2a.lo.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
-dp2a_high_u8 = _operation("dp2a.hi.s32.u32 $0, $1, $2, 0;", types.int32, (types.int32,) * 2, "The same with uint8.")
-distance4 = _operation("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", types.int32, (types.int32,) * 3,
-                       "c + the sum of the distances of four uint8 pairs of a and b.")
+# of the halves, cc >= 9.0; clip2: between -127 and 127
+add2 = _instruction("add.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+min2 = _instruction("min.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+max2 = _instruction("max.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
+                     "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", int32, (int32,))
 
 
 def int16_pairs(cc):
     """add2, min2, max2 of two int16 in a word on a card of this compute capability."""
     if cc[0] >= 9:
         return SimpleNamespace(add2=add2, min2=min2, max2=max2)
-    both, words = types.int32, (types.int32,) * 2
+    extreme = "{ .reg .b32 z; mov.b32 z, 0; v%s2.s32.s32.s32 $0, $1, $2, z; }"
     return SimpleNamespace(
-        add2=_operation("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
-                        "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }",
-                        both, words, add2.__doc__),
-        min2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmin2.s32.s32.s32 $0, $1, $2, z; }", both, words, min2.__doc__),
-        max2=_operation("{ .reg .b32 z; mov.b32 z, 0; vmax2.s32.s32.s32 $0, $1, $2, z; }", both, words, max2.__doc__))
+        add2=_instruction("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
+                          "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }",
+                          int32, (int32,) * 2),
+        min2=_instruction(extreme % "min", int32, (int32,) * 2),
+        max2=_instruction(extreme % "max", int32, (int32,) * 2))
+
+
+# --- loads and stores ------------------------------------------------------------------------------------------------
+
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+
+# Four core matrices; lane i gives the shared address of row i % 8 of matrix i // 8. 4 int32: word q of row g of each.
+load_matrix4 = _instruction(LDMATRIX + " {$0,$1,$2,$3}, [$4];", 4, (int32,), MEMORY)
+# an int32 at a shared address; `load_shared` is for tables only: nothing orders it but its address
+load_shared = _instruction("ld.shared.b32 $0, [$1];", int32, (int32,))
+read_shared = _instruction("ld.shared.b32 $0, [$1];", int32, (int32,), MEMORY)
+store_shared = _instruction("st.shared.b32 [$0], $1;", void, (int32,) * 2, MEMORY)
+# four int32 at a shared address that is a multiple of 16
+load_shared4 = _instruction("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", 4, (int32,), MEMORY)
+store_shared4 = _instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, (int32,) * 5, MEMORY)
+# brings the line of array[index], which must exist, into the second-level cache
+prefetch = _instruction("prefetch.L2 [$0];", void, (POINTER,), VOLATILE)
+
+
+def _load(count):
+    """Intrinsic f(array, index): `count` int32 from array[index...], global memory, index a multiple of `count`."""
+    @intrinsic
+    def load(ctx, array, index):
+        def codegen(context, builder, sig, args):
+            p = _pointer(context, builder, sig.args[0], *args)
+            v = builder.load(builder.bitcast(p, ir.PointerType(ir.VectorType(I32, count))), align=4 * count)
+            parts = [builder.extract_element(v, I32(i)) for i in range(count)]
+            return context.make_tuple(builder, sig.return_type, parts)
+        return UniTuple(int32, count)(array, int64), codegen
+    return load
+
+
+def _store(count):
+    """Intrinsic f(array, index, *values): the reverse."""
+    def store(ctx, array, *_):
+        def codegen(context, builder, sig, args):
+            p = _pointer(context, builder, sig.args[0], *args[:2])
+            v = ir.Constant(ir.VectorType(I32, count), ir.Undefined)
+            for i in range(count):
+                v = builder.insert_element(v, args[2 + i], I32(i))
+            builder.store(v, builder.bitcast(p, ir.PointerType(ir.VectorType(I32, count))), align=4 * count)
+            return context.get_dummy_value()
+        return void(array, int64, *[int32] * count), codegen
+    store.__signature__ = _parameters(2 + count)
+    return intrinsic(store)
+
+
+load2, load4, store2, store4 = _load(2), _load(4), _store(2), _store(4)
+
+
+@intrinsic
+def global_address(ctx, array, index):
+    """Address (int64) of array[index], global memory."""
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
+    return int64(array, int64), codegen
+
+
+@intrinsic
+def shared_address(ctx, array, index):
+    """Shared address (int32) of array[index], `array` a shared array."""
+    def codegen(context, builder, sig, args):
+        p = _pointer(context, builder, sig.args[0], *args)
+        if p.type.addrspace == 3:
+            return builder.ptrtoint(p, I32)
+        f = ir.InlineAsm(ir.FunctionType(I32, [I64]), "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }",
+                         "=r,l", side_effect=False)
+        return builder.call(f, [builder.ptrtoint(p, I64)])
+    return int32(array, int64), codegen
 
 
 # --- matrix products, cc >= 8.0 --------------------------------------------------------------------------------------
 
-def _mma(kind):
-    @intrinsic
-    def emit(ctx, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-        sig = types.UniTuple(types.int32, 4)(*[types.int32] * 10)
-
-        def codegen(context, builder, sig, args):
-            f = _asm(f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s32 "
-                     "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                     ir.LiteralStructType([I32] * 4), [I32] * 10, ",".join(["=r"] * 4 + ["r"] * 10))
-            r = builder.call(f, args)
-            return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
-        return sig, codegen
-    return emit
+# D[16 x 8] = A[16 x 32] B[32 x 8] + C. a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 +
+# 4q..]; b0 = B[4q.., g], b1 = B[16 + 4q.., g]; c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. f(a0,
+# a1, a2, a3, b0, b1, c0, c1, c2, c3) returns the four of D.
+MMA = "mma.sync.aligned.m16n8k32.row.col.s32.{}.s32 "
+_D, _ABC = "{$0,$1,$2,$3}, ", "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+mma_s8 = _instruction(MMA.format("s8.s8") + _D + _ABC, 4, (int32,) * 10)
+mma_u8s8 = _instruction(MMA.format("u8.s8") + _D + _ABC, 4, (int32,) * 10)      # A unsigned
+MMA = MMA.format("s8.s8")
 
 
-# D[16 x 8] = A[16 x 32] B[32 x 8] + C: mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32, cc >= 8.0.
-# a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 + 4q..]; b0 = B[4q.., g], b1 = B[16 +
-# 4q.., g]; c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. Returns the four c.
-mma_s8 = _mma("s8.s8")
-mma_u8s8 = _mma("u8.s8")     # the same with an unsigned A
+def _registers(first, count):
+    """Operands of the text, in braces."""
+    return "{" + ",".join(f"${first + i}" for i in range(count)) + "}"
 
 
 def mma_product(columns, steps, shared, keep=False, tiles=1):
@@ -178,170 +247,25 @@ def mma_product(columns, steps, shared, keep=False, tiles=1):
     shared address (int32, with `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16
     inputs further, 2 and 3 eight columns) or a global one (int64: that of word `lane`)."""
     each, row = columns // 2, 32 * steps
-    count = each * tiles
-
-    @intrinsic
-    def emit(ctx, acc, a, b, start):
-        sig = types.void(acc, a, types.int32 if shared else types.int64, start)
-
-        def codegen(context, builder, sig, args):
-            def cells_of(i, n):
-                data = context.make_array(sig.args[i])(context, builder, args[i]).data
-                return [builder.gep(data, [I64(k)]) for k in range(n)]
-
-            def quad(first):
-                return "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
-
-            cells = cells_of(0, count)
-            operands = [builder.load(c) for c in cells] if keep else []
-            at_a = count + len(operands)
-            operands += [builder.load(c) for c in cells_of(1, 4 * steps * tiles)]
-            operands += [args[2]] + [builder.load(c) for c in cells_of(3, 4)]
-            at_b = at_a + 4 * steps * tiles
-            text = ["{ .reg .b32 b0, b1, b2, b3;"]
-            for j in range(columns // 16):
-                for k in range(steps):
-                    at = 16 * row * j + 256 * k
-                    if shared:
-                        text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0,b1,b2,b3}}, [${at_b}+{at}];")
-                    else:
-                        text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];"
-                                for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
-                    for tile in range(tiles):
-                        for half in range(2):
-                            here = each * tile + 8 * j + 4 * half
-                            old = quad(here if k else count + here if keep else at_b + 1)
-                            text.append("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-                                        f"{quad(here)}, {quad(at_a + 4 * (steps * tile + k))}, "
-                                        f"{{b{2 * half},b{2 * half + 1}}}, {old};")
-            text.append("}")
-            constraints = (["=r"] * count + ([str(i) for i in range(count)] if keep else [])
-                           + ["r"] * (4 * steps * tiles) + ["r" if shared else "l"] + ["r"] * 4 + ["~{memory}"])
-            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands],
-                     ",".join(constraints), side_effect=True)
-            r = builder.call(f, operands)
-            for i, c in enumerate(cells):
-                builder.store(builder.extract_value(r, i), c)
-            return context.get_dummy_value()
-        return sig, codegen
-    return emit
-
-
-@intrinsic
-def load_matrix4(ctx, address):
-    """ldmatrix.sync.aligned.m8n8.x4.shared.b16, cc >= 7.5: four core matrices; lane i gives the shared address of row i
-    % 8 of matrix i // 8. Returns four int32: word q of row g of each matrix."""
-    sig = types.UniTuple(types.int32, 4)(types.int32)
-
-    def codegen(context, builder, sig, args):
-        f = _asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4),
-                 [I32],
-                 "=r,=r,=r,=r,r,~{memory}", side_effect=True)
-        r = builder.call(f, args)
-        return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
-    return sig, codegen
-
-
-load_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,),
-                         "An int32 at a shared address. For tables only: nothing orders it but its address.")
-
-
-read_shared = _operation("ld.shared.b32 $0, [$1];", types.int32, (types.int32,), "The same, in order with stores.",
-                         side_effect=True)
-
-
-@intrinsic
-def load_shared4(ctx, address):
-    """Four int32 from a shared address that is a multiple of 16."""
-    sig = types.UniTuple(types.int32, 4)(types.int32)
-
-    def codegen(context, builder, sig, args):
-        f = _asm("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", ir.LiteralStructType([I32] * 4), [I32],
-                 "=r,=r,=r,=r,r,~{memory}",
-                 side_effect=True)
-        r = builder.call(f, args)
-        return context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(4)])
-    return sig, codegen
-
-
-@intrinsic
-def load4(ctx, array, index):
-    """Four int32 from array[index...], global memory, index a multiple of 4."""
-    sig = types.UniTuple(types.int32, 4)(array, types.int64)
-
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args)
-        v = builder.load(builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 4))), align=16)
-        return context.make_tuple(builder, sig.return_type, [builder.extract_element(v, I32(i)) for i in range(4)])
-    return sig, codegen
-
-
-@intrinsic
-def store4(ctx, array, index, a, b, c, d):
-    """array[index...] = a, b, c, d (int32), global memory, index a multiple of 4."""
-    sig = types.void(array, types.int64, *[types.int32] * 4)
-
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args[:2])
-        v = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
-        for i in range(4):
-            v = builder.insert_element(v, args[2 + i], I32(i))
-        builder.store(v, builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 4))), align=16)
-        return context.get_dummy_value()
-    return sig, codegen
-
-
-@intrinsic
-def load2(ctx, array, index):
-    """Two int32 from array[index...], global memory, index even."""
-    sig = types.UniTuple(types.int32, 2)(array, types.int64)
-
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args)
-        v = builder.load(builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 2))), align=8)
-        return context.make_tuple(builder, sig.return_type, [builder.extract_element(v, I32(i)) for i in range(2)])
-    return sig, codegen
-
-
-@intrinsic
-def store2(ctx, array, index, a, b):
-    """array[index...] = a, b (int32), global memory, index even."""
-    sig = types.void(array, types.int64, types.int32, types.int32)
-
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args[:2])
-        v = ir.Constant(ir.VectorType(I32, 2), ir.Undefined)
-        for i in range(2):
-            v = builder.insert_element(v, args[2 + i], I32(i))
-        builder.store(v, builder.bitcast(p, ir.PointerType(ir.VectorType(I32, 2))), align=8)
-        return context.get_dummy_value()
-    return sig, codegen
-
-
-@intrinsic
-def global_address(ctx, array, index):
-    """Address (int64) of array[index], global memory."""
-    sig = types.int64(array, types.int64)
-
-    def codegen(context, builder, sig, args):
-        return builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
-    return sig, codegen
-
-
-@intrinsic
-def prefetch(ctx, array, index):
-    """Brings the line of array[index], which must exist, into the second-level cache."""
-    sig = types.void(array, types.int64)
-
-    def codegen(context, builder, sig, args):
-        p = builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
-        builder.call(_asm("prefetch.L2 [$0];", VOID, [I64], "l", side_effect=True), [p])
-        return context.get_dummy_value()
-    return sig, codegen
-
-
-store_shared4 = _operation("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", types.void, (types.int32,) * 5,
-                           "Four int32 to a shared address that is a multiple of 16.", side_effect=True)
+    count, size = each * tiles, 4 * steps * tiles
+    at_a = 2 * count if keep else count
+    at_b = at_a + size
+    text = ["{ .reg .b32 b0, b1, b2, b3;"]
+    for j in range(columns // 16):
+        for k in range(steps):
+            at = 16 * row * j + 256 * k
+            if shared:
+                text.append(f"{LDMATRIX} {{b0,b1,b2,b3}}, [${at_b}+{at}];")
+            else:
+                text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];"
+                         for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
+            for tile in range(tiles):
+                for half in range(2):
+                    here = each * tile + 8 * j + 4 * half
+                    old = _registers(here if k else count + here if keep else at_b + 1, 4)
+                    text.append(f"{MMA}{_registers(here, 4)}, {_registers(at_a + 4 * (steps * tile + k), 4)}, "
+                                f"{{b{2 * half},b{2 * half + 1}}}, {old};")
+    return _instruction(" ".join(text + ["}"]), void, (size, int32 if shared else int64, 4), MEMORY, count, keep)
 
 
 def mma_tile(columns, steps, stride):
@@ -353,90 +277,37 @@ def mma_tile(columns, steps, stride):
     same 16 bytes further, then columns 8).
     stride: bytes from one group of 8 columns to the next."""
     count = columns // 2
-
-    @intrinsic
-    def emit(ctx, acc, a, b):
-        sig = types.void(acc, types.int32, types.int32)
-
-        def codegen(context, builder, sig, args):
-            data = context.make_array(sig.args[0])(context, builder, args[0]).data
-            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            text = ["{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3;"]
-            for k in range(steps):
-                text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{a0, a1, a2, a3}}, [${2 * count} + {256 * k}];")
-                for j in range(columns // 16):
-                    at = 256 * k + j * 2 * stride
-                    text.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{b0, b1, b2, b3}}, "
-                                f"[${2 * count + 1} + {at}];")
-                    for i in range(2):
-                        c = "{" + ", ".join(f"${8 * j + 4 * i + n}" for n in range(4)) + "}"
-                        text.append(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {c}, {{a0, a1, a2, a3}}, "
-                                    f"{{b{2 * i}, b{2 * i + 1}}}, {c};")
-            constraints = ["=r"] * count + [str(i) for i in range(count)] + ["r", "r", "~{memory}"]
-            f = _asm(" ".join(text + ["}"]), ir.LiteralStructType([I32] * count), [I32] * (count + 2),
-                     ",".join(constraints), side_effect=True)
-            r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
-            for i, c in enumerate(cells):
-                builder.store(builder.extract_value(r, i), c)
-            return context.get_dummy_value()
-        return sig, codegen
-    return emit
+    text = ["{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3;"]
+    for k in range(steps):
+        text.append(f"{LDMATRIX} {{a0, a1, a2, a3}}, [${2 * count} + {256 * k}];")
+        for j in range(columns // 16):
+            text.append(f"{LDMATRIX} {{b0, b1, b2, b3}}, [${2 * count + 1} + {256 * k + j * 2 * stride}];")
+            for i in range(2):
+                c = _registers(8 * j + 4 * i, 4)
+                text.append(f"{MMA}{c}, {{a0, a1, a2, a3}}, {{b{2 * i}, b{2 * i + 1}}}, {c};")
+    return _instruction(" ".join(text + ["}"]), void, (int32, int32), MEMORY, count)
 
 
-store_shared = _operation("st.shared.b32 [$0], $1;", types.void, (types.int32,) * 2, "An int32 to a shared address.",
-                          side_effect=True)
+# --- asynchronous copies and barriers in shared memory, cc >= 8.0 -----------------------------------------------------
 
+# f(address, source, index): 16 bytes from source[index...] (global memory, aligned) to a shared address
+copy_async16 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", void, (int32, POINTER), MEMORY)
+copy_commit = _instruction("cp.async.commit_group;", effect=MEMORY)
+copy_wait_all = _instruction("cp.async.wait_group 0;", effect=MEMORY)          # this thread's committed groups landed
+copy_wait_but_one = _instruction("cp.async.wait_group 1;", effect=MEMORY)      # all but the newest
 
-# --- shared memory and asynchronous copies, cc >= 8.0 ----------------------------------------------------------------
-
-@intrinsic
-def shared_address(ctx, array, index):
-    """Shared address (int32) of array[index], `array` a shared array."""
-    sig = types.int32(array, types.int64)
-
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args)
-        if p.type.addrspace == 3:
-            return builder.ptrtoint(p, I32)
-        f = _asm("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", I32, [I64], "=r,l")
-        return builder.call(f, [builder.ptrtoint(p, I64)])
-    return sig, codegen
-
-
-@intrinsic
-def copy_async16(ctx, address, source, index):
-    """cp.async.cg.shared.global, 16 bytes from source[index...] (global memory, aligned) to a shared address, cc >=
-    8.0."""
-    sig = types.void(types.int32, source, types.int64)
-
-    def codegen(context, builder, sig, args):
-        p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
-        f = _asm("cp.async.cg.shared.global [$0], [$1], 16;", VOID, [I32, I64], "r,l,~{memory}", side_effect=True)
-        builder.call(f, [args[0], p])
-        return context.get_dummy_value()
-    return sig, codegen
-
-
-copy_commit = _statement("cp.async.commit_group;")
-copy_wait_all = _statement("cp.async.wait_group 0;")          # every committed group of this thread has landed
-copy_wait_but_one = _statement("cp.async.wait_group 1;")      # all but the newest
-
-
-# --- barriers in shared memory, cc >= 8.0 -----------------------------------------------------------------------------
-
-barrier_init = _operation("mbarrier.init.shared::cta.b64 [$0], $1;", types.void, (types.int32,) * 2,
-                          "Barrier at a shared address (8 bytes) for `count` arrivals.", side_effect=True)
-barrier_arrive = _operation("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", types.void,
-                            (types.int32,), "One arrival.",
-                            side_effect=True)
-barrier_test = _operation("{ .reg .pred p; W: mbarrier.test_wait.parity.shared::cta.b64 p, [$0], $1; "
-                          "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
-                          "Wait until the phase of this parity is complete.", side_effect=True)
-copy_arrive = _operation("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", types.void, (types.int32,),
-                         "One arrival when the copies that this thread has started have landed.", side_effect=True)
-named_barrier = _operation("bar.sync $0, $1;", types.void, (types.int32,) * 2,
-                           "Barrier `id` (1 to 15) of `count` threads.",
-                           side_effect=True)
+# f(address, count): a barrier at a shared address (8 bytes) for `count` arrivals
+barrier_init = _instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, (int32,) * 2, MEMORY)
+barrier_arrive = _instruction("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", void, (int32,),
+                              MEMORY)
+# one arrival when the copies that this thread has started have landed
+copy_arrive = _instruction("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", void, (int32,), MEMORY)
+# f(address, parity): waits until the phase of this parity is complete; barrier_wait: cc >= 9.0
+_WAIT = "{ .reg .pred p; W: mbarrier.%s_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra W; D: }"
+barrier_test = _instruction(_WAIT % "test", void, (int32,) * 2, MEMORY)
+barrier_wait = _instruction(_WAIT % "try", void, (int32,) * 2, MEMORY)
+# f(id, count): barrier 1 to 15 of `count` threads
+named_barrier = _instruction("bar.sync $0, $1;", void, (int32,) * 2, MEMORY)
 
 
 def shared_limit(device):
@@ -454,40 +325,22 @@ def allow_shared(kernel, signature, nbytes):
     kernel.compile(signature)
     function = kernel.overloads[signature]._codelibrary.get_cufunc()
     driver.cuKernelSetAttribute(binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes,
-                                function.handle,
-                                cuda.get_current_device().id)
+                                function.handle, cuda.get_current_device().id)
 
 
 # --- cc 9.0 only: bulk copies, warpgroup products --------------------------------------------------------------------
 
 # between ordinary stores and wgmma (or a bulk copy) reading them
-proxy_fence = _statement("fence.proxy.async.shared::cta;")
-barrier_fence = _statement("fence.mbarrier_init.release.cluster;")
-barrier_expect = _operation("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.void, (types.int32,) * 2,
-                            "One arrival that also awaits this many bytes of bulk copies.", side_effect=True)
-barrier_wait = _operation("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-                          "@p bra D; bra W; D: }", types.void, (types.int32,) * 2,
-                          "Wait until the phase of this parity is complete.", side_effect=True)
-
-
-@intrinsic
-def copy_bulk(ctx, address, source, index, nbytes, barrier):
-    """cp.async.bulk.shared::cluster.global: nbytes (a multiple of 16) from source[index...] to a shared address;
-    completes on the barrier at shared address `barrier`. One thread issues it. cc >= 9.0."""
-    sig = types.void(types.int32, source, types.int64, types.int32, types.int32)
-
-    def codegen(context, builder, sig, args):
-        p = builder.ptrtoint(_pointer(context, builder, sig.args[1], args[1], args[2]), I64)
-        f = _asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", VOID,
-                 [I32, I64, I32, I32],
-                 "r,l,r,r,~{memory}", side_effect=True)
-        builder.call(f, [args[0], p, args[3], args[4]])
-        return context.get_dummy_value()
-    return sig, codegen
-
-
+proxy_fence = _instruction("fence.proxy.async.shared::cta;", effect=MEMORY)
+barrier_fence = _instruction("fence.mbarrier_init.release.cluster;", effect=MEMORY)
+# f(address, bytes): one arrival that also awaits this many bytes of bulk copies
+barrier_expect = _instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, (int32,) * 2, MEMORY)
+# f(address, source, index, nbytes, barrier): nbytes (a multiple of 16) from source[index...] to a shared address;
+# completes on the barrier at shared address `barrier`. One thread issues it.
+copy_bulk = _instruction("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+                         void, (int32, POINTER, int32, int32), MEMORY)
 # before the first product that reads accumulators just touched
-wgmma_fence = _statement("wgmma.fence.sync.aligned;")
+wgmma_fence = _instruction("wgmma.fence.sync.aligned;", effect=MEMORY)
 
 
 def wgmma_descriptor_strides(k_bytes):
@@ -502,49 +355,15 @@ def wgmma_s8(columns):
     (int32) is 0. With w = warp of the group, acc[4j], acc[4j + 1] = row 16w + g, columns 8j + 2q and + 1; acc[4j + 2],
     acc[4j + 3] = the same in row 16w + g + 8."""
     count = columns // 2
-
-    @intrinsic
-    def emit(ctx, acc, a_desc, b_desc, keep):
-        sig = types.void(acc, types.int64, types.int64, types.int32)
-
-        def codegen(context, builder, sig, args):
-            data = context.make_array(sig.args[0])(context, builder, args[0]).data
-            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            text = ("{ .reg .pred p; setp.ne.s32 p, $%d, 0; "
-                    "wgmma.mma_async.sync.aligned.m64n%dk32.s32.s8.s8 {%s}, $%d, $%d, p; }"
-                    % (2 * count + 2, columns, ",".join(f"${i}" for i in range(count)), 2 * count, 2 * count + 1))
-            constraints = ["=r"] * count + [str(i) for i in range(count)] + ["l", "l", "r"]
-            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count + [I64] * 2 + [I32],
-                     ",".join(constraints),
-                     side_effect=True)
-            r = builder.call(f, [builder.load(c) for c in cells] + list(args[1:]))
-            for i, c in enumerate(cells):
-                builder.store(builder.extract_value(r, i), c)
-            return context.get_dummy_value()
-        return sig, codegen
-    return emit
+    text = (f"{{ .reg .pred p; setp.ne.s32 p, ${2 * count + 2}, 0; wgmma.mma_async.sync.aligned.m64n{columns}k32.s32."
+            f"s8.s8 {_registers(0, count)}, ${2 * count}, ${2 * count + 1}, p; }}")
+    return _instruction(text, void, (int64, int64, int32), VOLATILE, count)
 
 
 def wgmma_done(columns):
     """Intrinsic f(acc): commit the products issued and wait for them; acc may be read afterwards."""
-    count = columns // 2
-
-    @intrinsic
-    def emit(ctx, acc):
-        sig = types.void(acc)
-
-        def codegen(context, builder, sig, args):
-            data = context.make_array(sig.args[0])(context, builder, args[0]).data
-            cells = [builder.gep(data, [I64(i)]) for i in range(count)]
-            text = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;"
-            f = _asm(text, ir.LiteralStructType([I32] * count), [I32] * count,
-                     ",".join(["=r"] * count + [str(i) for i in range(count)] + ["~{memory}"]), side_effect=True)
-            r = builder.call(f, [builder.load(c) for c in cells])
-            for i, c in enumerate(cells):
-                builder.store(builder.extract_value(r, i), c)
-            return context.get_dummy_value()
-        return sig, codegen
-    return emit
+    return _instruction("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", effect=MEMORY,
+                        sets=columns // 2)
 
 
 def wgmma_product(columns, steps, registers, keep):
@@ -554,39 +373,16 @@ def wgmma_product(columns, steps, registers, keep):
     a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4
     q...; 4 i + 1 = the same in row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
     count = columns // 2
-
-    @intrinsic
-    def emit(ctx, acc, a, b_desc):
-        sig = types.void(acc, a if registers else types.int64, types.int64)
-
-        def codegen(context, builder, sig, args):
-            def cells_of(i, n):
-                data = context.make_array(sig.args[i])(context, builder, args[i]).data
-                return [builder.gep(data, [I64(k)]) for k in range(n)]
-
-            cells, first = cells_of(0, count), count + (count if keep else 0)
-            operands = [builder.load(c) for c in cells] if keep else []
-            operands += [builder.load(c) for c in cells_of(1, 4 * steps)] if registers else [args[1]]
-            n = first + (4 * steps if registers else 1)          # where b_desc is
-            operands.append(args[2])
-            outs = ",".join(f"${i}" for i in range(count))
-            text = [f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 b, ${n}; setp.{'eq' if keep else 'ne'}.s64 p, b, b;",
-                    "" if registers else f"mov.b64 a, ${first};", "wgmma.fence.sync.aligned;"]
-            for i in range(steps):
-                left = "{" + ",".join(f"${first + 4 * i + k}" for k in range(4)) + "}" if registers else "a"
-                text.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {{{outs}}}, {left}, b, p;")
-                if i == 0:
-                    text.append("setp.eq.s64 p, b, b;")
-                if i + 1 < steps:
-                    text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
-            text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-            constraints = ["=r"] * count + ([str(i) for i in range(count)] if keep else [])
-            constraints += ["r"] * (4 * steps) if registers else ["l"]
-            f = _asm(" ".join(text), ir.LiteralStructType([I32] * count), [v.type for v in operands],
-                     ",".join(constraints + ["l", "~{memory}"]), side_effect=True)
-            r = builder.call(f, operands)
-            for i, c in enumerate(cells):
-                builder.store(builder.extract_value(r, i), c)
-            return context.get_dummy_value()
-        return sig, codegen
-    return emit
+    first = 2 * count if keep else count
+    at_b = first + (4 * steps if registers else 1)
+    text = [f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 b, ${at_b}; setp.{'eq' if keep else 'ne'}.s64 p, b, b;",
+            "" if registers else f"mov.b64 a, ${first};", "wgmma.fence.sync.aligned;"]
+    for i in range(steps):
+        left = _registers(first + 4 * i, 4) if registers else "a"
+        text.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, b, p;")
+        if i == 0:
+            text.append("setp.eq.s64 p, b, b;")
+        if i + 1 < steps:
+            text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
+    text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+    return _instruction(" ".join(text), void, (4 * steps if registers else int64, int64), MEMORY, count, keep)

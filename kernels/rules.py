@@ -18,10 +18,9 @@ def log2_floor(q):
     return int32(63 - cuda.clz(q))
 
 
-TARGET = rules.Arithmetic(
-    np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, log2_floor=log2_floor,
-    sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn,
-    div=libdevice.fdiv_rn)
+TARGET = rules.Arithmetic(np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th,
+                          log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn,
+                          sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
 
 
 def build_noise(cfg, silent=False):
@@ -58,8 +57,7 @@ def build_noise(cfg, silent=False):
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=scale.factor, scaled=scale.scaled,
                            input_coefficient=input_coefficient, input_term=scale.input_term,
-                           input_fold=scale.input_fold,
-                           whole=whole, silent=silent)
+                           input_fold=scale.input_fold, whole=whole, silent=silent)
 
 
 def loss_function(cfg):

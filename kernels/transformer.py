@@ -31,6 +31,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from kernels import ptx
 from kernels.parts import (A8, A32, A64, AU32, PLAN, aligned, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
+from kernels.products import Pass, ranges
 from kernels.rules import build_noise, device, loss_function
 from model import integer_tables
 from model import parameters
@@ -344,8 +345,7 @@ def product_functions(card, shape, repeat=1):
                 ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
 
     return SimpleNamespace(init=init, rows=rows, wait_rows=wait_rows, leave_rows=leave_rows, fill=fill, refill=refill,
-                           start=start,
-                           done=done, leave=leave)
+                           start=start, done=done, leave=leave)
 
 
 def _place_function(cfg, RG):
@@ -533,8 +533,7 @@ def _up_kernel(cfg, nz, card, KP):
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place(tile + every, t)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
-                        weights, overlay,
-                        seed)
+                        weights, overlay, seed)
                 if last:
                     s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
                 ptx.named_barrier(1 + group, 128)
@@ -722,8 +721,7 @@ def _full_kernel(cfg, nz, card, kind):
                 even_row, odd_row = (other, right) if odd else (left, other)
                 i = col + j * 16 + odd * 8 + q * 2
                 to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4)
-                      * 128
-                      + ((lane >> 3) & 3) * 4) >> 2
+                      * 128 + ((lane >> 3) & 3) * 4) >> 2
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
@@ -811,8 +809,7 @@ def _full_kernel(cfg, nz, card, kind):
                     for j in range(N // 16):
                         for half in range(2):
                             rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
-                                   int64(min(position + 8 * half, T - 1) * D),
-                                   col + j * 16 + q * 4)
+                                   int64(min(position + 8 * half, T - 1) * D), col + j * 16 + q * 4)
                 extremes(acc, tops)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
@@ -1437,8 +1434,7 @@ def _attention_kernel(cfg, nz, card):
                                     low[4 * n + e] = w[e]
                         channel = head * D + d * 16
                         finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
-                               channel + (lane & 3) * 4, factors,
-                               a, at + (channel >> 4) * 32, sums)
+                               channel + (lane & 3) * 4, factors, a, at + (channel >> 4) * 32, sums)
             cuda.syncthreads()
         for half in range(2):
             total = quad_sum(sums[half])
@@ -1487,18 +1483,12 @@ HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32
 PACK_TYPES = (A32, A32) + 6 * (int64,)
 
 
-class Noisy:
+class Noisy(Pass):
     """The noisy forward pass of a configuration on a Card."""
 
     def __init__(self, cfg, packing, card, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent)
-        self.kernels = []
-
-        def add(made, signature):
-            made = made if isinstance(made, tuple) else (made, 0)
-            self.kernels.append((made[0], signature, made[1]))
-            return made
-
+        super().__init__(cfg)
+        nz, add = build_noise(cfg, silent), self.add
         self.embed = add(_embed_kernel(cfg, nz, card), EMBED_TYPES)
         self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
@@ -1525,20 +1515,15 @@ class Noisy:
         members = blocks(rows, padded_length(cfg))
         spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _,
                     shape in self.full.values())
-        sizes = dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
-                     v=members * H * value_length(cfg), spill=max(spill, 4))
-        out, end = {}, 0
-        for name, size in sizes.items():
-            out[name] = (end, end + size)
-            end = aligned(end + size)
+        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
+                               v=members * H * value_length(cfg), spill=max(spill, 4)))
         return out, rows, end
 
     def launch_pack(self, stream, weights, packed):
         for source, target, kind, columns, padded, width in self.copies:
             words = padded * (4 if kind == 2 else 1) * self.cfg.HIDDEN_DIM // 4
             self.pack[0][blocks(words, 256), 256, stream](weights.view(np.int32), packed.view(np.int32), source, target,
-                                                          kind, columns,
-                                                          padded, width)
+                                                          kind, columns, padded, width)
 
     def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
                losses):
@@ -1557,9 +1542,8 @@ class Noisy:
             kernel, shared, shape = self.full[kind]
             tiles = blocks(rows, 64 * shape.RG)
             grid = min(tiles, processors // 3) * 3 if kind == "qkv" else min(tiles, processors)
-            kernel[grid, THREADS, stream, shared](
-                call, self.at[name, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
-                tables.rope, x, sb, h, q, k, v, spill)
+            kernel[grid, THREADS, stream, shared](call, self.at[name, layer], tables.plan, weights, packed, overlay,
+                                                  job, offset, tiles, stride, tables.rope, x, sb, h, q, k, v, spill)
 
         def mlp(calls, up, down, layer):
             kernel, shared, shape = self.up

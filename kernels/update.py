@@ -20,8 +20,7 @@ from model import rules
 from kernels import muon
 from kernels.rules import TARGET, build_noise
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
-                         proxy_fence,
-                     shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
+                         proxy_fence, shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
@@ -145,8 +144,7 @@ def fetch(to, operand, at):
     rows."""
     t = cuda.threadIdx.x
     for i in range(4):
-        copy_async16(int32(to + (t + i * THREADS) * 16), operand,
-                     at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+        copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
 
 
 @device
@@ -292,9 +290,8 @@ def products_kernel(wgmma):
         else:
             down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
         p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
-        at = tiles[tile,
-                   VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
-                                       tiles[tile, COLS])
+        at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
+                                             tiles[tile, COLS])
         p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
         if wgmma:
             for half in range(2):
@@ -402,8 +399,7 @@ def optimize_kernel(cfg):
                         acc = sgd(vote, acc, rate)
                     else:
                         m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
-                                          one_less_beta1,
-                                          beta2, one_less_beta2, eps, decay)
+                                          one_less_beta1, beta2, one_less_beta2, eps, decay)
                         moments[at, 0], moments[at, 1] = m, v
                     move, acc = whole_step(weight, acc)
                 moments[at, 2] = acc
@@ -497,12 +493,10 @@ class Update:
             add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start,
                 self.votes)
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
-                fit, n_rows,
-                start, pieces, self.votes)
+                fit, n_rows, start, pieces, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes,
-            self.muon.x, weights, moments,
-            self.touched, self.changed)
+            self.muon.x, weights, moments, self.touched, self.changed)
         if self.adapt:
             add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
         return out

@@ -461,12 +461,12 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     stream = kit.Lines()
     stream.isatty = lambda: True
     console = Console(stream, minutes=2)
-    console.tell({"event": "start", "step": 0, "config": CFG.constants()}, None)
-    console.tell({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
+    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
     for step in range(300):
         if step == 100:
-            console.tell({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
-        console.tell({"event": "step", "step": step, "tokens": 32768 * step, "loss": 3.847, "unit": "bits/byte",
+            console.emit({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
+        console.emit({"event": "step", "step": step, "tokens": 32768 * step, "loss": 3.847, "unit": "bits/byte",
                       "seconds": 0.03, "elapsed": 65.3, "tokens_per_second": 943710.2}, None)
     console.line("a warning")
     console.progress("step 300: 3/8 chunks")
@@ -497,8 +497,8 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
         stream = kit.Lines()
         stream.isatty = lambda: True
         console = Console(stream, **limits)
-        console.tell({"event": "start", "step": 100, "config": CFG.constants()}, None)
-        console.tell(event, None)
+        console.emit({"event": "start", "step": 100, "config": CFG.constants()}, None)
+        console.emit(event, None)
         assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
         assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
 
@@ -519,8 +519,8 @@ def test_the_line_of_d_eggs_has_its_unit(monkeypatch):
     bits = egg_config.loss_unit(CFG.constants())[0]
     assert bits == pytest.approx(16 / CFG.SOFTMAX_EXP_SCALE / np.log(2))
     console = Console(kit.Lines())
-    console.tell({"event": "start", "step": 0, "config": CFG.constants()}, None)
-    console.tell({**STEP_EVENT, "loss": round(0.9977 * bits, 7)}, None)
+    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console.emit({**STEP_EVENT, "loss": round(0.9977 * bits, 7)}, None)
     assert "| Loss: 0.9977 |" in console.stream.text
 
 
@@ -536,7 +536,7 @@ def test_no_text_steers_a_terminal(hostile, tmp_path, monkeypatch, capsys):
     stream.isatty = lambda: True
     console = Console(stream)
     console.line(f"a{hostile}b")
-    console.tell({"event": "warning"}, f"refused {hostile}")
+    console.emit({"event": "warning"}, f"refused {hostile}")
     assert harmless(stream.text) and "refused" in stream.text
     monkeypatch.chdir(tmp_path)
     log = tmp_path / f"log {hostile}"
@@ -603,6 +603,13 @@ def test_a_terminal_that_is_held_holds_nothing_up():
     os.close(master)
 
 
+def test_closed_streams_are_no_error(tmp_path):
+    done = subprocess.run(f"cd {tmp_path}; {sys.executable} {kit.HERE / 'egg.py'} plot . >&- 2>&-", shell=True)
+    assert done.returncode == 1                          # for there is no run, and not for a traceback's 1
+    code = "import sys; sys.stdout = None; from cluster.console import Console; Console().line('x')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=kit.HERE).returncode == 0
+
+
 def test_a_reader_that_leaves_ends_no_run(capfd):
     reader, writer = os.pipe()
     with open(writer, "w") as stream:
@@ -621,10 +628,10 @@ def test_lines_last_every_ten_seconds_and_verbose_has_them_all(monkeypatch):
     console = Console(stream)
     for _ in range(50):
         now[0] += 0.5
-        console.tell(STEP_EVENT, None)
+        console.emit(STEP_EVENT, None)
     assert stream.text.count("\n") == 3
     verbose = Console(kit.Lines(), verbose=True)
     verbose.stream.isatty = lambda: True
     for _ in range(5):
-        verbose.tell(STEP_EVENT, None)
+        verbose.emit(STEP_EVENT, None)
     assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 1 | Tokens: ")

@@ -136,7 +136,7 @@ def test_every_event_and_metric_is_described():
     text = (HERE / "docs" / "EVENTS.md").read_text()
     described = {name for row in rows(text) for name in row[0].split(", ")}
     calls = [node for path in SOURCES if "tests" not in path.parts for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "tell" and node.args]
+             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "emit" and node.args]
     kinds = {node.args[0].value for node in calls if isinstance(node.args[0], ast.Constant)}
     assert len(kinds) > 10 and kinds - described == set()
     metrics = set(re.findall(r'"(egg_[a-z_]+)', open(live_page.__file__).read()))

@@ -12,6 +12,7 @@ from numba import cuda, uint32
 
 import egg_config
 import kit
+import sanitize
 from engine import cuda_engine
 from engine import kernel_cache
 from model import fitness_digits
@@ -22,7 +23,6 @@ from model import sampling
 from kernels import products
 from kernels import transformer
 from kernels import update
-from tools import sanitize
 from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
                  kernels_of, recorded_generation)
 

@@ -416,7 +416,7 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     run = history.open_run(CFG, tmp_path)
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as events:
         for step in range(200):
-            events.tell("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
+            events.emit("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
                         elapsed=0.1, tokens_per_second=1.0, sent=1, received=1)
     run.close()
     for name in (history.EVENTS, "coordinator.log"):

@@ -96,7 +96,7 @@ class Isle(Server):
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
         self.validation = validation
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         self.events.append(event)
 
     def told(self, event, /, **fields):

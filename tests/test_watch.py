@@ -90,6 +90,7 @@ def test_a_run_keeps_its_events(tmp_path):
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
     assert [e["text"] for e in of_kind("sample", told)] == ["AAA", "CCC", "EEE"]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
     assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", of_kind("sample", told)[0]["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
@@ -133,8 +134,8 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
 
     path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
     log = event_log.JsonLog(path, "", print)
-    log.tell(json.loads(step(2, 3.5)), None)
-    log.tell({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
+    log.emit(json.loads(step(2, 3.5)), None)
+    log.emit({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
     log.close()
     with open(path, "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n'
@@ -213,7 +214,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
     said = []
     log = event_log.JsonLog(tmp_path / "pipe", "", said.append)
     for _ in range(100):
-        log.tell({"text": "x" * 4000}, None)
+        log.emit({"text": "x" * 4000}, None)
     assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
     log.close(), os.close(reader)
 
@@ -241,12 +242,12 @@ def records(directory):
 def test_tensorboard_gets_figures_and_samples(tmp_path):
     run = history.open_run(CFG)
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
-        told.tell("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
+        told.emit("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
                   seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
-        told.tell("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
-        told.tell("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
-        told.tell("snapshot", step=9, bytes=1, overlay=None)
-        told.tell("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
+        told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+        told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
+        told.emit("snapshot", step=9, bytes=1, overlay=None)
+        told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
     run.close()
     got = {}
     for record in records(tmp_path / "tb"):
@@ -270,7 +271,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
         for step in range(3):
-            told.tell("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
+            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
     run.close()
     assert lines.text.count("No space left on device: nothing more is written there") == 1
 
@@ -565,12 +566,12 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             until(lambda: server.run.step == 3)
             events = server.coordinator.events
             if told:
-                events.tell("merge", "another line", **merged(3))
-                events.tell("merge", "back",
+                events.emit("merge", "another line", **merged(3))
+                events.emit("merge", "back",
                             **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
-                events.tell("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-                events.tell("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
-                events.tell("rejuvenated", "a line", step=3, epoch=2, digest="")
+                events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+                events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+                events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
             state = json.loads(ask(server, "/state.json")[2])
             values = parse_metrics(ask(server, "/metrics")[2].decode())
             if not told:

@@ -2,6 +2,7 @@
 merges."""
 
 import bisect
+import collections
 import contextlib
 import json
 import math
@@ -12,6 +13,8 @@ import egg_config
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS
 from islands import merging
+
+SAMPLES = 8                # newest samples of a run that are kept
 
 # what reading something else than a complete event raises
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
@@ -33,7 +36,8 @@ class Merge(NamedTuple):
 class Curve(NamedTuple):
     """The course of a run. loss, validation: [(step, tokens, seconds of training, value)] by rising step; loss_unit,
     unit: of them, "" and None if not known; references: {name of a simple model: its value in the latter}; island: its
-    name, "" if the run is no island's; merges: [Merge] by rising step; rejuvenations: [(step,)]."""
+    name, "" if the run is no island's; merges: [Merge] by rising step; rejuvenations: [(step,)]; samples: the last
+    events of that kind."""
     name: str
     loss: list
     loss_unit: str
@@ -43,6 +47,7 @@ class Curve(NamedTuple):
     island: str
     merges: list
     rejuvenations: list
+    samples: list
 
     @property
     def steps(self):
@@ -72,8 +77,8 @@ def read_curve(path):
         raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
     if not reader.loss and not reader.validation:
         raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
-    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.loss_unit, reader.validation,
-                 reader.unit, reader.references, reader.island, reader.merges, reader.rejuvenations)
+    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.loss_unit, reader.validation, reader.unit,
+                 reader.references, reader.island, reader.merges, reader.rejuvenations, list(reader.samples))
 
 
 class _Reader:
@@ -82,6 +87,7 @@ class _Reader:
     def __init__(self):
         self.loss, self.validation, self.unit, self.references = [], [], None, {}
         self.island, self.merges, self.rejuvenations, self.alpha = "", [], [], 1.0
+        self.samples = collections.deque(maxlen=SAMPLES)
         self.bits, self.loss_unit = 1.0, ""          # of the losses in files of before they had a unit
 
     def add(self, event):
@@ -113,6 +119,8 @@ class _Reader:
             share = merged_share(event, self.alpha)
             self.merges.append(Merge(int(step), when, str(event["peer"]), int(peer_step), share,
                                      str(event["parent_theirs"]), str(event["digest"])))
+        elif kind == "sample":
+            self.samples.append({name: event[name] for name in ("step", "worker", "prompt", "text")})
         elif kind == "rejuvenated":
             self.rejuvenations.append((int(*_numbers(event, "step")),))
 

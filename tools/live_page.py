@@ -35,7 +35,7 @@ IDLE_SECONDS = 60.0        # ... between one request and the next
 LINGER_SECONDS = 1.0       # ... to read the last response before its connection is closed
 MADE_EVERY = 1.0           # seconds for which a response is reused
 POINTS = 800               # most points of a curve
-WORKERS, SAMPLES, LINES, MERGES = 200, 8, 50, 200      # most entries in a response; peers: as many as workers
+WORKERS, LINES, MERGES = 200, 50, 200      # most entries in a response; peers: as many as workers
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 LOOKING_SECONDS = 6.0      # since a browser has asked for the state, in which somebody is looking
 FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody is looking
@@ -104,7 +104,7 @@ class Figures:
         self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.seconds, self.step, self.references = 0.0, {}, {}
         self.last_validation = self.best = self.unit = None
-        self.samples, self.lines, self.finished = deque(maxlen=SAMPLES), deque(maxlen=LINES), False
+        self.samples, self.lines, self.finished = deque(maxlen=curves.SAMPLES), deque(maxlen=LINES), False
         self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
         self.sent = self.received = 0
@@ -126,6 +126,7 @@ class Figures:
                 if step <= run.step:
                     self._add_validation(step, tokens, seconds, value, curve.unit)
             self.references = curve.references
+            self.samples.extendleft(curve.samples)
             for merge in curve.merges:
                 self._add_merge(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
 
@@ -140,7 +141,7 @@ class Figures:
         self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer,
                             "peer_step": peer_step, "part": round(share, 4)})
 
-    def tell(self, event, line):
+    def emit(self, event, line):
         kind = event["event"]
         if kind == "step":
             self._add_step(event)

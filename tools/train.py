@@ -30,7 +30,7 @@ FINAL_SECONDS = 120.0      # that the first of them may take for the final valid
 LEAVE_SECONDS = 5.0        # that each may take to end
 SLOW_SECONDS = 30.0        # a step that takes longer is announced
 SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
-COMPILING = "(once on this machine; about half a minute on two cores)"
+COMPILING = "(once; 25 to 55 s on two cores)"
 
 
 class TrainError(EggError):
@@ -292,7 +292,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
         for line in run.notices:
             events.warn(line)
-        # a secret for the own workers: nobody else on this machine may take part
+        # a random secret keeps other processes of this machine out
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
         training = None
@@ -300,13 +300,13 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             references = print_references(cfg, data, console)
             if references:
                 values = {name: round(x, 4) for name, x in references.items()}
-                events.tell("references", unit=data.validation.unit, values=values)
+                events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.summary(), None, None, None, references, None)
-            if run.directory is None:
-                console.line("nothing of this run is kept: --save-dir DIR keeps it")
             console.line(_plan(cfg, run, steps, minutes))
+            console.line(f"kept in {run.directory}" if run.directory else
+                         "nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
@@ -323,7 +323,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                     _log_final(events, final, data, coordinator.progress.tokens_a_step)
                 summary = _summary(coordinator, references, final, data)
                 _print_summary(summary, console)
-                events.tell("stop", egg_net.farewell(run), step=run.step)
+                events.emit("stop", egg_net.farewell(run), step=run.step)
                 if coordinator.page:
                     coordinator.page.farewell()
                 return summary
@@ -336,19 +336,18 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 def _plan(cfg, run, steps, minutes):
     """A line about what the training will do."""
     ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
-    kept = f"; kept in {run.directory}" if run.directory else ""
-    return (f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} perturbed models a step, from "
-            f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}{kept}")
+    return (f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from step "
+            f"{run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
 
 
 def _log_final(events, final, data, tokens_a_step):
     """Logs the last validation and sample like those of the steps before."""
     if final.figure is not None:
-        events.tell("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
+        events.emit("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
                     unit=data.validation.unit)
     if final.sample is not None:
         prompt, _, text = final.sample.partition(" >>> ")
-        events.tell("sample", worker=None, step=final.step, prompt=prompt, text=text)
+        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
 
 
 def _summary(coordinator, references, final, data):

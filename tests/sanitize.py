@@ -1,5 +1,5 @@
 """The CUDA engine under the compute-sanitizer of the CUDA toolkit: memcheck and racecheck on every path, and whether
-the results are those without them. Needs a GPU. By hand: python -m tools.sanitize"""
+the results are those without them. Needs a GPU. By hand: python -m tests.sanitize"""
 
 import concurrent.futures
 import hashlib
@@ -28,7 +28,7 @@ CONFIGURATIONS = {
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
                       ADAPTIVE_NOISE_MODE=0),
 }
-PROGRAM = "from tools import sanitize; print(sanitize.digest_of({!r}))"
+PROGRAM = "from tests import sanitize; print(sanitize.digest_of({!r}))"
 
 
 def config(name):
