@@ -624,9 +624,9 @@ def room_for_connections(*plugged):
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
-    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or
-    SIGTERM.
+                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
+    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
+    or an element in the list `stopped`.
 
     host: default see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http,
     island: see cluster.hooks. Returns a progress.Summary. Raises HistoryError, NetError, AuthError, IslandError,
@@ -647,7 +647,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""
             host, port = coordinator.address
-            with stop_signals() as stopped:
+            with stop_signals(stopped) as stopped:
                 console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
                 if coordinator.page:
                     console.line(coordinator.page.invitation())

@@ -301,9 +301,10 @@ def _bytes_text(n):
 
 
 @contextlib.contextmanager
-def stop_signals():
-    """Yields a list that is no longer empty after SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
-    stopped = []
+def stop_signals(stopped=None):
+    """Yields a list, `stopped` if given, that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as
+    usual."""
+    stopped = [] if stopped is None else stopped
 
     def on_signal(number, _):
         if stopped and number == signal.SIGINT:
