@@ -95,8 +95,8 @@ COMMON = dict([
     option("--minutes", "stop after N minutes", "N", number(float, 1e-3, 1e7, "a number of minutes")),
     option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
     option("--load-dir", "start from the run in DIR", "DIR"),
-    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only); it asks for "
-           "the secret if there is one", "[HOST:]PORT",
+    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
+           "password if there is a secret", "[HOST:]PORT",
            parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),

@@ -86,7 +86,7 @@ class Worker:
             if packed:
                 self._apply(link, step, packed)
             elif position == NOTHING:
-                # a seed of 0 means nothing: a C++ coordinator may leave these fields empty here
+                # a C++ coordinator may leave these fields empty: a seed of 0 is no information
                 if step < engine.step and seed not in (0, engine.seed):
                     self._start_over(link, seed, step)
                 else:
@@ -285,7 +285,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             if not retry:
                 raise NetError(status.closed_on_greeting(host, port)) from None
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
-            line = f"worker: the coordinator closed on our greeting{advice}, trying again"
+            line = f"worker: the coordinator closed the connection during the introduction{advice}, trying again"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -444,7 +444,7 @@ class Coordinator:
         """Serves a request: with what the worker lacks, with a chunk, or later."""
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
-            # our worker takes this as the sign to start over; others wait until the run has come as far
+            # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
             session.reply(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
         elif step < run.start.step or step == run.start.step and self._is_of_epoch_before(worker):
             self._send_to_start(worker)
@@ -529,7 +529,7 @@ class Coordinator:
         verdict = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
-            self.shelf.forget(step)                  # nobody shall rebuild from a snapshot that most contradict
+            self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
         if verdict.kind == trust.AGREES:
             worker.trusted = True
             for wrong in verdict.outvoted:
@@ -559,7 +559,7 @@ class Coordinator:
         self.collector.drop(self.dispatcher.distrust(author))
 
     def ban(self, author, why):
-        """A worker that lied, or whose machine computes wrongly, has to go, and so have its results."""
+        """Bans a worker with a wrong result or state and discards its results."""
         self.events.emit("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
                          address=author.host, reason=why)
         if author.named:

@@ -16,7 +16,7 @@ import time
 from egg_config import EggError
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-# Peers that have proved nothing, and new connections, have this share of the time, and so many seconds in a row
+# Peers that have proved nothing, and new connections, have this share of a processor, and so many seconds in a row
 STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
 YOUNG = 0.1                # seconds that a new connection has before another one may take its place
 
@@ -136,7 +136,7 @@ class Hub:
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
         self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
         self._again = set()                          # those with input that is not handled yet
-        self._hears_strangers = False
+        self._hears_strangers, self._dice = False, random.Random()
 
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) is called for each peer and makes a Connection, or closes the socket. room():
@@ -176,11 +176,11 @@ class Hub:
         for one in events:
             if one.known:
                 self.guard(one, one.turn, events[one])
-        random.shuffle(strangers)
+        self._dice.shuffle(strangers)
         while strangers and credit > 0:
-            one, began = strangers.pop(), time.perf_counter()
+            one, began = strangers.pop(), time.thread_time()
             self.guard(one, one.turn, events[one])
-            credit = self._share.spend(time.perf_counter() - began)
+            credit = self._share.spend(time.thread_time() - began)
         self._again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
@@ -256,10 +256,6 @@ class Connection:
         """The peer's certificate for TLS (bytes), None where it has shown none."""
         return self.sock.getpeercert(True) if self._tls else None
 
-    def turn(self, mask):
-        """Does what is due: `mask` is the event that was waited for, 0 after Hub.again."""
-        self._stage(mask)
-
     def send(self, data):
         self.traffic.sent += len(data)
         self.outbox = memoryview(bytes(self.outbox) + data if self.outbox else data)
@@ -320,7 +316,7 @@ class Connection:
     def closed(self):
         pass
 
-    # the stages of a connection: each is called with the event that it waits for
+    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
     def _connected(self, _):
         """The connection that was begun here stands, or cannot be made."""
@@ -355,7 +351,7 @@ class Connection:
         except OSError as error:
             self.failed(f"no TLS: {getattr(error, 'reason', None) or reason(error)}")
         else:
-            self._stage = self._transfer
+            self.turn = self._transfer
             self._wait_for(READ)
             self.opened()
             self._read()
@@ -402,7 +398,7 @@ class Connection:
         self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
 
     def _register(self, stage, event):
-        self._stage, self._event = stage, event
+        self.turn, self._event = stage, event
         self._selector.register(self.sock, event, self)
 
     def _wait_for(self, event):

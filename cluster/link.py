@@ -83,8 +83,8 @@ class Link:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
         if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: it let us in with another configuration: is it of the same version of "
-                                 "egg?")
+            raise RefusedForGood(f"{self.name}: its configuration differs from that of this worker: is it the same "
+                                 "version of egg?")
         self.snapshot = self._checked_step(caller.welcome.snapshot)
 
     def frame(self, opcode, *parts):

@@ -10,7 +10,7 @@ from cluster.hub import Traffic
 from cluster.wire import FrameError
 
 
-MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
+MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
 class Summary(NamedTuple):

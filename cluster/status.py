@@ -47,7 +47,8 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 
 def closed_on_greeting(host, port):
-    return f"{host}:{port} closed on our greeting: is it an egg coordinator, with TLS as here (--tls-ca), protocol 2?"
+    return (f"{host}:{port} closed the connection during the introduction: check that it is an egg coordinator of "
+            "protocol 2, and that both sides use TLS (--tls-ca) or neither does")
 
 
 def pack_status(status):

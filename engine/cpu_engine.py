@@ -7,6 +7,10 @@ configuration.
 
 import concurrent.futures
 import functools
+import pathlib
+import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -254,21 +258,43 @@ class CpuEngine:
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "generate"
+ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
+HELPER = f"import pickle, sys; sys.path.insert(0, {ROOT!r}); from engine import cpu_engine\n" \
+         "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
 
 
 def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache; seconds it took. `say` takes a
-    line if anything is compiled."""
-    started = time.monotonic()
-    kernel_cache.CpuCache.before_next = lambda: say(f"compiling the CPU engine ({simd.use()}) ...")
+    line if anything is compiled. What has nothing in common with the forward pass is compiled meanwhile by a second
+    process, where there is a core for it."""
+    started, helper, verb = time.monotonic(), None, ""
+    rest = [verb for verb in verbs if verb in ("update", "digest")]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
-                            SIMD=cfg.SIMD, MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
-    engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-    arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),), digest=(),
-                     generate=([1], 1, 0))
-    for verb in verbs:
-        done = getattr(engine, verb)(*arguments[verb])
-        if verb == "generate":
-            list(done)
-    kernel_cache.CpuCache.before_next = None
+                            SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
+
+    def compiling():
+        nonlocal helper
+        say(f"compiling the CPU engine ({simd.KIND}) ...")
+        if 0 < len(rest) < len(verbs) and verb not in rest and hardware.cores() > 1:
+            helper = subprocess.Popen([sys.executable, "-c", HELPER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                      stderr=subprocess.DEVNULL)
+            helper.stdin.write(pickle.dumps((small, print, rest)))
+            helper.stdin.close()
+
+    kernel_cache.CpuCache.before_next = compiling
+    try:
+        engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
+        arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),),
+                         digest=(), generate=([1], 1, 0))
+        for verb in sorted(verbs, key=rest.__contains__):
+            if helper and verb in rest:
+                helper.wait()
+            done = getattr(engine, verb)(*arguments[verb])
+            if verb == "generate":
+                list(done)
+    finally:
+        kernel_cache.CpuCache.before_next = None
+        if helper:
+            helper.kill()
+            helper.wait()
     return time.monotonic() - started

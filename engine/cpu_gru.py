@@ -20,8 +20,8 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise,
-                                i64, inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise, i64,
+                                inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
 from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
 from engine.simd import PANEL, ROWS, exp_sum
 

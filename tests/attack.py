@@ -1,8 +1,8 @@
 """Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
 
 A coordinator process serves one honest worker that takes 2 ms for a chunk. Another process floods it. Prints for each
-kind: steps/s before, during and after; the longest time that a worker which arrives meanwhile needs to be let in; the
-most memory of the coordinator; bytes written to the save directory."""
+kind: steps/s and CPU of the coordinator before, during and after; the longest time that a worker which arrives
+meanwhile needs to be let in; the most memory of the coordinator; bytes written to the save directory."""
 
 import argparse
 import contextlib
@@ -25,6 +25,7 @@ from cluster.link import OldCoordinator                                         
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
 from kit import GOOD, Peer2, changed                                                 # noqa: E402
+from tools import load                                                               # noqa: E402
 
 CFG = changed(SNAPSHOT_EVERY=0, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator
@@ -83,21 +84,21 @@ def pour(port, peers, data, count):
 
 def http(_, page, clients):
     """Sixteen clients that send headers of 8 KB of spaces."""
-    clients = clients or [None] * 16
+    clients = clients or []
+    while len(clients) < 16:
+        clients.append(socket.create_connection(("127.0.0.1", page), timeout=1))
+        clients[-1].setblocking(False)
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
-    for i, sock in enumerate(clients):
-        if sock is None:
-            clients[i] = sock = socket.create_connection(("127.0.0.1", page), timeout=1)
-            sock.setblocking(False)
-        try:
-            sock.send(request)
-            if not sock.recv(1 << 16):
-                raise ConnectionResetError
-        except BlockingIOError:
-            pass
-        except OSError:
-            sock.close()
-            clients[i] = None
+    answered, ready, _ = select.select(clients, clients, [], 0.05)
+    for sock in {*answered, *ready}:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                if sock in answered and not sock.recv(1 << 16):
+                    raise ConnectionResetError
+                sock.send(request)
+            except (ConnectionError, TimeoutError):
+                sock.close()
+                clients.remove(sock)
     return clients
 
 
@@ -206,16 +207,18 @@ def attack(kind, seconds):
             honest, newcomer = Honest(port), Newcomer(port)
             honest.start()
             time.sleep(1)
-            rates, did = [], "0"
+            rates, did, used = [], "0", []
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
                     flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
                                                  "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
                     time.sleep(1)                                # it takes a moment to start
-                before, began = honest.step, time.monotonic()
+                before, began, cpu = honest.step, time.monotonic(), load._cpu_seconds(process.pid)
                 time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
-                rates.append((honest.step - before) / (time.monotonic() - began))
+                took = time.monotonic() - began
+                rates.append((honest.step - before) / took)
+                used.append((load._cpu_seconds(process.pid) - cpu) / took)
                 if phase == 1:
                     did = flooding.communicate()[0].strip()
                     newcomer.stop = True
@@ -227,8 +230,8 @@ def attack(kind, seconds):
             process.kill()
             process.wait()
     return {"kind": kind, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
-            "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
-            "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
+            "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2),
+            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
 
 
 if __name__ == "__main__":

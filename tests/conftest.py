@@ -122,9 +122,22 @@ def processes(count):
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
 
 
+LONG = ("test_recorded_default_configuration", "test_an_archipelago_survives_chaos", "test_chaos_changes_no_bit",
+        "test_nothing_is_compiled_once_the_clock_runs", "test_ctrl_c_early_leaves_no_traceback")
+
+
 def pytest_collection_modifyitems(items):
-    """What other processes prepare comes last: comparisons of both engines, and compiled kernels."""
-    items.sort(key=lambda item: not {"compared", "compiled_kernels"}.isdisjoint(item.fixturenames))
+    """The longest tests begin first, those whose work other processes prepare come last: comparisons of both engines,
+    and compiled kernels. pytest-xdist gives each of its processes a share in this order, so each share begins with some
+    of the long ones."""
+    def prepared(item):
+        return not {"compared", "compiled_kernels"}.isdisjoint(item.fixturenames)
+
+    long = [item for name in LONG for item in items if item.name.partition("[")[0] == name]
+    rest = sorted((item for item in items if item not in long), key=prepared)
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    shares = [len(rest) * i // count for i in range(count + 1)]
+    items[:] = [item for i in range(count) for item in long[i::count] + rest[shares[i]:shares[i + 1]]]
 
 
 @pytest.fixture(autouse=True)

@@ -209,7 +209,7 @@ def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
     old, chunks = serve(protocol=1)
     assert old.versions == [1] and chunks == 1
     for options in (dict(protocol=2), dict(access=auth.Access(SECRET))):
-        with pytest.raises(egg_net.NetError, match="closed on our greeting"):
+        with pytest.raises(egg_net.NetError, match="closed the connection during the introduction"):
             serve(**options)
     with pytest.raises(egg_net.NetError, match="protocol 1 has neither secret nor TLS"):
         serve(protocol=1, access=auth.Access(SECRET))
