@@ -373,6 +373,14 @@ class Coordinator:
         """Something has happened for the requests that are held."""
         self.dispatcher.changed = True
 
+    def finish(self, seconds):
+        """The end of the run: see `drain`; then the sinks are told, and whoever looks at the page sees it."""
+        self.drain(seconds)
+        self.console.clear()
+        self.events.emit("stop", farewell(self.run), step=self.run.step)
+        if self.page:
+            self.page.farewell()
+
     def dismiss(self):
         """Ends the connections of the workers; the page is still served. Can be called more than once."""
         self.closing = True
@@ -616,9 +624,9 @@ def room_for_connections(*plugged):
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None):
-    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, or SIGINT or
-    SIGTERM.
+                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
+    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
+    or an element in the list `stopped`.
 
     host: default see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http,
     island: see cluster.hooks. Returns a progress.Summary. Raises HistoryError, NetError, AuthError, IslandError,
@@ -639,17 +647,13 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""
             host, port = coordinator.address
-            with stop_signals() as stopped:
+            with stop_signals(stopped) as stopped:
                 console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
                 if coordinator.page:
                     console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
-                coordinator.drain(0 if stopped else 5)
-                coordinator.console.clear()
-                events.emit("stop", farewell(run), step=run.step)
-                if coordinator.page:
-                    coordinator.page.farewell()
+                coordinator.finish(0 if stopped else 5)
         return coordinator.summary()
 
 

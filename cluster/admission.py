@@ -17,6 +17,7 @@ BACKLOG = 1024                                 # connections that the system hol
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
+MOST_BANNED = 1 << 26                          # bytes of that file
 NO_VERSION_1 = "protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2"
 NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapshots"
 
@@ -98,7 +99,8 @@ class Bans:
         try:
             if self.path is None:
                 raise OSError
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644),
+                      "a", encoding="utf-8") as file:
                 file.write(f"{identity}\t{reason}\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -109,8 +111,9 @@ class Bans:
         """{identity: reason}."""
         bans = dict(self._unwritten)
         if self.path is not None:
-            with contextlib.suppress(OSError), open(self.path, encoding="utf-8", errors="replace") as file:
-                bans.update(line.rstrip("\n").split("\t", 1) for line in file if "\t" in line)
+            with contextlib.suppress(OSError):
+                text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
+                bans.update(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
         return bans
 
     def message(self, author):

@@ -79,7 +79,7 @@ class Collector:
     def unpack(self):
         if self.unpacking:
             session = self.worker.session
-            self._unpack(self.upload.unpack)
+            session.hub.guard(session, self._unpack, self.upload.unpack)
             if session.waits and not self.unpacking:
                 session.go_on()
 

@@ -29,7 +29,7 @@ class Printer:
         self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
-        self._shown, self._text, self._next = 0, "", 0.0     # progress line: its columns, its text, when it may change
+        self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
 
     def line(self, text):
         self._write(self._erased() + self._clean(text) + "\n")
@@ -42,9 +42,9 @@ class Printer:
         if self.terminal and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.PROGRESS_EVERY
             text = fit(*self._parts(), clean(self._text))
-            if text or self._shown:
+            if text != self._shown:
                 self._write((self._erased() or "\r\x1b[J") + text)
-                self._shown = len(text)
+                self._shown = text
 
     def clear(self):
         """Removes the progress line."""
@@ -73,8 +73,9 @@ class Printer:
 
     def _erased(self):
         """What removes the progress line, also where a terminal that became narrower has wrapped it."""
-        above, self._shown = max(self._shown - 1, 0) // shutil.get_terminal_size().columns if self._shown else None, 0
-        return "" if above is None else (f"\x1b[{above}A" if above else "") + "\r\x1b[J"
+        above = (len(self._shown) - 1) // shutil.get_terminal_size().columns
+        there, self._shown = self._shown, ""
+        return (f"\x1b[{above}A" if above > 0 else "") + "\r\x1b[J" if there else ""
 
     def _clean(self, text):
         return "".join(part if k % 2 and self.coloured else clean(part)
@@ -300,9 +301,10 @@ def _bytes_text(n):
 
 
 @contextlib.contextmanager
-def stop_signals():
-    """Yields a list that is no longer empty after SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
-    stopped = []
+def stop_signals(stopped=None):
+    """Yields a list, `stopped` if given, that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as
+    usual."""
+    stopped = [] if stopped is None else stopped
 
     def on_signal(number, _):
         if stopped and number == signal.SIGINT:

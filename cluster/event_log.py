@@ -52,7 +52,7 @@ class Events:
             if run.directory is not None:
                 self._open(JsonLog, os.path.join(run.directory, EVENTS), advice, console.line)
             if log_json is not None:
-                self._open(JsonLog, log_json, "give --log-json a file that can be written", console.line)
+                self._open(JsonLog, log_json, "give --log-json a file that can be written", console.line, True)
             if tensorboard is not None:
                 self._open(TensorBoard, tensorboard, console.line)
         except WatchError:
@@ -119,10 +119,10 @@ class Events:
 class Lines:
     """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
-    opened."""
+    opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
-    def __init__(self, path, advice, warn):
-        self.path, self.warn, self.warned = path, warn, False
+    def __init__(self, path, advice, warn, links=False):
+        self.path, self.warn, self.links, self.warned = path, warn, links, False
         try:
             self._open()
         except OSError as error:
@@ -130,7 +130,8 @@ class Lines:
 
     def _open(self):
         # non-blocking: a pipe without a reader must not stop the coordinator
-        self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if self.links else os.O_NOFOLLOW)
+        self.handle = os.open(self.path, flags, 0o644)
         found = os.fstat(self.handle)
         self.regular, self.size, self.torn = stat.S_ISREG(found.st_mode), found.st_size, False
         if self.regular and self.size:

@@ -50,7 +50,7 @@ SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
-MOST_COPIED = 1 << 32                    # bytes of a file that is no snapshot
+MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
@@ -509,13 +509,15 @@ def _open(cfg, directory, start=None):
 
 def _copy_rest(cfg, source, target):
     """Copies snapshots, events and earlier epochs, for a run that continues in another directory. Files that cannot be
-    copied, or that are larger than they can be, are left out."""
+    copied, that are larger than they can be or that have holes, which would fill the disk, are left out."""
     for name in os.listdir(source):
         most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
-            MOST_COPIED if name == EVENTS or OLD_NAME.fullmatch(name) else 0
+            MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
         if most:
             with contextlib.suppress(OSError), open_file(os.path.join(source, name)) as file:
-                if os.fstat(file.fileno()).st_size <= most:
+                size, data = os.fstat(file.fileno()).st_size, file.seek(0, os.SEEK_HOLE)
+                file.seek(0)
+                if data == size <= most:
                     with open(os.path.join(target, name), "xb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
 

@@ -63,8 +63,9 @@ class Trust:
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        sizes = sorted(tally(self.votes.get(step, {})).values(), reverse=True)
-        return len(sizes) < 2 or sizes[0] > sizes[1]
+        votes = self.votes.get(step, {})
+        sizes = sorted(tally(votes).values(), reverse=True) if len(votes) > 1 else []
+        return not sizes or sizes[0] > sizes[1]
 
     def leading(self, step):
         """The digest with most votes at this step, b"" where nobody has voted."""
@@ -116,8 +117,11 @@ class Trust:
         return digest if len(self.data[digest]) > len(self.data[known]) else known
 
     def _count(self, step, digest):
-        """(votes for this digest, most votes for another)."""
-        votes = tally(self.votes.get(step, {}))
+        """(votes for this digest, most votes for another); (1, 0) if all state this one, however many they are."""
+        votes = self.votes.get(step, {})
+        if [*votes] == [digest]:
+            return 1, 0
+        votes = tally(votes)
         return votes.pop(digest, 0), max(votes.values(), default=0)
 
     @staticmethod

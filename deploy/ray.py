@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
 
 import egg_config
 import egg_net
-from cluster import auth, event_log, history
+from cluster import auth, history
 from cluster.console import count_text, one_line, stop_signals
 from egg_config import EggError, UsageError
 from model import data_files
@@ -85,42 +85,23 @@ class CoordinatorActor:
     the figures of each step to Ray's metrics. `run` occupies one thread, the driver's calls have another."""
 
     def __init__(self):
-        self.calls, self.status, self.stopping = collections.deque(maxlen=10_000), "", False
+        self.calls, self.status, self.stopped = collections.deque(maxlen=10_000), "", []
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
 
-    def run(self, cfg, port, save_dir, load_dir, steps, minutes, secret, http, log_json, tensorboard):
-        """Returns the progress.Summary. Raises what egg_net.run_coordinator does."""
-        run = self._open(cfg, save_dir, load_dir)
-        with (contextlib.closing(run),
-              event_log.Events(cfg, run, run.directory, self, log_json, tensorboard) as events):
-            for line in run.notices:
-                events.warn(line)
-            coordinator = egg_net.Coordinator(cfg, run, None, port, steps, minutes, console=self, events=events,
-                                              access=auth.Access(secret), http=http)
-            with contextlib.closing(coordinator):
-                self.line(f"coordinator on {ray.util.get_node_ip_address()}:{port}, step {run.step}, "
-                          f"kept in {run.directory}")
-                if coordinator.page:
-                    self.line(coordinator.page.invitation())
-                while not (coordinator.finished or self.stopping):
-                    coordinator.poll()
-                coordinator.drain(0 if self.stopping else 5)
-            events.emit("stop", egg_net.farewell(run), step=run.step)
-            return coordinator.summary()
-
-    def _open(self, cfg, save_dir, load_dir):
-        """The Run. The coordinator of a driver that was killed may hold it for a moment."""
+    def run(self, cfg, **options):
+        """What egg_net.run_coordinator does with these options. The coordinator of a driver that was killed may hold
+        the directory for a moment."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                return history.open_run(cfg, save_dir, load_dir)
+                return egg_net.run_coordinator(cfg, console=self, stopped=self.stopped, **options)
             except history.HistoryError as error:
-                if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > until or self.stopping:
+                if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > until or self.stopped:
                     raise
             time.sleep(0.2)
 
     def emit(self, event, line):
-        self.calls.append(("tell", event, line))
+        self.calls.append(("emit", event, line))
         if event["event"] in ("step", "validation"):
             for name in self.gauges.keys() & event.keys():
                 self.gauges[name].set(event[name])
@@ -139,7 +120,7 @@ class CoordinatorActor:
         return self.status, [self.calls.popleft() for _ in range(len(self.calls))]
 
     def stop(self):
-        self.stopping = True
+        self.stopped.append(True)
 
 
 class WorkerActor:
@@ -290,8 +271,10 @@ def train(cfg, args, access, http, console):
         log_json, tensorboard = (path and os.path.abspath(path) for path in (args.log_json, args.tensorboard))
         actor = ray.remote(CoordinatorActor).options(
             **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
-        finish = actor.run.remote(cfg, port, save_dir, load_dir, args.steps, args.minutes, secret, http, log_json,
-                                  tensorboard)
+        finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
+                                  minutes=args.minutes, access=auth.Access(secret), http=http, log_json=log_json,
+                                  tensorboard=tensorboard)
+        console.line(f"the coordinator is on {node}, port {port}")
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
@@ -317,7 +300,7 @@ def follow(actor, finish, workers, wait, stopped, console):
             news, heard = actor.news.remote(), now
             console.progress(status)
         elif now - heard > SILENT_SECONDS:
-            console.progress("the coordinator does not answer: Ray restarts it when its node is there")
+            console.progress("the coordinator does not answer: Ray starts it again when its node is there")
         if stopped and stop_at is None:
             console.line("stopping (once more to stop at once) ...")
             actor.stop.remote()
@@ -332,8 +315,9 @@ def follow(actor, finish, workers, wait, stopped, console):
         if not placed and now - started > 60 * wait:
             raise RayError(f"no free resources for a worker within {wait:g} min: {needs(workers)}: free some, add a "
                            "node, or wait longer with --wait")
-        if not (placed or told) and now - started > SILENT_SECONDS:
-            told = console.line(f"waiting for resources: {needs(workers)}") is None
+        if not placed and not told and now - started > SILENT_SECONDS:
+            console.line(f"waiting for resources: {needs(workers)}")
+            told = True
     with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)

@@ -176,12 +176,17 @@ def problem(error):
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
+def environment():
+    """The constants in the environment; the secret has no business in the files of Ray Tune."""
+    return {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
+
+
 def sweep(path, preset, defines, directory, address):
     """What `egg.py sweep` does. path: of the table; preset, defines: for every trial; directory: of the trials.
     Returns their directories, the best first. Raises UsageError, RayError, DataError."""
     table = read_table(path)
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
-    base = preset or table.preset, defines, {k: v for k, v in os.environ.items() if k.startswith("EGG_")}
+    base = preset or table.preset, defines, environment()
     files = check(table, base)
     names = varied(table.constants)
     remember(directory, json.dumps([table._asdict(), *base[:2]], indent=1))
@@ -195,9 +200,14 @@ def sweep(path, preset, defines, directory, address):
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # a line per error is enough, see Progress
     cluster.connect(address)
     try:
+        if not any(node["CPU"] >= table.cpus and node["GPU"] >= table.gpus for node in cluster.nodes()):
+            raise cluster.RayError(f"no node has the {table.cpus} CPUs and {table.gpus} GPUs of a trial: set cpus and "
+                                   "gpus in the table, or add a node")
         tuner = make_tuner(trainable, table, directory, count, functools.partial(title, names=names))
         with interruptible() as stopped:
             results = tuner.fit()
+    except (ray.exceptions.RayError, tune.TuneError) as error:
+        raise cluster.RayError(f"{problem(error)}; the same command continues") from None
     finally:
         ray.shutdown()
     if stopped:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, inner, njit, vote_draw
+from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, tile
 from model import optimizers

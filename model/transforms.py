@@ -28,14 +28,6 @@ def transform(x, mode):
     return _fast(np.asarray(x, np.int64), mode, root(mode, np.shape(x)[-1]) if PRIME[mode] else 1)
 
 
-def inverse(x, mode):
-    """What `transform` made x from; modulo p in modes 2 and 3."""
-    p, n = PRIME[mode], np.shape(x)[-1]
-    if not p:
-        return transform(x, mode) // n
-    return _fast(np.asarray(x, np.int64), mode, pow(root(mode, n), -1, p)) * pow(n, -1, p) % p
-
-
 def _fast(x, mode, r):
     p, n = PRIME[mode], x.shape[-1]
     if n == 1:

@@ -231,7 +231,8 @@ def attack(kind, seconds):
             process.wait()
     return {"kind": kind, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
             "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2),
-            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2), "honest worker lost": honest.lost, "alive": alive}
+            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2),
+            "honest worker lost": honest.lost, "alive": alive}
 
 
 if __name__ == "__main__":

@@ -295,6 +295,20 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
     assert names == 3 * ["cpu-called"] + 3 * ["cpu-kernel"]
 
 
+def test_an_inner_function_is_compiled_into_its_callers_alone():
+    import numba
+
+    from engine import kernel_cache
+
+    @kernel_cache.inner
+    def twice(x):
+        return 2 * x
+
+    assert numba.njit(lambda x: twice(x) + twice(x + 1))(5) == 22
+    with pytest.raises(TypeError, match="bad argument type"):
+        twice(5)
+
+
 class FakeDispatcher:
     """A CUDA kernel whose compilation writes its name into the file that its cache names."""
     compiled = []

@@ -17,7 +17,7 @@ import yaml
 
 import egg
 import egg_config
-from kit import HERE, SECRET, until
+from kit import HERE, SECRET
 
 KUBERNETES = HERE / "deploy" / "kubernetes"
 MINOR = int(kubernetes_validate.latest_version().split(".")[1])

@@ -53,7 +53,7 @@ def test_other_instructions_compile(other, compiled_kernels):
 
 
 @pytest.mark.compiles(dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2),
-                      [(8, 6), (9, 0)], part="noisy", names=("up", "full", "attention", "head"))
+                      [(8, 6), (9, 0)], part="noisy")
 def test_wide_rows_compile(compiled_kernels):
     """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
     hold_against_cards(compiled_kernels)

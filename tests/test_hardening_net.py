@@ -299,6 +299,20 @@ def test_no_header_takes_long():
         assert time.perf_counter() - started < 0.05, field[:10]
 
 
+def test_a_request_that_breaks_the_page_ends_its_connection_alone(tmp_path, monkeypatch):
+    with Server(tmp_path, http=live_page.Where("127.0.0.1", 0, "", None)) as server:
+        def broken(_):
+            raise RuntimeError("nobody has thought of this")
+
+        monkeypatch.setattr(server.coordinator.page, "answer", broken)
+        for _ in range(2):
+            with socket.create_connection(server.coordinator.page.address, timeout=5) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert sock.recv(1) == b""
+        assert server.lines.text.count("its request cannot be handled: RuntimeError") == 1
+        assert Peer2(server.port).chunk(0) == 0
+
+
 # --- the secret ------------------------------------------------------------------------------------------------------
 
 def test_an_impostor_gets_nothing_to_guess_with():

@@ -168,6 +168,21 @@ def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, gpu_worker
     assert (counts.get(True, 0), counts.get(False, 0)) == (gpu_workers, cpu_workers)
 
 
+@pytest.mark.parametrize("text, words", [
+    ("x =", "not TOML"), ("stepz = 1", "stepz"), ("steps = 0", "steps = 0"), ("cpus = 1.5", "cpus = 1.5"),
+    ("", "either steps or minutes"), ("steps = 3", "[constants]"), ("steps = 3\n[constants]\nN_LAYERS = []", "empty"),
+    ("steps = 3\n[constants]\nN_LAYERS = {low = 3, high = 1}", "N_LAYERS"),
+    ("steps = 3\n[constants]\nN_LAYERS = [1, 99]", "N_LAYERS = 99"), ("steps = 3\n[constants]\nLAYERS = 1", "LAYERS"),
+    ("steps = 3\n[constants]\nVALIDATE_EVERY = [0, 5]", "VALIDATE_EVERY = 0")])
+def test_a_wrong_table_ends_with_a_line(place, monkeypatch, capsys, text, words):
+    import egg as program
+    monkeypatch.chdir(place)
+    pathlib.Path("wrong.toml").write_text(text)
+    assert program.main(["sweep", "wrong.toml", *DEFINES[:8]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("egg: ") and said.count("\n") == 1 and words in said
+
+
 def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
     (place / "table.toml").write_text("steps = 30\n[constants]\nVALIDATE_EVERY = 5\nSIGMA_SHIFT = [1, 3]\n"
                                       "ADAM_WEIGHT_DECAY = {low = 1e-4, high = 0.1, log = true}\n"

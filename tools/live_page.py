@@ -326,6 +326,11 @@ class Client(hub.Connection):
         if now > self.until:
             self.close()
 
+    def broken(self, error):
+        why = f"its request cannot be handled: {type(error).__name__}: {error}"
+        self.page.coordinator.admission.door.report(self.host, self.address, why)
+        self.close()
+
     def closed(self):
         self.page.newcomers.discard(self)
         self.page.served.discard(self)

@@ -319,13 +319,8 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 coordinator.drain(APPLY_SECONDS)
                 coordinator.dismiss()
                 final = training.final()
-                if final is not None:
-                    _log_final(events, final, data, coordinator.progress.tokens_a_step)
-                summary = _summary(coordinator, references, final, data)
-                _print_summary(summary, console)
-                events.emit("stop", egg_net.farewell(run), step=run.step)
-                if coordinator.page:
-                    coordinator.page.farewell()
+                summary = _sum_up(coordinator, references, final, data)
+                coordinator.finish(0)
                 return summary
         finally:
             coordinator.close()
@@ -340,32 +335,23 @@ def _plan(cfg, run, steps, minutes):
             f"{run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
 
 
-def _log_final(events, final, data, tokens_a_step):
-    """Logs the last validation and sample like those of the steps before."""
-    if final.figure is not None:
-        events.emit("validation", step=final.step, tokens=final.step * tokens_a_step, value=round(final.figure, 6),
-                    unit=data.validation.unit)
-    if final.sample is not None:
-        prompt, _, text = final.sample.partition(" >>> ")
-        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
-
-
-def _summary(coordinator, references, final, data):
-    summary = coordinator.summary()
-    before = summary.first_validation[1] if summary.first_validation else None
-    unit = data.validation.unit if data.validation else None
-    return TrainSummary(summary, before, final.figure if final else None, unit, references, final)
-
-
-def _print_summary(summary, console):
-    done, final = summary.coordinator, summary.final
+def _sum_up(coordinator, references, final, data):
+    """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
+    console, events, done = coordinator.console, coordinator.events, coordinator.summary()
+    before = done.first_validation[1] if done.first_validation else None
+    after, unit = final.figure if final else None, data.validation.unit if data.validation else None
+    if after is not None:
+        events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,
+                    value=round(after, 6), unit=unit)
     speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
     console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
-    if summary.before is not None and summary.after is not None:
-        console.line(f"validation: {summary.before:.3f} before, {summary.after:.3f} {summary.unit} after "
-                     f"({_listed(summary.references)})")
+    if before is not None and after is not None:
+        console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
     if final is not None and final.sample is not None:
+        prompt, _, text = final.sample.partition(" >>> ")
+        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
         console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
+    return TrainSummary(done, before, after, unit, references, final)
 
 
 def _listed(references):
