@@ -47,7 +47,7 @@ from kernels.parts import (A8, A32, AF64, PLAN, TILE, amax_scale, blocks, byte, 
                            pack4, quad_max, quad_sum, quantise)
 from kernels import products
 from kernels.products import CLEAN_EXPS, Pass, block_sum, chunk, matrix_vector, ranges, tile_functions
-from kernels.rules import NORMS, build_noise, device
+from kernels.rules import build_noise, device, divide
 from model import integer_tables
 
 
@@ -67,7 +67,7 @@ def _rows_kernel(cfg, nz, source):
     EMBED, BIAS = source == "embedding", source != "attention"
     SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN
     ROWS, WORDS = min(2 * T, 128), 3 * H
-    NTT, normed = EMBED and cfg.NTT_MODE != 0, NORMS.normed
+    NTT = EMBED and cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, False, cfg.NTT_CAUSAL)
 
     if EMBED:
@@ -142,7 +142,7 @@ def _rows_kernel(cfg, nz, source):
                     word = h[at_h + piece * 32]
                     for k in range(4):
                         i = piece * 16 + q * 4 + k
-                        x[k] = normed(byte(word, k), sm[i], sm[H + i], mean)
+                        x[k] = clip(int32(divide(int32(byte(word, k) * sm[i]), mean) + sm[H + i]))
                     n[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
 
     return rows
@@ -485,7 +485,7 @@ def _token_kernel(cfg):
         return ptx.warp_max(part[t & 31])
 
     @device
-    def norm(h, weights, plan, p, part, t):
+    def normed(h, weights, plan, p, part, t):
         """Entry t of ln(h), h the thread's own channel."""
         mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
         if t >= H:
@@ -518,7 +518,7 @@ def _token_kernel(cfg):
             if NTT:
                 h = int32(h + look_up(weights, weights, uint32(0), coefficient(tokens, 0, here), t)[0])
             h = clip(h)
-        n = norm(h, weights, plan, p, part, t)
+        n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
             if layer >= 0:
                 if t < H:
@@ -573,7 +573,7 @@ def _token_kernel(cfg):
                 from_h(words, 0, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
                 cuda.syncthreads()
                 h = scaled_down(int32(h + int32(y[t] >> int32(SHIFT_OUT))) if t < H else int32(0), part, t)
-                n = norm(h, weights, plan, calls[call + 2] * PLAN, part, t)
+                n = normed(h, weights, plan, calls[call + 2] * PLAN, part, t)
                 call += 3
             if t < H:
                 vector[t] = n
@@ -591,7 +591,7 @@ def _token_kernel(cfg):
             if t < H:
                 h = int32(int32(h + int32(y[t] >> int32(SHIFT_DOWN))) + int32(weights[plan[p + 8] + t]))
             h = scaled_down(h, part, t)
-            n = norm(h, weights, plan, p, part, t)
+            n = normed(h, weights, plan, p, part, t)
             call += 3
         if t < H:
             out[t] = n

@@ -22,8 +22,8 @@ from kernels import gru_hopper
 from kernels import gru_narrow
 from kernels import products
 from kernels import ptx
-from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, pack4, quad_sum, unrolled,
-                           vector_function)
+from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
+                           unrolled, vector_function)
 from kernels.products import Pass, block_sum, chunk, matrix_vector, ranges, tile_functions, units_in_tile
 from kernels.rules import NORMS, build_noise, device, loss_function
 from model import parameters
@@ -37,8 +37,7 @@ STATE_ROWS = (32, 16)
 
 # --- small device functions -------------------------------------------------------------------------------------------
 
-clip, quotient, open_gate = NORMS.clip, NORMS.quotient, NORMS.gate
-gated, next_state = NORMS.gated, NORMS.next_state
+quotient, open_gate, gated, next_state = NORMS.quotient, NORMS.gate, NORMS.gated, NORMS.next_state
 
 
 def divide_function(d):

@@ -49,9 +49,11 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     BYTES, PARTS, RAGGED = STAGE * H, columns(cfg) // STAGE, V % STAGE != 0
     TASKS = tasks(cfg, size)
     AT_EXPS, AT, TABLE = STAGES * BYTES, size.at, size.table
-    AT_NOISE = 16 * H + input_bytes(cfg, H, 4)
+    AT_B, AT_NOISE = 16 * H, 16 * H + input_bytes(cfg, H, 4)
     LEAST = -(1 << 31)
+    noise = nz.noise
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
+    fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     word_of, factor, noisy = quotients.word, quotients.factor, quotients.noisy
     pairs_of, START = quotients.pairs_of, quotients.start
@@ -112,7 +114,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     def enter_row(m, tile, packed, at, token, column, table, q, row_x, n, s, top, total, target):
         """n, the sums, and the target's logit of member m of a tile."""
         r, at_n = 2 * tile + m, WORDS * tile
-        sb, _ = norm(row_x, n, at_n, m, table, q)
+        sb, _ = norm(row_x, n, at_n, m, table, int32(table + AT_B), q)
         s[r], top[r], total[r] = factor(sb, m), int32(LEAST), int64(0)
         target[r] = logit(noisy(target_sum(n, at_n + m, packed, at, token, q), s[r], column))
 
@@ -124,7 +126,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         position = min(position0 + 8 * tile, T - 1)
         load_rows(row_x, x, unit, position, q)
         token = tokens[at_token + position + 1]
-        column = word_of(overlay[at_overlay + token], stream, token)
+        column = word_of(noise(stream, token), overlay[at_overlay + token], stream, token)
         enter_rows(tile, packed, at, token, column, table, q, row_x, n, s, top, total, target)
 
     @device
@@ -183,7 +185,10 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             fetch(base, packed, at, 0, t)
             fetch(base, packed, at, 1, t)
             for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_norm(words, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
+                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
             enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit,
@@ -196,7 +201,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 for i in range(lane, STAGE, 32):
                     word, c = int32(0), column0 + i
                     if c < V:
-                        word = word_of(overlay[plan[call * PLAN + 2] + c], stream, c)
+                        word = word_of(noise(stream, c), overlay[plan[call * PLAN + 2] + c], stream, c)
                     words[(mine + AT_NOISE) // 4 + i] = word
                 cuda.syncwarp()
                 if step == PARTS:

@@ -41,9 +41,9 @@ def fits(cfg, cc, shared_limit):
 
 
 @device
-def row_at(unit, position, T, H):
-    """The word at which the even member's row begins; the odd member's is 8 rows further."""
-    return ((int64(unit >> 3) * T + position) * 16 + (unit & 7)) * (H // 4)
+def row_of(unit, position, T):
+    """The even member's row; the odd member's is 8 further."""
+    return (int64(unit >> 3) * T + position) * 16 + (unit & 7)
 
 
 def _load_tile(cfg):
@@ -52,7 +52,7 @@ def _load_tile(cfg):
 
     @device
     def load_tile(x, source, unit, position, q):
-        load_rows(x, source, row_at(unit, position, T, H), q)
+        load_rows(x, source, row_of(unit, position, T) * (H // 4), q)
     return load_tile
 
 
@@ -95,12 +95,14 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     kernels.gru."""
     H, T, N, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN = 8 * H
-    AT_OTHER = 24 * H + 2 * input_bytes(cfg, H, 4)
+    AT_LN, AT_B = 8 * H, 24 * H
+    TILE_B = input_bytes(cfg, H, 4)
+    AT_OTHER = AT_B + 2 * TILE_B
     noise, embed_factor = nz.noise, nz.factor
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
-    (load_rows, store_rows), quotients = row_functions(H), gru_parts.quotient_functions(cfg, nz, cc, H)
-    fill_columns, factor, pairs, START = quotients.fill, quotients.factor, quotients.pairs, quotients.start
+    (fill_input, _), (load_rows, store_rows) = gru_parts.input_functions(cfg, nz, H, 4), row_functions(H)
+    quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
+    word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     clipped = gru_parts.clip_functions(cc, True)[0](1, 255)
 
@@ -139,7 +141,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             s = s1 if m else s0
             a, c = pairs(acc, 2 * m, s, n)
             d, e = pairs(acc, 8 + 2 * m, s, n2)
-            ptx.store2(out, row + m * (2 * H) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
+            ptx.store2(out, (row + 8 * m) * (H // 4) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
@@ -162,9 +164,15 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             if first_layer and lane < 2:
                 losses[2 * unit + lane] = 0
             for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                k, l, e = i >> 4, (i >> 2) & 3, i & 3
+                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
                 for z in range(2):
-                    fill_columns(words, mine + z * (4 * H), overlay, plan, call * PLAN + 4 * z, seed, i)
+                    stream = uint32(seed + uint32(plan[call * PLAN + 4 * z + 1]))
+                    entry = overlay[plan[call * PLAN + 4 * z + 2] + i]
+                    words[mine // 4 + z * H + i] = word_of(noise(stream, i), entry, stream, i)
+                    stream = uint32(seed + uint32(plan[call_norm * PLAN + 4 + 2 * z]))
+                    entry = overlay[plan[call_norm * PLAN + 5 + 2 * z] + i]
+                    fill_input(words, bytes_, mine + AT_B + z * TILE_B, k, l, e, stream, entry, i)
                 if first_layer:
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 2]))
                     if MODE == 0:
@@ -176,7 +184,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                row = row_at(unit, position, T, H)
+                row = row_of(unit, position, T)
                 if first_layer:
                     token = tokens[int64(unit) * width + skip + position]
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 1]))
@@ -187,11 +195,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                         own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
                     embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
                              q)
-                    store_rows(row_x, x, row, q)
+                    store_rows(row_x, x, row * (H // 4), q)
                 else:
-                    load_rows(row_x, x, row, q)
-                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
+                    load_rows(row_x, x, row * (H // 4), q)
+                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1 = factor(f0, 0), factor(f1, 1)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
@@ -219,7 +227,7 @@ def _recur_kernel(cfg, nz, cc, size):
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
-    vector = vector_function(cfg, nz, True)
+    noise, vector = nz.noise, vector_function(cfg, nz, True)
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
@@ -300,7 +308,8 @@ def _recur_kernel(cfg, nz, cc, size):
                 for which in range(2):
                     stream = uint32(seed + uint32(plan[p + 9 + 4 * which]))
                     entry = overlay[plan[p + 10 + 4 * which] + c]
-                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(entry, stream, c)
+                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry,
+                                                                                         stream, c)
                     stream, entry = uint32(seed + uint32(plan[p + 11 + 4 * which])), overlay[plan[p + 16 + which] + c]
                     fill_input(words, bytes_, mine + AT_B + which * OWN_B, k, lane, e, stream, entry, c)
                     even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
@@ -353,14 +362,15 @@ def _mlp_kernel(cfg, nz, cc, size):
     at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
     H, T, STEPS, INNER = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, 4 * cfg.HIDDEN_DIM
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
+    AT_LN, AT_B, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
     AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
-    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
-    fill_inner, add = gru_parts.input_functions(cfg, nz, INNER, 4)
+    noise, (load_rows, _), (fill_norm, norm) = nz.noise, row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
+    (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
+                                                                                                             INNER, 4)
     up_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
     down_q = gru_parts.quotient_functions(cfg, nz, cc, INNER)
-    fill_up, up_factor, up_pairs, UP_START = up_q.fill, up_q.factor, up_q.pairs, up_q.start
-    fill_down, down_factor, down_pairs, DOWN_START = down_q.fill, down_q.factor, down_q.pairs, down_q.start
+    up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
+    down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     _, origin_down, down = gru_parts.product_functions(THREADS, H, 1, size.resident, True)
     two = ptx.int16_pairs(cc)
@@ -403,19 +413,26 @@ def _mlp_kernel(cfg, nz, cc, size):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, INNER, 32):
-                fill_up(words, mine, overlay, plan, call_inner * PLAN, seed, i)
+                stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
+                entry = overlay[plan[call_inner * PLAN + 2] + i]
+                words[mine // 4 + i] = up_word(noise(stream, i), entry, stream, i)
                 stream, entry = uint32(seed + uint32(plan[call_sums * PLAN])), overlay[plan[call_sums * PLAN + 1] + i]
                 fill_inner(words, bytes_, mine + AT_INNER, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                fill_down(words, mine + AT_DOWN, overlay, plan, call_down * PLAN, seed, i)
+                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
+                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+                stream = uint32(seed + uint32(plan[call_down * PLAN + 1]))
+                entry = overlay[plan[call_down * PLAN + 2] + i]
+                words[(mine + AT_DOWN) // 4 + i] = down_word(noise(stream, i), entry, stream, i)
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                row = row_at(unit, position, T, H)
+                row = row_of(unit, position, T) * (H // 4)
                 load_rows(row_x, x, row, q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1, t0, t1 = up_factor(s0, 0), up_factor(s1, 1), int32(0), int32(0)
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
@@ -447,9 +464,11 @@ def _head_kernel(cfg, nz, cc, size):
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
-    AT_LN, AT_Z = 128 * VB, 128 * VB + 16 * H + input_bytes(cfg, H, 4)
-    PAD, MASKED, (load_rows, _) = 32 * VB - V, 0x01010101, row_functions(H)
+    AT_LN, AT_B = 128 * VB, 128 * VB + 16 * H
+    AT_Z, PAD, MASKED = AT_B + input_bytes(cfg, H, 4), 32 * VB - V, 0x01010101
+    noise, (load_rows, _) = nz.noise, row_functions(H)
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
+    fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
@@ -517,10 +536,13 @@ def _head_kernel(cfg, nz, cc, size):
                 word = int32(0)
                 if i < V:
                     stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-                    word = word_of(overlay[plan[call * PLAN + 2] + i], stream, i)
+                    word = word_of(noise(stream, i), overlay[plan[call * PLAN + 2] + i], stream, i)
                 words[mine // 4 + i] = word
             for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
+                entry = overlay[plan[call_norm * PLAN + 5] + i]
+                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
             # the others
@@ -528,9 +550,9 @@ def _head_kernel(cfg, nz, cc, size):
             loss, total, distance, some = int64(0), int32(1), int32(0), False
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
-                load_rows(row_x, x, row_at(unit, position, T, H), q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
+                load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
                 s0, s1 = factor(s0, 0), factor(s1, 1)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)

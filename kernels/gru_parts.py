@@ -94,8 +94,7 @@ def clip_functions(cc, within):
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Device functions of a product over `inputs`:
 
-    word(entry, stream, c)          what a table of column noise holds of column c; entry: its overlay
-    fill(words, at, overlay, plan, p, seed, c)      puts it into the table at byte `at`; plan[p...]: as in kernels.gru
+    word(noise, entry, stream, c)   what the table of column noise holds of a column
     factor(sum, member)             the sum sb with the member's sign, as `pairs` wants it
     noisy(acc, s, n)                the sum with its noise, a float that rises with it
     pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
@@ -109,12 +108,12 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     START, A, C = floor_constants(D, add)
     middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
     clipped = middle(add + lowest, add + 127)
-    noise, scaled = nz.noise, nz.scaled
+    scaled = nz.scaled
 
     if floats:
         @device
-        def word(entry, stream, c):
-            return ptx.float_bits(float32(scaled(noise(stream, c), entry, stream, c)))
+        def word(noise, entry, stream, c):
+            return ptx.float_bits(float32(scaled(noise, entry, stream, c)))
 
         @device
         def factor(total, member):
@@ -125,8 +124,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
-        def word(entry, stream, c):
-            return scaled(noise(stream, c), entry, stream, c)
+        def word(noise, entry, stream, c):
+            return scaled(noise, entry, stream, c)
 
         @device
         def factor(total, member):
@@ -147,11 +146,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
         return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
                         noisy(acc[i + 5], s, n[3]))
 
-    @device
-    def fill(words, at, overlay, plan, p, seed, c):
-        words[at // 4 + c] = word(overlay[plan[p + 2] + c], uint32(seed + uint32(plan[p + 1])), c)
-
-    return SimpleNamespace(word=word, fill=fill, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
+    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
                            start=START if floats else 0)
 
 
@@ -202,25 +197,22 @@ def input_functions(cfg, nz, inputs, lanes):
 
 
 def norm_functions(cfg, nz, cc, streams):
-    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises. `fill` sets what
-    belongs to element i in the tables at byte `at`; plan[p...]: as in kernels.gru.
+    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
 
-    The tables: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the input noises."""
+    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H
+    bytes."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
-    vector, (fill_input, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
+    vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
     clipped = clip_functions(cc, True)[1](-127, 127)
 
     @device
-    def fill(words, bytes_, at, weights, overlay, plan, p, seed, i):
+    def fill(words, at, weights, overlay, plan, p, seed, i):
         even, odd = vector(weights, overlay, plan, p, seed, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
-        for z in range(streams):
-            stream, entry = uint32(seed + uint32(plan[p + 4 + 2 * z])), overlay[plan[p + 5 + 2 * z] + i]
-            fill_input(words, bytes_, at + 16 * H + z * SIZE, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
 
     @device
     def part(x, n, first, m, k, address, q, reciprocal):
@@ -236,9 +228,8 @@ def norm_functions(cfg, nz, cc, streams):
         n[first + 2 * k + m] = ptx.bytes4(y, z)
 
     @device
-    def norm(x, n, at_n, m, address, q):
-        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb. address: of the tables."""
-        at_inputs = int32(address + 16 * H)
+    def norm(x, n, at_n, m, address, at_inputs, q):
+        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
         total = int32(0)
         for k in range(2 * STEPS):
             total = ptx.distance4(x[2 * k + m], int32(SIGNS), total)

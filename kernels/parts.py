@@ -8,7 +8,7 @@ import textwrap
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32
 
 from kernels import ptx
-from kernels.rules import NORMS, device
+from kernels.rules import device
 from model import parameters
 from model import transforms
 
@@ -85,7 +85,9 @@ def unrolled(count, body):
 
 # --- small device functions ------------------------------------------------------------------------------------------
 
-clip = NORMS.clip
+@device
+def clip(x):
+    return int32(min(max(int32(x), int32(-127)), int32(127)))
 
 
 @device
