@@ -600,10 +600,55 @@ def value_length(cfg):
     return blocks(length, tile) * tile
 
 
-def _rotary_function(cfg, card, N, rope_row):
-    """Device function of the rotary embedding of N columns; rope_row: words of a row of the shared table, 0: there is
-    none."""
-    D, BIT, T, ROPE_ROW = cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN, rope_row
+def _full_kernel(cfg, nz, card, kind):
+    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
+    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
+
+    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices
+    of one row a channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold
+    them.
+    "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
+    plan, 8 entries a matrix: as _up_kernel's first. sb: [4][stride]; spill: what `layout` says."""
+    H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
+    QKV, DOWN = kind == "qkv", kind == "down"
+    K = 4 * H if DOWN else H
+    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
+    ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
+    ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
+    ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
+    SLOTS = members_of(64, LENGTH)
+    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
+    CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
+    BIAS, TABLE = CG * BIAS, CG * TABLE
+    GROUP = 2 * SLOTS * TABLE
+    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
+    place, _ = _place_function(cfg, RG)
+    AT_TABLES = shape.bytes // 4
+    AT_TOPS = AT_TABLES + TABLES
+    AT_ROPE = AT_TOPS + TOPS
+    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
+    P = product_functions(card, shape)
+    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
+    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    vector = vector_function(cfg, nz, True)
+
+    @card.device
+    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
+        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
+        on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
+        used."""
+        col = min(columns + min(c, CG * N - 1), H - 1)
+        for slot in range(SLOTS):
+            mine = uint32(seed + uint32((member + slot) >> 1))
+            stream = uint32(mine + uint32(plan[p + 1]))
+            sm[at + slot * TABLE + c] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
+            if DOWN:
+                plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
+                sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
 
     @card.device
     def turned(e, o, cos, sin):
@@ -612,26 +657,15 @@ def _rotary_function(cfg, card, N, rope_row):
                 int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
 
     @card.device
-    def rotate(acc, rope, at_rope, position, col, q):
-        """The rotary embedding of columns col... of positions `position` and 8 further."""
-        at_shared = at_rope + 4 * (position * ROPE_ROW)
-        for j in range(N // 16):
-            for half in range(2):
-                c = col + j * 16 + q * 4
-                if ROPE_ROW:
-                    r = ptx.load_shared4(at_shared + half * (32 * ROPE_ROW) + (c & (D - 1)) * 4)
-                else:
-                    r = ptx.load4(rope, int64(min(position + 8 * half, T - 1) * D) + (c & (D - 1)))
-                i = 8 * j + 2 * half
-                acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
-                acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
-
-    return rotate
-
-
-def _amax_functions(card, shape, at_tops):
-    """Device functions that bring rows of a product of full width to amax; at_tops: word of shared memory."""
-    N, CG, AT_TOPS = shape.N, shape.CG, at_tops
+    def rotate(acc, j, half, rope, at_shared, at_global, col):
+        """The rotary embedding of four neighbours, columns col..."""
+        if ROPE_SHARED:
+            r = ptx.load_shared4(at_shared + (col & (D - 1)) * 4)
+        else:
+            r = ptx.load4(rope, at_global + (col & (D - 1)))
+        i = 8 * j + 2 * half
+        acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
+        acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
 
     @card.device
     def extremes(acc, tops):
@@ -663,31 +697,6 @@ def _amax_functions(card, shape, at_tops):
                 acc[4 * j + e] = rounded(acc[4 * j + e], scale0)
                 acc[4 * j + 2 + e] = rounded(acc[4 * j + 2 + e], scale1)
 
-    return extremes, scales, quantised
-
-
-def _spill_functions(card, ACC):
-    """Device functions that put the accumulators of a pass into scratch memory, from word `at` on, and fetch them."""
-    @card.device
-    def spill_pass(acc, spill, at):
-        for i in range(0, ACC, 4):
-            ptx.store4(spill, at + i * THREADS, acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
-
-    @card.device
-    def spilled_pass(acc, spill, at):
-        for i in range(0, ACC, 4):
-            a = ptx.load4(spill, at + i * THREADS)
-            acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
-
-    return spill_pass, spilled_pass
-
-
-def _store_functions(cfg, card, shape):
-    """Device functions that store quantised rows of a product of full width, from column `col` on: as core matrices,
-    and transposed (see _full_kernel)."""
-    H, N, RAGGED = cfg.HIDDEN_DIM, shape.N, shape.columns() != cfg.HIDDEN_DIM
-    LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
-
     @card.device
     def store(acc, out, to, col):
         for j in range(N // 16):
@@ -715,82 +724,6 @@ def _store_functions(cfg, card, shape):
                       * 128 + ((lane >> 3) & 3) * 4) >> 2
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
-
-    return store, store_transposed
-
-
-def _full_kernel(cfg, nz, card, kind):
-    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
-    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
-
-    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices
-    of one row a channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold
-    them.
-    "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
-    plan, 8 entries a matrix: as _up_kernel's first. sb: [4][stride]; spill: what `layout` says."""
-    H, D, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.SEQ_LEN
-    QKV, DOWN = kind == "qkv", kind == "down"
-    K = 4 * H if DOWN else H
-    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
-    MATRICES, LENGTH = 3 if QKV else 1, padded_length(cfg)
-    ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
-    ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
-    ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
-    SLOTS = members_of(64, LENGTH)
-    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
-    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
-    CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
-    BIAS, TABLE = CG * BIAS, CG * TABLE
-    GROUP = 2 * SLOTS * TABLE
-    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
-    place, _ = _place_function(cfg, RG)
-    AT_TABLES = shape.bytes // 4
-    AT_TOPS = AT_TABLES + TABLES
-    AT_ROPE = AT_TOPS + TOPS
-    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    P = product_functions(card, shape)
-    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
-    start, done, leave = P.start, P.done, P.leave
-    noise, scaled, four, vector = nz.noise, nz.scaled, load4(nz), vector_function(cfg, nz, True)
-    rotate = _rotary_function(cfg, card, N, ROPE_ROW if ROPE_SHARED else 0)
-    extremes, scales, quantised = _amax_functions(card, shape, AT_TOPS)
-    spill_pass, spilled_pass = _spill_functions(card, ACC)
-    store, store_transposed = _store_functions(cfg, card, shape)
-
-    @card.device
-    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
-        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
-        on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
-        used."""
-        col = min(columns + min(c, CG * N - 1), H - 1)
-        for slot in range(SLOTS):
-            mine = uint32(seed + uint32((member + slot) >> 1))
-            stream = uint32(mine + uint32(plan[p + 1]))
-            sm[at + slot * TABLE + c] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
-            if DOWN:
-                plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
-                sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
-
-    @card.device
-    def finish(acc, s0, s1, at_noise, h, to, col):
-        """From products to values of columns col..., before amax: the noise, the residual stream, the bias."""
-        for j in range(N // 16):
-            if not RAGGED or col + 16 * j < H:
-                n = four(at_noise + j * 64)
-                if DOWN:
-                    b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
-                for half in range(2):
-                    s = s0 if half == 0 else s1
-                    word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
-                    for k in range(4):
-                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                        v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
-                        if not QKV:
-                            v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
-                        if DOWN:
-                            v = int32(v + b[k])
-                        acc[i] = v
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -854,17 +787,41 @@ def _full_kernel(cfg, nz, card, kind):
                 refill(base, bar, step, steps, first, every, x, packed, at, t)
                 step += 1
                 at_noise = base + 4 * (buffer + slot * TABLE + side * N) + q * 16
-                finish(acc, s0, s1, at_noise, h, to, col)
+                for j in range(N // 16):
+                    if not RAGGED or col + 16 * j < H:
+                        n = four(at_noise + j * 64)
+                        if DOWN:
+                            b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
+                        for half in range(2):
+                            s = s0 if half == 0 else s1
+                            word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
+                            for k in range(4):
+                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                                if not QKV:
+                                    v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
+                                if DOWN:
+                                    v = int32(v + b[k])
+                                acc[i] = v
                 if QKV and which < 2:
-                    rotate(acc, rope, base + 4 * AT_ROPE, row % LENGTH, col, q)
+                    position = row % LENGTH
+                    at_shared = base + 4 * (AT_ROPE + position * ROPE_ROW)
+                    for j in range(N // 16):
+                        for half in range(2):
+                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
+                                   int64(min(position + 8 * half, T - 1) * D), col + j * 16 + q * 4)
                 extremes(acc, tops)
                 if PASSES > 1 and ahead < PASSES - 1:
-                    spill_pass(acc, spill, at_spill + ahead * (ACC * THREADS))
+                    for i in range(0, ACC, 4):
+                        ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
+                                   acc[i + 3])
             scale0, scale1 = scales(tops, sm, side, rg * 64 + ((t & 127) >> 5) * 16 + (lane >> 2), q, 1 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
-                    spilled_pass(acc, spill, at_spill + ahead * (ACC * THREADS))
+                    for i in range(0, ACC, 4):
+                        a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
+                        acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
                 quantised(acc, scale0, scale1)
                 col = ahead * (CG * N) + side * N
                 if not QKV:
