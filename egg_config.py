@@ -306,11 +306,16 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     of that run, if it cannot go on with others.
 
     Raises ConfigError with one line that names the constant and the rule."""
-    values = {**_DEFAULTS, **{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in dict(saved).items()}}
+    values = {**_DEFAULTS, **{name: _tuples(value) for name, value in dict(saved).items()}}
     found = given(preset, defines, environ)
     if run:
         _need_equal(values, found, run)
     return make(**{**values, **{name: value for name, (_, value) in found.items()}})
+
+
+def _tuples(value):
+    """A value with tuples in place of the lists of JSON."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _need_equal(values, found, run):
@@ -380,6 +385,9 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
+    need(isinstance(cfg.LR_SCHEDULE, (tuple, list)) and all(
+        isinstance(part, (tuple, list)) and len(part) == 2 and {*map(type, part)} <= {int, float}
+        for part in cfg.LR_SCHEDULE), "LR_SCHEDULE", "must be pairs of a step and a learning rate")
     steps = [s for s, _ in cfg.LR_SCHEDULE]
     need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")

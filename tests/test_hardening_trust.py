@@ -21,6 +21,7 @@ import pytest
 import pyzstd
 from hypothesis import strategies as st
 
+import egg
 import egg_config
 import egg_net
 from cluster import admission, dispatch, event_log, history, leases, snapshots, trust, wire
@@ -542,6 +543,15 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
         status, said = in_memory(IMPORT, tmp_path / name, tmp_path / "run", megabytes=megabytes)
         assert status == 0 and "this configuration has" in said and said.count("\n") == 1, said
         assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
+                                    '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
+                                    '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
+def test_an_odd_configuration_of_an_import_is_one_line(tmp_path, config, capsys):
+    use.write_tensors(tmp_path / "x", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
+    assert egg.main(["import", str(tmp_path / "x"), "--save-dir", str(tmp_path / "run")]) in (1, 2)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("change", [

@@ -320,9 +320,12 @@ def export(cfg, saved, path, full):
 def read_config(path):
     """{name: value}: the constants in the metadata of a safetensors file. Raises UseError."""
     try:
-        return json.loads(read_tensors(path)[1].get("config", "{}"))
-    except (ValueError, AttributeError):
-        raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?") from None
+        config = json.loads(read_tensors(path)[1].get("config", "{}"))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
+    return config
 
 
 def import_(cfg, path, directory):
@@ -336,7 +339,7 @@ def import_(cfg, path, directory):
         state.step = max(1, step)
         if step:
             state.seed = int(metadata["seed"])
-        if cfg.ISLAND_SEED != json.loads(metadata.get("config", "{}")).get("ISLAND_SEED", 0):
+        if cfg.ISLAND_SEED != read_config(path).get("ISLAND_SEED", 0):
             state.seed = rules.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
