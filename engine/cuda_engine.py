@@ -333,7 +333,7 @@ class CudaEngine:
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
-        self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
+        self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
         self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()
         self._reserve()
@@ -343,13 +343,12 @@ class CudaEngine:
         """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
         if verbs := [verb for verb in verbs if verb in self._waiting]:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
-            what, job = f"{self.name}: {', '.join(verbs)}", (*self._job, verbs)
+            what, job = f"{self.name}: {', '.join(verbs)}", (*self._built, verbs)
             self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
 
     def warm_up(self, verbs):
         """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
-        for verb in verbs:
-            self._ready({"evaluate": "step", "update": "step"}.get(verb, verb))
+        self._ready(*dict.fromkeys("step" if verb in ("evaluate", "update") else verb for verb in verbs))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
@@ -545,6 +544,20 @@ def largest(size, most, budget):
 OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}
 
 
+def card(device):
+    """(whether GPU `device` has wgmma, dense int8 operations per second at its highest clock)."""
+    cuda.select_device(device)
+    gpu = cuda.get_current_device()
+    operations = OPERATIONS.get(gpu.compute_capability, 2048)
+    return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
+
+
+def memory():
+    """(bytes in use, bytes) of the memory of the current GPU."""
+    info = cuda.current_context().get_memory_info()
+    return info.total - info.free, info.total
+
+
 def update_times(engine, fitness, repeats=5):
     """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real
     updates)."""
@@ -563,50 +576,3 @@ def update_times(engine, fitness, repeats=5):
             spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
         best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
     return best
-
-
-def _seconds(run, rounds=5):
-    """Median time of run(), after two calls that compile, capture and fill caches."""
-    times = []
-    for _ in range(rounds + 2):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[2:]))
-
-
-def bench(cfg, tokens, device):
-    """Prints the figures of one GPU: compilation, evaluation, validation, update by kernels, generation, memory."""
-    engine = CudaEngine(cfg, tokens, device)
-    gpu = cuda.get_current_device()
-    peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-    work = 2 * parameters.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
-          f"{peak / 1e12:.0f} TOP/s")
-
-    def rate(what, count, seconds):
-        speed = count / seconds
-        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
-              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
-
-    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("evaluation of a chunk", chunk, noisy)
-    silent_engine = CudaEngine(cfg, tokens, device, silent=True)
-    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("the same without noise", chunk, silent)
-    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
-    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
-    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-    seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
-    operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)
-    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
-          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
-    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
-    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
-    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
-    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
-    memory = cuda.current_context().get_memory_info()
-    used, total = memory.total - memory.free, memory.total
-    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
