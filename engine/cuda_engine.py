@@ -365,6 +365,11 @@ class CudaEngine:
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
+        # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
+        # of changed weights
+        self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
+        self._digest, self._changed, self._digested = Fetched(2, np.uint64), Fetched(1, np.int32), False
+        self._expected = self._begun = None                  # (first, count), (first, count, Fetched)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
@@ -380,6 +385,7 @@ class CudaEngine:
 
     def load(self, state):
         """Takes over a State (copied)."""
+        self._begun, self._digested = None, False
         self._weights.copy_to_device(np.ascontiguousarray(state.weights))
         self._moments.copy_to_device(np.ascontiguousarray(state.moments))
         self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
@@ -393,21 +399,41 @@ class CudaEngine:
         return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
-        """bytes [16]: model.state_digest of the State, without bringing it to the host."""
-        self._ready("digest")
+        """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
+        prepares the next."""
+        if not self._digested:
+            self._ready("digest")
+            self._enqueue_digest()
+        digest = state_digest.Digest(self.step, self.seed)
+        digest.add(*map(int, self._digest.wait()))
+        return digest.digest()
+
+    def _enqueue_digest(self):
         words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
         blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
         self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
         self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
-        sums = self._sums.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
-        digest = state_digest.Digest(self.step, self.seed)
-        digest.add(*map(int, sums))
-        return digest.digest()
+        self._digest.fetch(self._sums, self.stream)
+        self._digested = True
+
+    def expect(self, first, count):
+        """The next `evaluate` but one, or the one after the next `update`, will probably be of these members: it is
+        enqueued before that call waits for its results, so that the GPU is not idle."""
+        self._expected = first, count
+
+    def _begin_expected(self):
+        self._begun, self._expected = self._expected and (*self._expected, self._enqueue(*self._expected)), None
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._ready("step")
+        begun = self._begun if self._begun and self._begun[:2] == (first, count) else None
+        losses = begun[2] if begun else self._enqueue(first, count)
+        self._begin_expected()
+        return losses.wait().copy()
+
+    def _enqueue(self, first, count):
+        """The Fetched of an evaluation that is begun."""
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
@@ -419,9 +445,8 @@ class CudaEngine:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
             self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
         run()
-        out = losses.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
-        return out
+        self._fetched.reverse()
+        return self._fetched[0].fetch(losses, self.stream)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
@@ -449,11 +474,13 @@ class CudaEngine:
         self._ready("step")
         self._set_update(fitness)
         self._update()
-        changed = self._votes.changed.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
+        self._changed.fetch(self._votes.changed, self.stream)
         self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
-        return int(changed[0])
+        if "digest" not in self._waiting:                    # somebody has asked for one
+            self._enqueue_digest()
+        self._begin_expected()
+        return int(self._changed.wait()[0])
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
@@ -526,6 +553,25 @@ class CudaEngine:
             for token in new[given:done + 1]:
                 yield int(token)
             given = done + 1
+
+
+class Fetched:
+    """A copy on the host of an array on the device, made while the host goes on: page-locked memory and an event."""
+
+    def __init__(self, size, kind):
+        self._array, self._event = cuda.pinned_array(size, kind), cuda.event(timing=False)
+
+    def fetch(self, array, stream):
+        """Enqueues the copy of an array of at most that size; self."""
+        self._size = array.size
+        array.copy_to_host(self._array[:array.size], stream)
+        self._event.record(stream)
+        return self
+
+    def wait(self):
+        """The copied values, until the next `fetch`."""
+        self._event.synchronize()
+        return self._array[:self._size]
 
 
 def largest(size, most, budget):
