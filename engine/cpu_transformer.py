@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cpu_kernels import (AT_W, CLEAN, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
+from engine.cpu_kernels import (AT_W, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
                                 fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed,
                                 product, project, project_down)
 from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
-from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+from engine.simd import PANEL, ROWS, empty, exp_sum, look_up_bytes, tile, zeros
 from model import integer_tables
 from model import parameters
 from model import transforms
@@ -16,6 +16,7 @@ from model import transforms
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
  LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F,
  LN_F_BIAS) = map(i64, range(len(parameters.TABLE)))
+NONE, NO_LOSSES = np.empty(0), np.empty((0, 2), np.int64)
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 
 
@@ -63,22 +64,22 @@ def add_residual(h, r, y, o, shift, bias, m):
 def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
-    b_up, b_down = np.empty((2, 4 * H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
+    b_up, b_down = empty((2, 4 * H), i32), empty((2, H), i32)
     perturbed(c, w, ln, layer, S, noisy, norm_w)
     perturbed(c, w, ln_bias, layer, S, noisy, norm_b)
     perturbed(c, w, bias_up, layer, S, noisy, b_up)
     perturbed(c, w, bias_down, layer, S, noisy, b_down)
-    up_a, up_b, up_s = np.empty(4 * H, i32), np.empty(H, i32), np.empty(H, f32)
-    down_a, down_b, down_s = np.empty(H, i32), np.empty(4 * H, i32), np.empty(4 * H, f32)
+    up_a, up_b, up_s = empty(4 * H, i32), empty(H, i32), empty(H, f32)
+    down_a, down_b, down_s = empty(H, i32), empty(4 * H, i32), empty(4 * H, f32)
     if noisy:
         output_side(c, w, up, layer, S, up_a)
         input_side(c, w, up, layer, S, up_b, up_s)
         output_side(c, w, down, layer, S, down_a)
         input_side(c, w, down, layer, S, down_b, down_s)
     shift, shift_up, shift_down = i32(c.matrix_shift), i32(c.up), i32(c.down)
-    x, u = np.empty((GROUP, H), np.uint8), np.empty((GROUP, 4 * H), np.uint8)
-    wide, y = np.empty((GROUP, 4 * H), i32), np.empty((GROUP, H), i32)
+    x, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
+    wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         for r in range(count):
@@ -124,15 +125,15 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     D = c.D
     context = start + n
     columns = (context + PANEL - 1) // PANEL * PANEL
-    packed_k, packed_v = np.zeros(columns * D, np.int8), np.zeros(columns * D, np.int8)
-    correction = np.zeros(columns, i32)
-    nothing = np.zeros(PANEL, i32)
-    scores = np.empty((ROWS, columns), i32)
-    limbs = np.zeros((3, ROWS, columns), np.uint8)
-    sums, weighted = np.empty((3, ROWS, D), i32), np.empty((ROWS, D), f64)
-    weights = np.empty(columns, i32)
-    query = np.zeros((ROWS, D), np.uint8)
-    totals = np.empty(ROWS, np.int64)
+    packed_k, packed_v = zeros(columns * D, np.int8), zeros(columns * D, np.int8)
+    correction = zeros(columns, i32)
+    nothing = zeros(PANEL, i32)
+    scores = empty((ROWS, columns), i32)
+    limbs = zeros((3, ROWS, columns), np.uint8)
+    sums, weighted = empty((3, ROWS, D), i32), empty((ROWS, D), f64)
+    weights = empty(columns, i32)
+    query = zeros((ROWS, D), np.uint8)
+    totals = empty(ROWS, np.int64)
     shift = i32(c.attn)
     for head in range(c.heads):
         base = head * D
@@ -198,12 +199,12 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     call's are put at positions start..start + n - 1 of each member."""
     H, rows, context = c.H, members * n, keys.shape[0] // members
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_1, layer, S, noisy, norm_w)
     perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
-    x, q, a = np.zeros((padded, H), np.uint8), np.empty((rows, H), np.int8), np.zeros((padded, H), np.uint8)
-    y = np.empty((padded, H), i32)
-    side_a, side_b, side_s = np.empty(H, i32), np.empty(H, i32), np.empty(H, f32)
+    x, q, a = zeros((padded, H), np.uint8), empty((rows, H), np.int8), zeros((padded, H), np.uint8)
+    y = empty((padded, H), i32)
+    side_a, side_b, side_s = empty(H, i32), empty(H, i32), empty(H, f32)
     shift = i32(c.matrix_shift)
     for r in range(rows):
         layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
@@ -232,7 +233,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     if noisy:
         output_side(c, w, W_O, layer, S, side_a)
         input_side(c, w, W_O, layer, S, side_b, side_s)
-    zero, shift_out = np.zeros((1, H), i32), i32(c.out)
+    zero, shift_out = zeros((1, H), i32), i32(c.out)
     for r in range(rows):
         if noisy:
             s = project(c, a, r, side_b, side_s)
@@ -256,7 +257,7 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
     """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
@@ -281,17 +282,17 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     sequence min(r // n, last)."""
     H, last = c.H, tokens.shape[0] - 1
     t = w.table[EMBEDDING, 0]
-    bias = np.empty((2, H), i32)
+    bias = empty((2, H), i32)
     perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     fill_noise(c, seed_b, H, unit)
     for i in range(H):
         scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
-    more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
+    more = zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
     if c.ntt:
-        coefficients = np.empty(rows, np.int64)
+        coefficients = empty(rows, np.int64)
         for r in range(rows):
             coefficients[r] = coefficient(c, tb, tokens, min(r // n, last), start + r % n)
         look_up_coefficients(c, w, S, noisy, coefficients, n, more)
@@ -317,7 +318,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     tokens int32 [sequences, >= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's
     worth is enough where nothing follows."""
     rows, H = members * n, c.H
-    h = np.empty((rows, H), np.int8)
+    h = empty((rows, H), np.int8)
     embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
     mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n,
         h)
@@ -325,7 +326,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
         slot = layer % keys.shape[0]
         attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
         mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)
     for r in range(rows):
@@ -350,20 +351,22 @@ def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
 
 
 @njit
-def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
-    """Evaluates windows int32 [n, T + 1] one after the other. noisy: window i is read by the two members of pair seed S
-    + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and nats float64 [n] gets the summed
-    cross-entropy of softmax(logits * unit), with exp64[d] = exp(-d * unit)."""
-    T, H, V = windows.shape[1] - 1, c.H, c.V
+def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats, z):
+    """Evaluates windows int32 [n, start + T + 1] one after the other, from position `start` on. noisy: window i is read
+    by the two members of pair seed S + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and
+    nats float64 [n], if it is not empty, gets the summed cross-entropy of softmax(logits * unit), with
+    exp64[d] = exp(-d * unit).
+
+    keys, values int8 [1 or L, members * (start + T), H]: the caches, see `hidden`. z int32 [GROUP, V padded]: scratch;
+    row (T - 1) % GROUP has the logits after the last token."""
+    T, H, V = windows.shape[1] - 1 - start, c.H, c.V
     members = 2 if noisy else 1
-    columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, members * T, H), np.int8), np.empty((1, members * T, H), np.int8)
-    x = np.empty((members * T, H), np.uint8)
-    side_a, side_b, side_s = np.empty(V, i32), np.empty(H, i32), np.empty(H, f32)
-    z = np.empty((GROUP, columns), i32)
+    columns = z.shape[1]
+    x = empty((members * T, H), np.uint8)
+    side_a, side_b, side_s = empty(V, i32), empty(H, i32), empty(H, f32)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i:i + 1], u32(S + i)
-        hidden(c, w, tb, seed, noisy, tokens, members, T, i64(0), keys, values, x)
+        hidden(c, w, tb, seed, noisy, tokens, members, T, start, keys, values, x)
         if noisy:
             output_side(c, w, EMBEDDING, NO_LAYER, seed, side_a)
             input_side(c, w, EMBEDDING, NO_LAYER, seed, side_b, side_s)
@@ -371,27 +374,15 @@ def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, side_s, T, first, x[first:first + count], count, z)
             for r in range(count):
-                top, target = largest(z, r, V), z[r, tokens[0, (first + r) % T + 1]]
+                top, target = largest(z, r, V), z[r, tokens[0, start + (first + r) % T + 1]]
                 if noisy:
                     total = exp_sum(tb.exp, c.short_exp, top, z, r * columns, V)
                     losses[i, (first + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
-                else:
+                elif nats.size:
                     q = 0.0
                     for v in range(V):
                         q += exp64[min(exp64.size - 1, top - z[r, v])]
                     nats[i] += np.log(q) + (top - target) * unit
-
-
-@njit
-def next_logits(c, w, tb, sequence, n, start, keys, values, z):
-    """z int32 [>= ROWS, V padded]: row 0 gets the logits after position start + n - 1 of sequence int32 [1, >= start +
-    n], whose positions before `start` are in the caches keys, values int8 [L, positions, H]."""
-    x = np.empty((n, c.H), np.uint8)
-    hidden(c, w, tb, u32(0), CLEAN, sequence, i64(1), n, start, keys, values, x)
-    last, no_ints = np.zeros((ROWS, c.H), np.uint8), np.empty(0, i32)
-    for i in range(c.H):
-        last[0, i] = x[n - 1, i]
-    logits(c, w, CLEAN, no_ints, no_ints, np.empty(0, f32), i64(1), i64(0), last, i64(1), z)
 
 
 class Transformer:
@@ -407,22 +398,30 @@ class Transformer:
     def evaluate(self, w, windows, seed, first_pair, losses):
         """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of
         model.rules.windows; seed of the step."""
-        unused = np.empty(0)
-        run_windows(self._constants, w, self._tables, windows, np.int64(seed + first_pair), 1, unused, 0.0, losses,
-                    unused)
+        self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
+                  losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
         """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
         run_windows."""
-        run_windows(self._constants, w, self._tables, windows, np.int64(0), 0, exp64, unit, np.empty((0, 2), np.int64),
-                    nats)
+        self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
+
+    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
+             nats=NONE):
+        """int32 [GROUP, V padded]: the z of `run_windows`."""
+        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        run_windows(self._constants, w, tables, windows, start, *cache, np.int64(seed), noisy, exp64, unit, losses,
+                    nats, z)
+        return z
+
+    def _cache(self, layers, positions):
+        return np.zeros((2, layers, positions, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
         """A function that takes the next tokens of a sequence, `total` tokens at most in all, and gives int32 logits
         [>= V]."""
-        cfg, c, tables = self.cfg, self._constants, self._tables
-        cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
-        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        cfg, tables = self.cfg, self._tables
+        cache = self._cache(cfg.N_LAYERS, 0)                 # grows as it fills
         sequence, start = np.zeros((1, 0), np.int32), 0
 
         def read(tokens):
@@ -430,15 +429,15 @@ class Transformer:
             n, room = len(tokens), cache.shape[2]
             if start + n > room:
                 room = min(total, max(2 * room, start + n + 64))
-                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                old, cache = cache, self._cache(cfg.N_LAYERS, room)
                 cache[:, :, :start] = old[:, :, :start]
-                sequence = np.concatenate([sequence, np.zeros((1, room - sequence.size), np.int32)], 1)
+                sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
                 tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64),
                                          ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
-            next_logits(c, w, tables, sequence, n, start, cache[0], cache[1], z)
+            z = self._run(w, tables, sequence[:, :start + n + 1], cache, start)
             start += n
-            return z[0]
+            return z[(n - 1) % GROUP]
 
         return read
 
