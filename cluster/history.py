@@ -83,33 +83,33 @@ def read_file(path, most):
         return file.read()
 
 
-def write_file(directory, name, data):
-    """Puts a file into a directory, whole and on the disk, in place of one that has the name. Returns it, still open.
-    Raises OSError; then nothing has changed."""
-    # under a name that nobody can know before; so a half written file never has the name
+@contextlib.contextmanager
+def replacing(directory, name):
+    """Yields a file that takes this name at the end of the block, whole and on the disk. An error that ends the block,
+    or an OSError after it, leaves everything as it was."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
         try:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
-            kept = open_file(file.name, "r+b")
             os.replace(file.name, os.path.join(directory, name))
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
-    sync(directory)
-    return kept
-
-
-def sync(directory):
-    """Renames in the directory are on the disk when this returns."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(handle)                     # of the new name
     finally:
         os.close(handle)
+
+
+def write_file(directory, name, data):
+    """Writes a file like `replacing`. Returns it, open. Raises OSError; then nothing has changed."""
+    with replacing(directory, name) as file:
+        file.write(data)
+        return open_file(file.name, "r+b")
 
 
 def sizes(cfg):
@@ -161,7 +161,7 @@ class Run:
             self._end = 0
             self._write(_header(cfg, self.start))
         else:
-            self._read_all(os.fstat(file.fileno()).st_size, writable)
+            self._read_all(writable)
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
@@ -269,35 +269,31 @@ class Run:
                                "this and start the same command again") from None
         self._end += len(data)
 
-    def _read_all(self, size, writable):
-        """Checks every record and stores its offset. An incomplete last record is ignored, and cut off if
-        `writable`."""
-        self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
+    def _read_all(self, writable):
+        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if `writable`."""
+        header = _read_header(self._file, self._name)
+        # a constant that is newer than the run counts as at its default
+        if differ := difference({**kept(egg_config.make()), **header.config}, kept(self.cfg)):
+            raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
+                               "give another --save-dir")
+        self._end, self.start = header.size, header.start or self.start
         self.step, self.seed = self.start[:2]
-        most = most_body(self.cfg)
-        while self._end < size:
-            head = self._pread(HEAD, self._end)
-            length = self._body_length(head, self.step, self.seed, most)
-            body = self._pread(length + 4, self._end + HEAD) if length else b""
-            crc = int.from_bytes(body[length:], "little")
-            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
-                self._cut_torn_record(size, HEAD + 4 + most, writable)
+        most, head = most_body(self.cfg), self._pread(HEAD, self._end)
+        while head:
+            length, its_step, _, _, its_seed = RECORD.unpack_from(head.ljust(HEAD))
+            good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most
+            rest = self._pread(length + 4 + HEAD, self._end + HEAD) if good else b""       # with the next head
+            if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(rest[:length]) != rest[length:length + 4]:
+                self._cut_torn_record(HEAD + 4 + most, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
+            head = rest[length + 4:]
 
-    @staticmethod
-    def _body_length(head, step, seed, most):
-        """Length of the body of this step's record, 0 if `head` is not its head or it is above `most`."""
-        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
-            return 0
-        length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
-        return length if (its_step, its_seed) == (step, seed) and length <= most else 0
-
-    def _cut_torn_record(self, size, longest, writable):
+    def _cut_torn_record(self, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
         steps."""
-        at, rest = self._end, self._pread(longest + 1, self._end)
+        size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
         later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest:
@@ -321,7 +317,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
         return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):
         raise HistoryError(f"--load-dir {load_dir}: no such directory")
-    own = os.path.isfile(os.path.join(load_dir, FILE))
+    own = holds_run(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
         return _open(cfg, load_dir)
     source = read_run(cfg, load_dir)
@@ -341,8 +337,12 @@ def open_run(cfg, save_dir=None, load_dir=None):
 def read_run(cfg, directory):
     """The Run in a save directory, read-only, also while a coordinator continues it; C++ checkpoints as a temporary
     Run. Raises HistoryError."""
-    if os.path.isfile(os.path.join(directory, FILE)):
-        return _open_to_read(cfg, directory)
+    if holds_run(directory):
+        path = os.path.join(directory, FILE)
+        try:
+            return Run(cfg, open_file(path), directory, writable=False)
+        except OSError as error:
+            raise HistoryError(f"{path}: {error.strerror}") from None
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
     run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
@@ -351,7 +351,7 @@ def read_run(cfg, directory):
 
 def begin_run(cfg, directory, start):
     """A new Run that begins with an imported model, whose snapshot must be in the directory. Raises HistoryError."""
-    if os.path.exists(os.path.join(directory, FILE)):
+    if holds_run(directory):
         raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
     return _open(cfg, directory, start)
 
@@ -361,12 +361,11 @@ def configuration(directory):
     Raises HistoryError."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
-    name = os.path.join(directory, FILE)
-    if not os.path.isfile(name):
-        if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
-            return {}
-        raise _no_run(directory)
-    return {**_header_of(name).config, **_settings(directory)}
+    if holds_run(directory):
+        return {**_header_of(os.path.join(directory, FILE)).config, **_settings(directory)}
+    if any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+        return {}
+    raise _no_run(directory)
 
 
 def holds_run(directory):
@@ -442,38 +441,32 @@ def read_cpp_checkpoints(cfg, directory):
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
-    for step, its_step in enumerate(sorted(found), 1):
-        if its_step != step:
-            raise HistoryError(f"{directory}: checkpoint_{step:08d}.bin is missing, and without it the model cannot be "
-                               "rebuilt")
     out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
+
+    def need(ok, what):
+        if not ok:
+            raise HistoryError(f"{path}{what}")
+
     for step in range(1, len(found) + 1):
-        path = os.path.join(directory, found[step])
+        path = os.path.join(directory, found.get(step, f"checkpoint_{step:08d}.bin"))
+        need(step in found, " is missing, and without it the model cannot be rebuilt")
         seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         try:
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
-        except OSError as error:
-            raise HistoryError(f"{path}: {error.strerror}") from None
-        if len(data) < CPP_CHECKPOINT.size:
-            raise HistoryError(f"{path} is cut short: {len(data)} bytes")
-        magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
-        packed = data[CPP_CHECKPOINT.size:]
-        if (magic, version) != (CPP_MAGIC, 1):
-            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, "
-                               f"version {version}")
-        if its_step != step:
-            raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
-        if its_size != size or len(packed) != size:
-            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, "
-                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and "
-                               "CHUNK_SIZE to those of the run")
-        if its_seed != seed:
-            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
-        try:
+            need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
+            magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
+            packed = data[CPP_CHECKPOINT.size:]
+            need((magic, version) == (CPP_MAGIC, 1),
+                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+            need(its_step == step, f" holds step {its_step}, its name says {step}")
+            need(its_size == len(packed) == size,
+                 f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
+                 f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
+            need(its_seed == seed, f": seed {its_seed} where step {step} has {seed}: this is another kind of run")
             fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
-        except ValueError as error:
-            raise HistoryError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         out.append(packed)
     return out
 
@@ -520,14 +513,6 @@ def _copy_rest(cfg, source, target):
                 if data == size <= most:
                     with open(os.path.join(target, name), "xb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
-
-
-def _open_to_read(cfg, directory):
-    path = os.path.join(directory, FILE)
-    try:
-        return Run(cfg, open_file(path), directory, writable=False)
-    except OSError as error:
-        raise HistoryError(f"{path}: {error.strerror}") from None
 
 
 def _read_data(directory):
@@ -599,22 +584,22 @@ def _header_of(path):
     """The Header of a history file. Raises HistoryError."""
     try:
         with open_file(path) as file:
-            handle = file.fileno()
-            return _read_header(lambda count, at: os.pread(handle, count, at), os.fstat(handle).st_size, path)
+            return _read_header(file, path)
     except OSError as error:
         raise HistoryError(f"{path}: {error.strerror}") from None
 
 
-def _read_header(pread, size, name):
-    """The Header of a file of `size` bytes. Raises HistoryError."""
-    start = pread(12, 0)
+def _read_header(file, name):
+    """The same of an open file."""
+    handle, size = file.fileno(), os.fstat(file.fileno()).st_size
+    start = os.pread(handle, 12, 0)
     if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(start[8:], "little")
     if len(start) < 12 or 12 + length + 4 > size:
         raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
                            "it to begin again")
-    data = pread(12 + min(length, LONGEST_HEADER) + 4, 0)
+    data = os.pread(handle, 12 + min(length, LONGEST_HEADER) + 4, 0)
     if length > LONGEST_HEADER or _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {12 + length + 4}: restore it from a copy")
     try:
@@ -640,13 +625,3 @@ def _checked(start):
                  and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values()))):
         raise ValueError
     return start
-
-
-def _check_header(cfg, pread, size, name):
-    """(size of the header in bytes, Start). Raises HistoryError, also for another configuration."""
-    header = _read_header(pread, size, name)
-    # a constant that is newer than the run counts as at its default
-    if differ := difference({**kept(egg_config.make()), **header.config}, kept(cfg)):
-        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give "
-                           "another --save-dir")
-    return header.size, header.start or beginning(cfg)

@@ -26,28 +26,25 @@ from model import parameters
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
+HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
-UNPACK_SECONDS = 0.005     # in which a state from another island is decompressed before other work
 SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
-def state_sha256(state):
+def state_sha256(state, kind=hashlib.sha256):
     """bytes [32]: SHA-256 over the same bytes as model.state_digest (without the zeros at its end)."""
-    sha256 = _begin(state.step, state.seed)
+    digest = _begin(state.step, state.seed, kind)
     for part in _parts(state):
-        sha256.update(part)
-    return sha256.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def state_hash(state):
     """bytes [32]: BLAKE2b over the same, by which a second worker confirms a snapshot."""
-    blake2b = _begin(state.step, state.seed, BLAKE2B)
-    for part in _parts(state):
-        blake2b.update(part)
-    return blake2b.digest()
+    return state_sha256(state, BLAKE2B)
 
 
 def _begin(step, seed, kind=hashlib.sha256):
@@ -101,10 +98,10 @@ def unpack(cfg, data):
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
         raise ValueError(f"snapshot of step {step} is of another configuration")
-    if len(data) != HEAD.size + 4 + body:
-        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD.size + 4 + body}")
+    if len(data) != HEAD_SIZE + body:
+        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
     try:
-        state = from_body(cfg, data[HEAD.size + 4:], step, seed)
+        state = from_body(cfg, data[HEAD_SIZE:], step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
     if state_sha256(state) != sha256:
@@ -128,7 +125,7 @@ def _from_raw(cfg, raw, step, seed):
 def read_head(data):
     """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first
     bytes of a snapshot file. Raises ValueError."""
-    if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD.size + 4]:
+    if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
@@ -146,26 +143,16 @@ def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
     sha256, size = state_sha256(state), 0
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
-        try:
-            file.write(bytes(HEAD.size + 4))
-            for piece in [body] if body else _packed(state):
-                file.write(piece)
-                file.flush()
-                size += len(piece)
-                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is compressed
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
+    with history.replacing(directory, f"snapshot-{state.step:08d}.egg") as file:
+        file.write(bytes(HEAD_SIZE))
+        for piece in [body] if body else _packed(state):
+            file.write(piece)
             file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, os.path.join(directory, f"snapshot-{state.step:08d}.egg"))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
-    history.sync(directory)
+            size += len(piece)
+            if hasattr(os, "posix_fadvise"):         # the disk writes while the next piece is compressed
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
     return sha256
 
 
@@ -186,7 +173,7 @@ class Upload:
         self._file = None
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
-            self._file.write(bytes(HEAD.size + 4))
+            self._file.write(bytes(HEAD_SIZE))
 
     @property
     def remembered(self):
@@ -265,7 +252,7 @@ class Upload:
         """The State of a finished upload that was not dropped, and not kept unless remembered. Raises OSError."""
         if self.remembered:
             return _from_raw(self._cfg, self._raw, self.step, self.seed)
-        self._file.seek(HEAD.size + 4)
+        self._file.seek(HEAD_SIZE)
         return from_body(self._cfg, self._file.read(), self.step, self.seed)
 
     def drop(self):
@@ -277,49 +264,13 @@ class Upload:
             os.unlink(self._file.name)
 
 
-class Download:
-    """A snapshot file that is being received from another coordinator, in order from byte `got`; `upload`: its Upload
-    once the head is complete. sha256: of its state. Raises ValueError for data that cannot be right, OSError of the
-    disk."""
-
-    def __init__(self, cfg, sha256, directory):
-        self.sha256, self.got, self.upload = sha256, 0, None
-        self._cfg, self._directory, self._head = cfg, directory, b""
-
-    @property
-    def finished(self):
-        return self.upload is not None and self.upload.finished
-
-    @property
-    def pending(self):
-        return self.upload is not None and self.upload.pending
-
-    def feed(self, total, offset, data):
-        """See Upload.feed."""
-        size = HEAD.size + 4
-        if offset != self.got or not data or offset + len(data) > total:
-            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got}")
-        self.got += len(data)
-        if self.upload is None:
-            self._head, data = (self._head + data)[:size], (self._head + data)[size:]
-            if len(self._head) < size:
-                return
-            step, seed, sha256, _, _, body = read_head(self._head)
-            if sha256 != self.sha256 or body + size != total:
-                raise ValueError("it is not the state that was stated")
-            self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
-        if data:
-            self.upload.feed(total - size, self.got - len(data) - size, data)
-
-    def unpack(self):
-        """Unpacks for a moment what is pending."""
-        until = time.monotonic() + UNPACK_SECONDS
-        while self.pending and time.monotonic() < until:
-            self.upload.unpack()
-
-    def drop(self):
-        if self.upload is not None:
-            self.upload.drop()
+def upload_of_file(cfg, head, total, sha256, directory):
+    """The Upload for the body of a snapshot file of `total` bytes, from its head. sha256: of its state. Raises as an
+    Upload does."""
+    step, seed, stated, _, _, body = read_head(head)
+    if stated != sha256 or body + HEAD_SIZE != total:
+        raise ValueError("it is not the state that was stated")
+    return Upload(cfg, step, seed, None, directory, sha256)
 
 
 class Shelf:
@@ -351,11 +302,11 @@ class Shelf:
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
         with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
-            data = file.read(HEAD.size + 4)
+            data = file.read(HEAD_SIZE)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
             if (step == int(match[1]) and config == config_digest(self.cfg)
-                    and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+                    and max(1, start.step) <= step <= self.run.step and size == HEAD_SIZE + body
                     and (step != start.step or sha256.hex() == start.state)
                     and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
                 self.files[step], self.sha256[step] = name, sha256

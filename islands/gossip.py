@@ -230,14 +230,14 @@ class Island(Hook):
             if why := self.incoming.too_slow(now):
                 self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
             else:
-                self._advance(self.incoming.download.unpack)
+                self._advance(self.incoming.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
     def close(self):
         self.chunk_handed_out()
         if self.incoming:
-            self.incoming.download.drop()
+            self.incoming.drop()
         self.outgoing.close()
 
     def validated(self, step, value, unit):
@@ -375,13 +375,13 @@ class Island(Hook):
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
-            if incoming.download.finished and not incoming.preparing:
+            if incoming.finished and not incoming.preparing:
                 incoming.prepare(self.fitness.value)
             incoming.request()
 
     def _drop_incoming(self, why=None, distrust=False):
         incoming, self.incoming = self.incoming, None
-        incoming.download.drop()
+        incoming.drop()
         if distrust:
             self.peers.distrust(incoming.peer, why)
         elif why:
@@ -500,7 +500,7 @@ def next_state(island, handover, ours):
         epoch, state = island.elites.best(cfg) or (None, None)
         founder = next((e["founder"] for e in island.lineage if e["epoch"] == epoch), island.terms.name)
         return state, None, {"peer_step": state and state.step, "founder": founder}
-    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.download.upload
+    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.upload
     state, body = incoming.result(ours, island.fitness.value)
     more = {"alpha": cfg.RECOMBINE_ALPHA} if handover.kind == "recombine" else {}
     return state, body, {"from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),

@@ -264,8 +264,13 @@ def sampling_rules(jit, target):
 
 INITIAL_SEED = 42
 
-# of Python ints
-hash32 = draw_rules(lambda rule: rule, Arithmetic(int, lambda x: x & 0xFFFFFFFF, float), False).hash32
+
+def hash32(seed, i):
+    """`draw_rules` in Python ints, without its casts: to open a history is to hash once a step."""
+    x = seed + i * 0x9E3779B9 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def first_seed(cfg):

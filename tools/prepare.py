@@ -1,14 +1,15 @@
 """`python egg.py prepare`: makes input.bin, val.bin and decoding.bin from texts. model.data_files reads them (SPEC
 10)."""
 
+import contextlib
 import os
 import sys
-import tempfile
 import time
 
 import numpy as np
 
 import egg_config
+from cluster.history import replacing
 from egg_config import UsageError
 from model.data_files import WORDS, DataError, read_text
 
@@ -157,21 +158,9 @@ def _encode(bpe, parts, name, say):
 
 
 def write_files(directory, files):
-    """Writes {name: [bytes]} to temporary files, then moves all into place: an interruption or an OSError leaves the
-    old files."""
-    written = []
-    try:
+    """Writes {name: [bytes]}: an interruption or an OSError leaves the old files."""
+    with contextlib.ExitStack() as stack:
         for name, parts in files.items():
-            handle, temporary = tempfile.mkstemp(prefix=name + ".", dir=directory)
-            written.append((temporary, os.path.join(directory, name)))
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-        while written:
-            os.replace(*written[0])
-            written.pop(0)
-    finally:
-        for temporary, _ in written:
-            os.unlink(temporary)
+            file = stack.enter_context(replacing(directory, name))
+            file.writelines(parts)
+            file.flush()

@@ -27,7 +27,6 @@ from model import rules
 from cluster import snapshots
 from engine import engines
 from egg_config import EggError
-from tools import prepare
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -201,9 +200,8 @@ def write_tensors(path, arrays, metadata):
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [first, at]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    directory, name = os.path.split(os.path.abspath(path))
-    parts = [len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())]
-    prepare.write_files(directory, {name: parts})
+    with history.replacing(*os.path.split(os.path.abspath(path))) as file:
+        file.writelines([len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())])
 
 
 def read_tensors(path):
