@@ -64,13 +64,14 @@ class Incoming:
         """Takes a piece; the first one holds the head of the file. Raises ValueError for data that cannot be right,
         OSError of the disk."""
         self.requested, self.total = False, total
-        if offset != self.got:
-            raise ValueError(f"piece at {offset}, the next one is at {self.got}")
+        if offset != self.got or not data:
+            raise ValueError(f"piece of {len(data)} bytes at {offset}, the next one is at {self.got}")
         self.got += len(data)
         if self.upload is None:
             self.upload = snapshots.upload_of_file(self.cfg, data, total, self.standing.state, self.directory)
             offset, data = HEAD_SIZE, data[HEAD_SIZE:]
-        self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
+        if data:
+            self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
 
     def unpack(self):
         """Unpacks for a moment what is pending."""
