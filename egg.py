@@ -61,8 +61,7 @@ def number(kind, low, high, what):
 
 
 def parsed_by(module, name, what):
-    """A type for argparse: the result of module.name(text), which raises ValueError; loads the module when it is
-    used."""
+    """A type for argparse: module.name(text), which raises ValueError; the module is loaded when it is used."""
     def parse(text):
         try:
             return getattr(importlib.import_module(module), name)(text)
@@ -124,8 +123,8 @@ COMMANDS = []                  # (function, options, source of the saved constan
 
 def command(*options, saved=lambda args: ({}, None)):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
-    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is about,
-    and the directory of that run if they must stay as they are."""
+    `option`s, or a title of those that follow; saved(args): the constants of the saved run that it is about, and its
+    directory if they must stay as they are."""
     def register(function):
         COMMANDS.append((function, options, saved))
         return function
@@ -506,8 +505,7 @@ def installation():
 
 
 def invite_to_continue(argv, directory, console):
-    """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
-    limits and without the constants that the run has kept."""
+    """Prints the command that goes on with the run in `directory`: argv, without limits and constants that are kept."""
     if directory is None:
         return
     args = vars(parser(typed=False).parse_args(argv))

@@ -236,8 +236,7 @@ DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 
 
 class EggError(Exception):
-    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program.
-    status: the exit status of a command that ends with it."""
+    """A message for the user, in one line: what was wrong, what to do. status: the exit status of a command."""
     status = 1
 
 

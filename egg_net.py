@@ -228,8 +228,7 @@ class Worker:
 
 
 def due(every, step):
-    """Whether a step has a sample, or a validation: every so many have one, and a few early ones, so that the beginning
-    of learning shows."""
+    """Whether a step has a sample or a validation: every so many, and a few early ones, to show learning begin."""
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
@@ -315,14 +314,12 @@ LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. run: a history.Run; steps: the run ends when it has so
-    many (None: never), minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and
-    go; access: an auth.Access; events: an event_log.Events, default: one for `console` and a coordinator.log in
-    `log_dir`; http, island: what cluster.hooks describes, or None.
+    """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; events: an
+    event_log.Events, default: one for `console` and a coordinator.log in `log_dir`; http, island: see cluster.hooks.
 
-    Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks,
-    NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log
-    cannot be written."""
+    Raises HistoryError where the state with which an epoch began is missing, IslandError, NetError where host and port
+    cannot be served, AuthError where that would let anybody in, EggError where the log cannot be written."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
                  access=auth.Access(), events=None, http=None, island=None):
@@ -612,8 +609,7 @@ class Coordinator:
 
 
 def room_for_connections(*plugged):
-    """The number of connections that a coordinator may hold open beside its files, and what cluster.hooks lists. Raises
-    NetError where that is too few."""
+    """How many connections a coordinator may hold open beside files and what is plugged in. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
@@ -628,9 +624,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
     or an element in the list `stopped`.
 
-    host: default see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http,
-    island: see cluster.hooks. Returns a progress.Summary. Raises HistoryError, NetError, AuthError, IslandError,
-    WatchError; the completed steps are kept whatever happens."""
+    host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http, island: see
+    cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps are kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

@@ -58,8 +58,7 @@ def read_secret(path=None, environ=os.environ):
 
 
 def proof(secret, side, hello, challenge, text):
-    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; hello, challenge: the random
-    bytes of both; text: the JSON of JOIN."""
+    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; text: the JSON of JOIN."""
     return hmac.digest(secret, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(), "sha256")
 
 
@@ -84,8 +83,7 @@ def page_password(secret):
 
 
 def user_key():
-    """Text that identifies this user on this machine to a coordinator, and that other users do not know; the same in
-    every process unless no file can keep it."""
+    """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory, fresh = os.path.join(cache, "egg"), os.urandom(16).hex()
     path = os.path.join(directory, "worker-key")

@@ -35,11 +35,10 @@ class WatchError(EggError):
 
 class Events:
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: a line of text for the console, or None.
+    kind) and the fields of that kind; line: for the console, or None.
 
-    run: a cluster.history.Run; directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a
-    context manager it logs the error that ends the block. Raises WatchError if a file cannot be written or a library is
-    not installed."""
+    directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a context manager it logs
+    the error that ends the block. Raises WatchError for a file that cannot be written or a library that is missing."""
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self.files = []
@@ -76,10 +75,9 @@ class Events:
         if host not in budgets and len(budgets) >= HOSTS:
             del budgets[next(iter(budgets))]
         budget = budgets.setdefault(host, Budget(OF_HOST[1], OF_HOST[0]))
-        if budget.refill() < 1 or not self._of_all.take():
+        if not (budget.take() and self._of_all.take()):
             self._left_out += 1
             return False
-        budget.take()
         if self._left_out and self._may_tell.take():
             count, self._left_out = self._left_out, 0
             self.warn(f"{count} lines about peers are left out: they came too fast")
@@ -206,8 +204,8 @@ class CoordinatorLog(Lines):
 
 
 class TensorBoard:
-    """Scalars and samples for TensorBoard. Uses only the record writer of tensorboardX: the thread of its SummaryWriter
-    dies when the disk is full, and then the run would hang."""
+    """Scalars and samples for TensorBoard, with the record writer of tensorboardX alone: the thread of its
+    SummaryWriter dies when the disk is full, and the run would hang."""
 
     def __init__(self, directory, warn):
         self.directory, self.warn, self.flush_at = directory, warn, 0.0

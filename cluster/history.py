@@ -64,8 +64,8 @@ class HistoryError(EggError):
 # --- files of a save directory ---------------------------------------------------------------------------------------
 
 def open_file(path, mode="rb"):
-    """An unbuffered file of a save directory, which may come from a stranger. Raises OSError for anything but a regular
-    file, such as a link to a file outside or a pipe that blocks. mode: "rb" or "r+b"."""
+    """An unbuffered file of a save directory, which may come from a stranger. mode: "rb" or "r+b". Raises OSError for
+    anything but a regular file, such as a link or a pipe."""
     def opener(path, flags):
         # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -85,8 +85,8 @@ def read_file(path, most):
 
 @contextlib.contextmanager
 def replacing(directory, name):
-    """Yields a file that takes this name at the end of the block, whole and on the disk. An error that ends the block,
-    or an OSError after it, leaves everything as it was."""
+    """Yields a file that takes this name at the end of the block, whole and on the disk; after an error nothing has
+    changed."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
         try:
             yield file
@@ -126,9 +126,8 @@ def most_bytes(cfg):
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 class Start(NamedTuple):
-    """Where a run, or an epoch of it, begins: at step 0 with the random initial model, or with another state (`state`:
-    its SHA-256, hex). origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state
-    (model.state_digest, hex), and more from islands.gossip."""
+    """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
+    SHA-256, hex). origin: of an epoch, for JSON: its number (epoch), the state's digest, and more of islands.gossip."""
     step: int
     seed: int
     state: str = ""
@@ -163,6 +162,10 @@ class Run:
         else:
             self._read_all(writable)
 
+    @property
+    def owned(self):
+        return self._lock is not None
+
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
         if step == self.start.step - 1:
@@ -189,8 +192,7 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step: its packed fitness is on the disk when this returns. Raises HistoryError; then
-        the file and this object are unchanged."""
+        """Completes the current step, on the disk when this returns. Raises HistoryError; then nothing has changed."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -231,10 +233,6 @@ class Run:
             if self.directory is not None:
                 with contextlib.suppress(OSError):
                     write_file(self.directory, DATA_FILE, (digest.hex() + "\n").encode()).close()
-
-    @property
-    def owned(self):
-        return self._lock is not None
 
     def close(self):
         self._file.close()
@@ -291,8 +289,7 @@ class Run:
             head = rest[length + 4:]
 
     def _cut_torn_record(self, longest, writable):
-        """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
-        steps."""
+        """Only the last record can be an interrupted write. Anything else is damage, and to cut it would lose steps."""
         size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
         later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
@@ -309,10 +306,9 @@ class Run:
 def open_run(cfg, save_dir=None, load_dir=None):
     """The Run that a coordinator continues or begins, locked until it is closed.
 
-    save_dir: continue the run in this directory, or begin one. load_dir (a save directory, or C++ checkpoints): begin
-    with a copy of that run and continue in save_dir, without save_dir in load_dir itself. Neither: a temporary file,
-    removed at the end. Raises HistoryError: another configuration (naming the constants that differ), damage, a
-    directory in use or not writable."""
+    save_dir: the run to continue or begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to
+    continue in save_dir, or in load_dir itself. Neither: a temporary file. Raises HistoryError: another configuration
+    (naming the constants that differ), damage, a directory in use or not writable."""
     if load_dir is None:
         return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):
@@ -335,8 +331,8 @@ def open_run(cfg, save_dir=None, load_dir=None):
 
 
 def read_run(cfg, directory):
-    """The Run in a save directory, read-only, also while a coordinator continues it; C++ checkpoints as a temporary
-    Run. Raises HistoryError."""
+    """The Run in a save directory, to read, also while a coordinator continues it, or of C++ checkpoints. Raises
+    HistoryError."""
     if holds_run(directory):
         path = os.path.join(directory, FILE)
         try:
@@ -357,8 +353,7 @@ def begin_run(cfg, directory, start):
 
 
 def configuration(directory):
-    """{name: value}: the constants of the run in a save directory; {} for C++ checkpoints, which do not hold them.
-    Raises HistoryError."""
+    """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     if holds_run(directory):
@@ -405,8 +400,7 @@ def epochs(directory):
 
 
 def newest(pattern="ckpt*"):
-    """The directory that matches and whose run was written last; a run without a step only where there is no other.
-    Raises HistoryError if there is none."""
+    """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
@@ -436,8 +430,7 @@ def replay(run, engine, until=None):
 
 
 def read_cpp_checkpoints(cfg, directory):
-    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises
-    HistoryError."""
+    """[bytes]: packed fitness of step 0, 1, ... from the files of the C++ system. Raises HistoryError."""
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
@@ -501,8 +494,8 @@ def _open(cfg, directory, start=None):
 
 
 def _copy_rest(cfg, source, target):
-    """Copies snapshots, events and earlier epochs, for a run that continues in another directory. Files that cannot be
-    copied, that are larger than they can be or that have holes, which would fill the disk, are left out."""
+    """Copies snapshots, events and earlier epochs, but no file that is too large or has holes: it would fill the
+    disk."""
     for name in os.listdir(source):
         most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
             MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
@@ -535,8 +528,7 @@ def most_body(cfg):
 
 
 def unzip(data, size):
-    """bytes [size] of one zstd frame from a stranger. Raises ValueError for anything else, before it takes more
-    memory."""
+    """bytes [size] of one zstd frame. Raises ValueError for anything else, before that takes more memory."""
     decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
     try:
         raw = decompressor.decompress(data, size + 1)

@@ -19,8 +19,8 @@ FLOOD_SECONDS = 10.0
 
 
 class Role:
-    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame and returns whether
-    it was of use; where that raises an error, the session is refused."""
+    """What a peer is to this process. handle(opcode, payload) of a role takes a frame and returns whether it was of
+    use; an error refuses the session."""
 
     def __init__(self, session):
         self.session = session

@@ -57,8 +57,7 @@ def _parts(state):
 
 
 def data_digest(tokens):
-    """bytes [32] that identify training data: over its size and all of it, or 256 evenly spread pieces of large
-    data."""
+    """bytes [32] that identify training data: its size and all of it, or 256 evenly spread pieces of large data."""
     if tokens is None:
         return bytes(32)
     digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
@@ -79,7 +78,6 @@ def pack(state):
 
 
 def _packed(state):
-    """The same in pieces."""
     compressor = pyzstd.ZstdCompressor(LEVEL)
     for part in _parts(state):
         for at in range(0, len(part), SLICE):
@@ -101,7 +99,7 @@ def unpack(cfg, data):
     if len(data) != HEAD_SIZE + body:
         raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
     try:
-        state = from_body(cfg, data[HEAD_SIZE:], step, seed)
+        state = from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
     if state_sha256(state) != sha256:
@@ -109,12 +107,8 @@ def unpack(cfg, data):
     return state
 
 
-def from_body(cfg, body, step, seed):
-    """The State in the body of a snapshot. Raises ValueError."""
-    return _from_raw(cfg, history.unzip(body, sum(sizes(cfg))), step, seed)
-
-
-def _from_raw(cfg, raw, step, seed):
+def from_raw(cfg, raw, step, seed):
+    """The State in the unpacked body of a snapshot. Raises ValueError."""
     n, m, _ = sizes(cfg)
     raw = np.frombuffer(raw, np.int8)
     state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
@@ -123,8 +117,8 @@ def _from_raw(cfg, raw, step, seed):
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first
-    bytes of a snapshot file. Raises ValueError."""
+    """(step, seed, SHA-256 of state, configuration and fitness before, bytes of the body) of a head. Raises
+    ValueError."""
     if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
@@ -165,7 +159,7 @@ class Upload:
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
         self.total, self.finished, self.pending, self._data = None, False, False, b""
-        self._raw = bytearray() if remember else None
+        self.remembered, self._raw = remember, bytearray()
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
         self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
@@ -175,10 +169,6 @@ class Upload:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
 
-    @property
-    def remembered(self):
-        return self._raw is not None
-
     def add(self, total, offset, data):
         """Takes a piece and unpacks all of it."""
         self.feed(total, offset, data)
@@ -186,8 +176,7 @@ class Upload:
             self.unpack()
 
     def feed(self, total, offset, data):
-        """Takes a piece; as long as `pending`, it must be unpacked before the next one: a few bytes of zstd can unpack
-        to very many, and training goes on meanwhile."""
+        """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
         if self.total is None:
             self.total = total
         most = most_bytes(self._cfg)
@@ -233,8 +222,7 @@ class Upload:
         self._overlay += raw[max(weights + moments - at, 0):]
 
     def overlay(self):
-        """{"mean", "min", "max"} of the noise-scale overlay of a finished upload, None if the configuration has
-        none."""
+        """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
         values = np.frombuffer(self._overlay, np.int8)
@@ -249,24 +237,23 @@ class Upload:
         os.replace(self._file.name, path)
 
     def state(self):
-        """The State of a finished upload that was not dropped, and not kept unless remembered. Raises OSError."""
-        if self.remembered:
-            return _from_raw(self._cfg, self._raw, self.step, self.seed)
-        self._file.seek(HEAD_SIZE)
-        return from_body(self._cfg, self._file.read(), self.step, self.seed)
+        """The State of a finished upload before `keep` and `drop`. Raises OSError."""
+        raw = self._raw
+        if not self.remembered:
+            self._file.seek(HEAD_SIZE)
+            raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
+        return from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
-        if self.remembered:
-            return
-        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._file.name)
+        if not self.remembered:
+            with contextlib.suppress(OSError):       # writing the buffer may fail on a full disk
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._file.name)
 
 
 def upload_of_file(cfg, head, total, sha256, directory):
-    """The Upload for the body of a snapshot file of `total` bytes, from its head. sha256: of its state. Raises as an
-    Upload does."""
+    """The Upload of a snapshot file of `total` bytes, from its head. sha256: of its state. Raises ValueError, OSError."""
     step, seed, stated, _, _, body = read_head(head)
     if stated != sha256 or body + HEAD_SIZE != total:
         raise ValueError("it is not the state that was stated")
@@ -274,8 +261,7 @@ def upload_of_file(cfg, head, total, sha256, directory):
 
 
 class Shelf:
-    """The snapshots in a save directory that belong to the current epoch of `run`. The links `latest` and `best` name
-    two of them; older ones are removed."""
+    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed."""
 
     def __init__(self, cfg, run):
         self.cfg, self.run, self.directory = cfg, run, run.directory
@@ -289,15 +275,11 @@ class Shelf:
                         os.unlink(os.path.join(self.directory, name))
             elif match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
-        if run.owned and run.start.epoch and run.start.step in self.files:
-            self._clear()
-
-    def _clear(self):
-        """Removes the snapshots of earlier epochs."""
-        for name in os.listdir(self.directory):
-            match = history.SNAPSHOT.fullmatch(name)
-            if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
-                self.remove(name)
+        if run.owned and run.start.epoch and (first := self.files.get(run.start.step)):
+            for name in os.listdir(self.directory):          # those of earlier epochs
+                match = history.SNAPSHOT.fullmatch(name)
+                if match and int(match[1]) <= run.start.step and name != first:
+                    self.remove(name)
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""

@@ -89,8 +89,7 @@ class CoordinatorActor:
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
 
     def run(self, cfg, **options):
-        """What egg_net.run_coordinator does with these options. The coordinator of a driver that was killed may hold
-        the directory for a moment."""
+        """Does egg_net.run_coordinator. The coordinator of a killed driver may hold the directory for a moment."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -128,8 +127,8 @@ class WorkerActor:
         """Answers as soon as Ray has found a place for this actor."""
 
     def run(self, cfg, files, address, secret, number, threads):
-        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; after another
-        error the process ends, and Ray starts it again."""
+        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; Ray restarts the
+        process after another error."""
         from engine import hardware
         from tools import train
         gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}

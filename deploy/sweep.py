@@ -25,7 +25,7 @@ from ray.tune.schedulers import ASHAScheduler
 
 import egg_config
 from cluster import event_log
-from cluster.console import Console, one_line
+from cluster.console import Console, handling, one_line, table
 from cluster.history import configuration as configuration_of, holds_run
 from egg_config import UsageError
 from model import data_files
@@ -266,18 +266,13 @@ def interruptible():
         stopped.append(number)
         signal.raise_signal(signal.SIGUSR1)          # which Tune takes for the wish to stop
 
-    before = [(number, signal.signal(number, handler)) for number, handler in (
-        (signal.SIGUSR1, signal.SIG_IGN), (signal.SIGINT, stop), (signal.SIGTERM, stop))]
-    try:
+    with handling({signal.SIGUSR1: signal.SIG_IGN, signal.SIGINT: stop, signal.SIGTERM: stop}):
         yield stopped
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def rank(directory, names):
-    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows, the last column of which is
-    the directory of the run."""
+    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows; the last column is the
+    directory."""
     rows = []
     for run in sorted(filter(holds_run, (os.path.join(directory, name) for name in os.listdir(directory)))):
         with contextlib.suppress(event_log.WatchError):
@@ -289,7 +284,5 @@ def rank(directory, names):
     head = ["validation", "unit", "at step", "steps", *names]
     with open(os.path.join(directory, "ranking.csv"), "w", newline="") as file:
         csv.writer(file).writerows([["rank", *head, "directory"], *([i, *row] for i, row in enumerate(rows, 1))])
-    cells = [[str(cell) for cell in row] for row in [head, *(row[:-1] for row in rows)]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells))
+    print("\n".join(table(head, [[str(cell) for cell in row[:-1]] for row in rows], len(head))))
     return rows

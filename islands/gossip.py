@@ -54,8 +54,7 @@ class Terms(NamedTuple):
 
 
 def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
-    """The Terms of the command line, None without an island. peers: [(host, port)]. Raises ConfigError for wrong
-    use."""
+    """The Terms of the command line, None without an island. peers: [(host, port)]. Raises ConfigError."""
     if name is None:
         if peers or from_slurm or not accept or bandwidth is not None:
             raise ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: give "
@@ -68,9 +67,8 @@ def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
 # --- fitness ---------------------------------------------------------------------------------------------------------
 
 class Standing(NamedTuple):
-    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state: SHA-256 (bytes) of its
-    newest snapshot or None, and state_step its step; founder: the island from which its population descends; ask: it
-    wants an answer."""
+    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
+    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: for an answer."""
     fitness: object
     kind: str
     unit: str
@@ -107,8 +105,7 @@ def read_standing(payload):
 
 
 class Fitness:
-    """The exponential mean of this island's measures in the current epoch: of validation, or of the training loss as
-    long as there is no validation."""
+    """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation."""
 
     def __init__(self):
         self.kind, self.unit = "loss", KINDS["loss"][0]
@@ -134,8 +131,7 @@ class Fitness:
 
 
 class Elites:
-    """The best states that this island has measured: copies of snapshots in the save directory that no epoch
-    removes."""
+    """The best states that this island has measured: copies of snapshots that no epoch removes."""
 
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
@@ -144,8 +140,8 @@ class Elites:
                             for name, m in found if m)          # the best first
 
     def offer(self, path, epoch, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best; returns whether it is new. Of a state that was
-        measured again only the newest measure counts. Raises OSError."""
+        """Keeps the snapshot at `path` if it is one of the best, by its newest measure; whether it is new. Raises
+        OSError."""
         name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
         entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
         others = [e for e in self.files if e[2] != (epoch, step)]
@@ -174,8 +170,8 @@ class Elites:
 # --- the island ------------------------------------------------------------------------------------------------------
 
 class Handover(NamedTuple):
-    """A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
-    needs_ours: whether the own state is needed; since: when it began."""
+    """A change to another state, begun at `since`. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished
+    transfer.Incoming or None; needs_ours: the own state is needed."""
     kind: str
     incoming: object
     needs_ours: bool

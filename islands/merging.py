@@ -67,8 +67,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
 
 
 def worse_share(alpha, fitness_ours, fitness_theirs):
-    """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS; alpha: RECOMBINE_ALPHA. Raises
-    ValueError for a fitness that is not a finite loss."""
+    """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS. Raises ValueError."""
     better, worse = sorted((fitness_ours, fitness_theirs))
     if not (math.isfinite(better) and math.isfinite(worse) and better >= 0):
         raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: finite losses of 0 or more are needed")
@@ -104,6 +103,5 @@ def _mix(better, worse, piece, share):
 
 
 def _round(x):
-    """int64: x without its SHARE_BITS fractional bits, rounded to the nearest; halves toward zero: toward the better
-    state."""
+    """int64: x without its SHARE_BITS fractional bits, rounded; halves toward zero, which is the better state."""
     return np.sign(x) * (np.abs(x) + ((1 << SHARE_BITS - 1) - 1) >> SHARE_BITS)

@@ -31,9 +31,8 @@ class Bucket(Budget):
 
 
 class Incoming:
-    """A state that is fetched from a peer, as its `standing` offers it. got: bytes of its snapshot file that have come,
-    total: all, once that is known; upload: its snapshots.Upload, None before the first bytes; made: once it is
-    complete, the result of `prepare`, None before that."""
+    """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
+    have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`, or None."""
 
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.directory, self.bucket = cfg, peer, standing, directory, bucket
@@ -61,8 +60,7 @@ class Incoming:
         return self.peer is peer and self.requested and self.standing.state == sha256
 
     def add(self, total, offset, data):
-        """Takes a piece; the first one holds the head of the file. Raises ValueError for data that cannot be right,
-        OSError of the disk."""
+        """Takes a piece; the first one holds the head of the file. Raises ValueError, OSError as an Upload does."""
         self.requested, self.total = False, total
         if offset != self.got or not data:
             raise ValueError(f"piece of {len(data)} bytes at {offset}, the next one is at {self.got}")
@@ -97,8 +95,7 @@ class Incoming:
         return None
 
     def prepare(self, fitness):
-        """Does what does not need the own state in a thread, so that no worker has to wait for it. fitness: the own
-        one."""
+        """Does what does not need the own state in a thread: no worker has to wait. fitness: the own one."""
         def work():
             try:
                 theirs = self.upload.state()
@@ -113,8 +110,7 @@ class Incoming:
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
-        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError for a state that cannot
-        be used."""
+        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError."""
         if isinstance(self.made, Exception):
             raise self.made
         state, body = self.made
@@ -159,8 +155,7 @@ class Outgoing:
             session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
 
     def _read(self, sha256, offset, size):
-        """(bytes of the snapshot file, a piece of it); (0, b"") if there is none. A file that is being read is kept
-        open: it may be deleted meanwhile."""
+        """(bytes of the snapshot file, a piece of it) or (0, b""). It is kept open: it may be deleted meanwhile."""
         shelf, files = self.coordinator.shelf, self._open
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
         try:

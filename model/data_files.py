@@ -236,10 +236,8 @@ class Validation(NamedTuple):
 
 
 def open_validation(cfg, decoding, warn=None):
-    """The windows of VAL_FILE that validation reads, evenly spaced, VALIDATE_TOKENS tokens at most: a Validation.
-
-    None if validation is off (VALIDATE_EVERY 0) or, after one warning, if the file is missing. `decoding`: a Decoding
-    or None. Raises DataError like open_tokens."""
+    """A Validation on VALIDATE_TOKENS tokens of VAL_FILE. None if validation is off (VALIDATE_EVERY 0) or, after one
+    warning, if the file is missing. `decoding`: a Decoding or None. Raises DataError like open_tokens."""
     if not cfg.VALIDATE_EVERY:
         return None
     if not os.path.exists(cfg.VAL_FILE):
@@ -249,8 +247,7 @@ def open_validation(cfg, decoding, warn=None):
 
 
 def held_out(cfg, tokens, path, decoding, most=0):
-    """A Validation on `most` of the tokens (of the file `path`), in windows spread evenly; 0: on all. Raises
-    DataError."""
+    """A Validation on `most` tokens (0: all) of the file `path`, in windows spread evenly. Raises DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)

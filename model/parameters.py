@@ -17,8 +17,7 @@ from model.rules import INITIAL_SEED, first_seed, uniform_noise
 
 
 class Param(NamedTuple):
-    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a
-    byte ("256")."""
+    """A row of the table. Widths: HIDDEN_DIM ("H"), 4 H ("4H"), VOCAB_SIZE ("V"), or the values of a byte ("256")."""
     name: str
     shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
     a: int                  # noise offset of the output side; first offset of a vector

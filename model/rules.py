@@ -14,8 +14,7 @@ import numpy as np
 
 
 class Arithmetic(NamedTuple):
-    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never
-    contracted."""
+    """The operations of a target. Floats are float32, IEEE, rounded once to nearest, never contracted."""
     i32: Callable               # casts; integers wrap
     u32: Callable
     f32: Callable
@@ -274,8 +273,7 @@ def hash32(seed, i):
 
 
 def first_seed(cfg):
-    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash
-    is one to one."""
+    """Seed of step 0. The hash is one to one: no two islands have the same, with NOISE_REUSE = 1 at any step."""
     return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
 
 
@@ -295,9 +293,8 @@ def uniform_noise(draws, mask, gaussian):
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
 
 def window_start(first, pair, pairs_a_group, stride, starts):
-    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the
-    share of the group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many
-    windows there are."""
+    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own, `stride` tokens after
+    that of the group before. first: of pair 0 in this step; starts: how many windows there are."""
     return (first + pair // pairs_a_group * stride) % starts
 
 
@@ -309,7 +306,7 @@ def window_starts(cfg, n_tokens, step, first_pair, pairs):
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before
-    its beginning), then its inputs and targets."""
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from, then its inputs and targets. The
+    end of the data comes before its beginning."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
     return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)

@@ -21,9 +21,8 @@ INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, R
 
 
 class Merge(NamedTuple):
-    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose state, after how many
-    of its steps; the island itself if it went back to a state of its own. share: of that state in the result, 0 to 1;
-    theirs, digest: digests (hex) of that state and of the result."""
+    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose, at which of its
+    steps, perhaps its own; share: of that state in the result, 0 to 1; theirs, digest: of that state and the result."""
     step: int
     time: float
     peer: str
@@ -34,10 +33,9 @@ class Merge(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The course of a run. loss, validation: [(step, tokens, seconds of training, value)] by rising step; loss_unit,
-    unit: of them, "" and None if not known; references: {name of a simple model: its value in the latter}; island: its
-    name, "" if the run is no island's; merges: [Merge] by rising step; rejuvenations: [(step,)]; samples: the last
-    events of that kind."""
+    """The course of a run. loss, validation: [(step, tokens, seconds of training, value)]; loss_unit, unit: of them, ""
+    and None if not known; references: {simple model: its validation}; island: its name, or ""; merges: [Merge];
+    rejuvenations: [(step,)]; samples: the last events of that kind."""
     name: str
     loss: list
     loss_unit: str
@@ -149,8 +147,7 @@ def _cut(points, step):
 
 
 class Thinned:
-    """A growing curve in at most `most` points: each is the mean of `every` neighbours. When there are too many, pairs
-    are merged."""
+    """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles when they are full."""
 
     def __init__(self, most):
         self.most, self.every, self.points, self._rest = most, 1, [], []

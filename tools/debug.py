@@ -57,9 +57,9 @@ def unseen(layer, name, value):
 
 
 class Reading:
-    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. `see` is
-    called with (layer, name, values int64 [positions, width]) after every part, and for attention with (layer,
-    "Weights", [[int64 [context]] of every position] of every head)."""
+    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. After
+    every part comes see(layer, name, int64 [positions, width]), after attention see(layer, "Weights", [[int64
+    [context]] of every position] of every head)."""
 
     def __init__(self, cfg, state, see=unseen):
         self.cfg, self.state, self.see = cfg, state, see
@@ -208,8 +208,7 @@ class Reading:
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 def statistics(values):
-    """Of int8 values: mean, standard deviation, entropy of their histogram in bits, shares of saturated and of zero
-    values, range."""
+    """Of int8 values: mean, standard deviation, entropy in bits, shares of saturated and of zero values, range."""
     values = np.asarray(values, np.int64).ravel()
     share = np.bincount(values + 128, minlength=256) / values.size
     held = share[share > 0]
@@ -220,8 +219,7 @@ def statistics(values):
 
 
 def attention_statistics(weights):
-    """Of the weights of one query (int64 [context]): entropy in bits, peak (the largest share), the largest weight,
-    their sum, and how many are not zero."""
+    """Of the weights of one query (int64 [context]): entropy in bits, largest share and weight, sum, their number."""
     share = weights[weights > 0] / weights.sum()
     return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()),
             "largest": int(weights.max()),

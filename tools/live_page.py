@@ -11,6 +11,7 @@ import errno
 import gzip
 import hashlib
 import hmac
+import http
 import http.client
 import io
 import json
@@ -42,9 +43,6 @@ FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at w
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
-           405: "Method Not Allowed", 413: "Content Too Large", 431: "Request Header Fields Too Large",
-           505: "HTTP Version Not Supported"}
 TOKEN = frozenset("!#$%&'*+-.^_`|~" + string.ascii_letters + string.digits)
 
 
@@ -84,10 +82,8 @@ def where(address, access):
 
 def parse_address(text):
     """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; the default host is loopback. Raises ValueError."""
-    match = re.fullmatch(r"(?:(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):)?(\d{1,5})", text)
-    if not match or int(match[2]) > 65535:
-        raise ValueError
-    return (match[1] or "127.0.0.1").strip("[]"), int(match[2])
+    host, port = hub.split_address(text)
+    return host or "127.0.0.1", port
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -356,9 +352,8 @@ class Page:
 
     def invitation(self):
         """A line with the page's address."""
-        host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
         password = f", any name, password {self.where.password}" if self.where.password else ""
-        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{password}"
+        return f"live page: {'https' if self.where.tls else 'http'}://{hub.address_text(*self.address)}/{password}"
 
     def farewell(self):
         """Serves the end of the run for a moment, if somebody is looking."""
@@ -407,12 +402,8 @@ class Page:
 
     def _host_allowed(self, host):
         """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
-        name, colon, port = host.rpartition(":")
-        if not colon or port and not (port.isascii() and port.isdigit()):
-            name = host
-        if name.startswith("[") and name.endswith("]"):
-            name = name[1:-1]
-        return not auth.is_loopback(self.where.host) or "%" not in name and auth.is_loopback(name.lower())
+        match = re.fullmatch(r"(?:\[([^%\[\]]+)\]|([^%:\[\]]+))(?::[0-9]*)?", host.lower())
+        return not auth.is_loopback(self.where.host) or bool(match) and auth.is_loopback(match[1] or match[2])
 
     def _knows_password(self, authorization):
         scheme, _, text = authorization.partition(" ")
@@ -445,20 +436,19 @@ class Body:
 
 
 def response(status, body, last=True, *fields, head=False, zipped=False):
-    """bytes of a response. body: a Body, or a line of text; last: the connection is closed after it; head: without
-    body."""
+    """bytes of a response. body: a Body, or text; last: the connection is closed after it; head: without body."""
     body = body if isinstance(body, Body) else Body(TEXT, body.encode())
     data = body.zipped if zipped else body.plain
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {body.kind}", f"Content-Length: {len(data)}",
-             "Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer",
-             "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding", *fields]
+    lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", f"Content-Type: {body.kind}",
+             f"Content-Length: {len(data)}", "Cache-Control: no-store", "X-Content-Type-Options: nosniff",
+             "Referrer-Policy: no-referrer", "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding",
+             *fields]
     lines += ["Content-Encoding: gzip"] * zipped + ["Connection: close"] * last
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else data)
 
 
 def parse(head):
-    """(method, target, version, {lower-case field: value}) of the head of a request, with the empty line at its end.
-    Raises ValueError(status, reason)."""
+    """(method, target, version, {lower-case field: value}) of a request's head. Raises ValueError(status, reason)."""
     line, _, rest = head.partition(b"\r\n")
     if b"\r" in (alone := head.replace(b"\r\n", b"")) or b"\n" in alone:
         raise ValueError(400, "lines end with CR and LF")
@@ -504,8 +494,7 @@ def takes_gzip(encodings):
 
 
 def policy(html):
-    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to where it came
-    from."""
+    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to its host."""
     def hashes(tag):
         parts = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.S)
         return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in parts)

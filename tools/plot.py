@@ -40,8 +40,7 @@ def _named(curves, runs):
 
 
 class Chart:
-    """One quantity of all runs. lines: [(number of the run, [(x, y)])]; title, x_title: of the axes; references:
-    {name: y}."""
+    """One quantity of all runs. lines: [(number of the run, [(x, y)])]; references: {name: y}."""
 
     def __init__(self, quantity, curves, x):
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
@@ -280,8 +279,7 @@ def _strokes(line, chart, width, height):
 # --- a picture --------------------------------------------------------------------------------------------------------
 
 def picture(charts, names, path, tree):
-    """Writes the charts and the Tree to a PNG file, or another format of matplotlib by its suffix. Raises
-    WatchError."""
+    """Writes the charts and the Tree to a picture, in the format of its suffix. Raises WatchError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -23,10 +23,9 @@ ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the toke
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
 
-    texts: paths, read as bytes one after the other; .zst files are unpacked. val: path of the held-out text; None:
-    VAL_SHARE of the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone.
-    `say` takes progress lines. Returns the number of tokens in the vocabulary. Raises DataError and then leaves old
-    files."""
+    texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
+    `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
+    the vocabulary. Raises DataError and then leaves old files."""
     train = [b"".join(map(read_text, texts))]
     if not train[0]:
         raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
@@ -89,8 +88,7 @@ def training_on(directory, n_tokens, plain, gpu):
 
 def split(data):
     """(training, held out): two lists of bytes that together hold `data`. The second has about VAL_SHARE of it, in
-    blocks spread evenly, so that both have the same kind of text. Cuts are at line ends unless a line is longer than a
-    block."""
+    blocks spread evenly, cut at line ends unless a line is longer than a block."""
     share = int(len(data) * VAL_SHARE)
     blocks = max(1, min(VAL_BLOCKS, share // VAL_BLOCK_MIN))
     size = share // blocks
@@ -109,8 +107,7 @@ def split(data):
 
 
 def _blocks(parts):
-    """The texts in pieces of about ENCODE_BYTES, as Latin-1 strings, one character a byte. Pieces end at line ends if
-    there are any, because the end of a piece ends a word."""
+    """The texts in Latin-1 strings of about ENCODE_BYTES, cut at line ends if possible: the end of one ends a word."""
     for part in parts:
         at = 0
         while at < len(part):

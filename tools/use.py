@@ -105,8 +105,7 @@ def prompt_tokens(cfg, decoding, text):
 
 
 def stream(decoding, tokens):
-    """Yields the text of each of `tokens` (an iterable). A character that is split over tokens comes with the last of
-    them, invalid UTF-8 as U+FFFD."""
+    """Yields the text of each token. A character that is split comes with the last of its tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(decoding.decode([token]))
@@ -114,9 +113,8 @@ def stream(decoding, tokens):
 
 
 def generate(cfg, saved, text, count, seed, console, **settings):
-    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, to a
-    file or a pipe as these bytes and no other. settings: temp, min_p, penalty, which replace SAMPLING_* of cfg if not
-    None."""
+    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, else
+    as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
     decoding = data_files.load_decoding(cfg)
     prompt = prompt_tokens(cfg, decoding, text)
     more = saved.engine.generate(prompt, count, seed, **settings)
@@ -191,8 +189,7 @@ LONGEST_HEADER = 100_000_000     # bytes; what the format allows
 
 
 def write_tensors(path, arrays, metadata):
-    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError; then nothing has
-    changed."""
+    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError."""
     names, header, at = {v: k for k, v in DTYPES.items()}, {"__metadata__": metadata}, 0
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))         # so that every element is aligned
     for name, array in arrays.items():
@@ -260,8 +257,7 @@ def to_arrays(cfg, state, full):
 
 
 def from_arrays(cfg, arrays, path):
-    """(State, full) from {name: array}. Without moments and noise scales these are the initial ones. Raises
-    UseError."""
+    """(State, full) from {name: array}. Moments and noise scales are the initial ones without these. Raises UseError."""
     parts, left = [], dict(arrays)
     full = any(name.endswith(".moments") for name in arrays)
     advice = "set the constants as they were when it was made"
@@ -327,8 +323,8 @@ def read_config(path):
 
 
 def import_(cfg, path, directory):
-    """Makes a save directory that begins with the weights of a safetensors file, at its step (1 if it has none);
-    returns a line about it. Raises UseError, HistoryError."""
+    """Makes a save directory that begins with a safetensors file, at its step or at 1; returns a line about it. Raises
+    UseError, HistoryError."""
     arrays, metadata = read_tensors(path)
     state, full = from_arrays(cfg, arrays, path)
     try:
