@@ -2,8 +2,7 @@
 
 Edit the assignments below, or override them for one run: by an environment variable EGG_<NAME>=value, or by
 -D NAME=VALUE after a subcommand. The later wins: this file, preset, environment, -D. FACTS says of each constant what
-it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config; the rest of
-egg reads the constants from there. SPEC: the numeric contract with d-eggs.
+it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config.
 """
 
 import difflib

@@ -4,15 +4,10 @@ Members of a population come in pairs; a pair's fitness is one ternary digit. A 
 asks for a chunk of the population (JOB_REQUEST), evaluates it on its engine and sends five digits a byte (RESULT). The
 coordinator gathers the chunks of a step (cluster.leases), appends the step to the history (cluster.history) and answers
 the next request of every worker with the fitness of all pairs (JOB_RESPONSE), from which the worker's engine makes the
-same update everywhere. So fitness and losses are all that training sends over the network; a worker that joins late
-takes a snapshot (cluster.snapshots) and replays the steps after it.
+same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and replays the steps after it.
 
-A frame is "JOBS", version u8, opcode u8, bytes of payload u32 (cluster.wire); it leaves in one send and without Nagle's
-delay, because every exchange is a small question and a small answer. Each side is one process with one loop and no
-threads (cluster.hub at the coordinator, cluster.link at the worker). What an island or the live page adds to a
-coordinator is plugged in (cluster.hooks).
-
-To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step,
+Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker). To
+follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step,
 Coordinator._answer, Worker._apply.
 """
 

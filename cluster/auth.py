@@ -1,11 +1,4 @@
-"""The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on.
-
-Both sides send 32 random bytes and prove with HMAC-SHA256 over both, and over what the caller states about itself, that
-they know the secret. Fresh random bytes on either side make a recorded proof worthless. The side is part of what is
-signed, so a proof cannot be sent back as one's own. The coordinator proves itself first, with a key on which every
-guess costs a scrypt, so a caller gives nothing to an impostor (docs/SECURITY.md). Without TLS whoever controls the line
-can read and, after the introduction, change what passes: use TLS on a network that others control.
-"""
+"""The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on (docs/SECURITY.md)."""
 
 import functools
 import hashlib

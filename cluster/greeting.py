@@ -1,8 +1,5 @@
-"""The introduction, HELLO, CHALLENGE, PROVE, PROVED, JOIN, WELCOME (docs/PROTOCOL.md), from both sides and without
-sockets.
-
-A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
-takes the other's frames and returns what to send next.
+"""The introduction (docs/PROTOCOL.md) from both sides, without sockets. A worker, a reader of the status and an island
+that calls another are the Caller, whoever is called is the Host. Each takes the other's frames and returns its answer.
 """
 
 import json

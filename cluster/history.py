@@ -1,15 +1,8 @@
-"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit.
+"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
+(SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
 
-FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of
-all that. Then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported,
-seed), u32 CRC-32 of these fields, the body (the packed fitness of all pairs, SPEC 8, compressed with zstd) and its u32
-CRC-32. Everything is little-endian. A record is on the disk before a worker sees the next step, so a completed step is
-never lost.
-
-A run that began from an imported model has a "start" in the header (step, seed and SHA-256 of the state; version 2).
-It has no record before that step, and is rebuilt from the snapshot of that step. An island that takes over another
-state begins a new epoch in the same way: its start also has an "origin" (version 3), and the file of the previous epoch
-stays beside it as OLD, with the number of that epoch.
+A run that began from an imported model, and each epoch of an island, is rebuilt from the snapshot of its Start. The
+file of the previous epoch stays beside the present one as OLD.
 """
 
 import contextlib
@@ -289,7 +282,7 @@ class Run:
             head = rest[length + 4:]
 
     def _cut_torn_record(self, longest, writable):
-        """Only the last record can be an interrupted write. Anything else is damage, and to cut it would lose steps."""
+        """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
         size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
         later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))

@@ -1,9 +1,7 @@
-"""The state of the model as a file, with which a late worker starts; digests that identify configurations and data.
+"""The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
 
-A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of
-the body), u32 CRC-32 of these, then weights, moments and overlay, one after the other, compressed with zstd. All
-little-endian. A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing
-has to wait for the disk: a file that was only half written is detected and removed.
+A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing has to wait for
+the disk: a file that was only half written is detected and removed.
 """
 
 import contextlib
@@ -253,7 +251,7 @@ class Upload:
 
 
 def upload_of_file(cfg, head, total, sha256, directory):
-    """The Upload of a snapshot file of `total` bytes, from its head. sha256: of its state. Raises ValueError, OSError."""
+    """The Upload of a snapshot file, from its head. sha256: of its state. Raises ValueError, OSError."""
     step, seed, stated, _, _, body = read_head(head)
     if stated != sha256 or body + HEAD_SIZE != total:
         raise ValueError("it is not the state that was stated")

@@ -1,9 +1,8 @@
 """`egg.py ray`: a training run on a Ray cluster.
 
 The coordinator is an actor on the node that holds the save directory. Workers are actors, one on every GPU or with some
-CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret; training itself speaks
-egg's protocol, as on any cluster. Everything belongs to this process, the driver: when it ends, so do the actors, and
-the same command continues from the save directory.
+CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret. Everything belongs to
+this process, the driver: when it ends, so do the actors, and the same command continues from the save directory.
 """
 
 import collections

@@ -1,8 +1,7 @@
 """`egg.py sweep`: trains with a table of settings on a Ray cluster, through Ray Tune, and ranks them by validation.
 
-A trial is what `egg.py train` does, in a directory of its own. ASHA ends trials early whose validation is worse than
-that of others after as many steps. An interrupted sweep continues: finished trials stay as they are, the others go on
-from their directories.
+A trial is what `egg.py train` does, in a directory of its own. ASHA ends bad trials early. An interrupted sweep
+continues: finished trials stay as they are, the others go on from their directories.
 """
 
 import contextlib

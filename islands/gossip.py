@@ -1,13 +1,9 @@
-"""Islands: populations that gossip. A coordinator that is an island compares itself with others in tournaments, and the
-worse one takes over the state of the better one.
+"""Islands: populations that gossip (docs/ISLANDS.md). A coordinator that is an island compares itself with others in
+tournaments (STANDING), and the worse one takes over the state of the better one.
 
-A tournament is a question and an answer (STANDING). The state travels as the giver's snapshot file beside training
-(STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run (cluster.history.Start).
-
-Peers are not trusted. A state is used only if its SHA-256 is the requested one and islands.merging finds nothing
-impossible in it. Whether its fitness was a lie shows when it is measured here: an epoch that turns out worse than the
-one before it is undone, back to the best state that this island has measured itself (its elites), and for a while
-nothing is taken from that peer.
+The state travels as the giver's snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a
+new epoch of the receiver's run (cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the
+one before it is undone, and for a while nothing is taken from that peer.
 """
 
 import contextlib

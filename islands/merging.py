@@ -1,19 +1,9 @@
-"""Merges the states of two islands of one configuration, element by element, with the same bits on every machine. NumPy
-alone.
+"""Merges the states of two islands, element by element, with the same bits on every machine (SPEC 19). NumPy alone.
 
-A weight and its accumulator are one number, w + acc: the accumulator holds what has not moved the weight yet (SPEC 9).
-They are never separated. MERGE decides about this number and the noise-scale overlay:
-  "clone"      the peer's.
-  "recombine"  a mix of both, in integers. The worse state's share is (1 - RECOMBINE_ALPHA) * better / worse fitness.
-               So RECOMBINE_ALPHA is the share of the better state if both are equally good; a much worse one has less.
-OPTIMIZER_MERGE decides about the moments m and v (Muon: its momentum; "sgd" and "ztest" have none): "reset" sets them
-to 0, "copy" takes the peer's, "interpolate" mixes them with the same shares.
-
-In fixed point w + acc counts units of 2^-24 weight. As in an update, the weight of a mix differs from the better
-state's weight by whole weights, and the remainder goes into the accumulator: a state that is mixed with itself does not
-change. float32 holds every accumulator up to 1 exactly in these units. Finer accumulators, below a half, are rounded to
-the nearest unit. Accumulators above 1, which learning rates above 1 can cause, may be rounded in the result, and are
-clipped to MOST. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge.
+A weight and its accumulator are one number, w + acc, and never separated. float32 holds every accumulator up to 1
+exactly in the units of the mix; a state that is mixed with itself does not change. Accumulators above 1, which learning
+rates above 1 can cause, may be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits
+for the next merge.
 """
 
 import math

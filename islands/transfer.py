@@ -32,7 +32,7 @@ class Bucket(Budget):
 
 class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
-    have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`, or None."""
+    have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`."""
 
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.directory, self.bucket = cfg, peer, standing, directory, bucket

@@ -1,8 +1,6 @@
-"""Data files: tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the files.
+"""Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes them.
 
-input.bin, val.bin: tokens, little-endian uint32, or plain bytes if VOCAB_SIZE is 256. decoding.bin: u32 count, then for
-every token u32 length and its bytes (SPEC 10). A file that is missing or wrong raises DataError, whose one line says
-what to do.
+A file that is missing or wrong raises DataError, whose one line says what to do.
 """
 
 import math

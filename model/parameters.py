@@ -1,8 +1,5 @@
-"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and
-digests.
-
-TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg; `table` says which one a configuration has.
-Nothing here knows of devices or sockets; arrays are NumPy. SPEC sections 2, 3, 6.
+"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests
+(SPEC 2, 3, 6). TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg. NumPy, without devices or sockets.
 """
 
 import functools

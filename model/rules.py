@@ -1,10 +1,8 @@
 """The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
 
-A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its
-arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit. This module needs neither. A switch
-is an argument of the builder, a number is an argument of the rule.
-
-Every integer result is cast, because numba's own rules of promotion differ between its targets.
+A rule is a plain function of scalars, built with a compiler and its arithmetic: `engine.cpu_rules` with numba.njit,
+`kernels.rules` with numba.cuda.jit. A switch is an argument of the builder, a number one of the rule. Every integer
+result is cast, because numba's own rules of promotion differ between its targets.
 """
 
 from types import SimpleNamespace

@@ -147,7 +147,7 @@ def _cut(points, step):
 
 
 class Thinned:
-    """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles when they are full."""
+    """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles at need."""
 
     def __init__(self, most):
         self.most, self.every, self.points, self._rest = most, 1, [], []

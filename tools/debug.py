@@ -1,11 +1,9 @@
 """What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of its activations, its
 attention and its weights.
 
-`Reading` computes the slow and obvious way, on the host, from a State of either engine; the tests hold the engines
-against it, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`: hash, noise, factor, norms and
-products are written here once more, from the SPEC. It shares with the engines the table of parameters, the integer
-tables and the data; recordings of the C++ system check these. Names, columns and colours are those of d-eggs with
-EGG_DEBUG.
+The tests hold the engines against `Reading`, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`:
+hash, noise, factor, norms and products are written here once more, from the SPEC, the slow and obvious way. Names,
+columns and colours are those of d-eggs with EGG_DEBUG.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""The live page and /metrics: a small HTTP server in the coordinator's event loop, without threads, with all resources
-bounded.
+"""The live page and /metrics: a small HTTP server in the coordinator's event loop, with all resources bounded.
 
-GET / is the page (live_page.html, a single file), /state.json what it shows, /metrics the same figures for Prometheus.
-Responses are made at most once per second and shared by all clients, so that many open browsers cost little.
+GET / is the page (live_page.html), /state.json what it shows, /metrics the same figures for Prometheus. Responses are
+made at most once per second and shared by all clients.
 """
 
 import base64

@@ -1,12 +1,5 @@
-"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file,
-and import such a file.
-
-A safetensors file: u64 length of the header (little-endian), the header (JSON: name -> dtype, shape, data_offsets;
-"__metadata__": texts), the arrays. Ours holds every array of model.parameters.TABLE under its name ("embedding",
-"layers.0.w_q"), int8, [rows = inputs, cols = outputs] row by row. With the state of the optimizer it also holds
-NAME.moments float32 [..., 3] (m, v, accumulator), and the noise scales NAME.noise_in int8 [rows] (matrices only) and
-NAME.noise_out int8 [cols].
-"""
+"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file
+(SPEC 18), and import such a file."""
 
 import codecs
 import itertools
@@ -257,7 +250,7 @@ def to_arrays(cfg, state, full):
 
 
 def from_arrays(cfg, arrays, path):
-    """(State, full) from {name: array}. Moments and noise scales are the initial ones without these. Raises UseError."""
+    """(State, full) from {name: array}; full: with moments and noise scales, else initial ones. Raises UseError."""
     parts, left = [], dict(arrays)
     full = any(name.endswith(".moments") for name in arrays)
     advice = "set the constants as they were when it was made"
