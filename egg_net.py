@@ -397,9 +397,6 @@ class Coordinator:
         if self._own_events:
             self.events.close()
 
-    def summary(self):
-        return self.progress.summary()
-
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
         return status.report(self)
@@ -644,7 +641,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)
-        return coordinator.summary()
+        return coordinator.progress.summary()
 
 
 def farewell(run):

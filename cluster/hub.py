@@ -130,7 +130,7 @@ class Listener:
             self.hub.strangers.register(self.sock, READ, self)
 
     def broken(self, error):
-        pass                                         # no connection was made
+        """No connection was made."""
 
 
 class Hub:
@@ -296,27 +296,19 @@ class Connection:
             self.sock.close()
             self.closed()
 
-    def opened(self):
+    def _nothing(self, *_):
         pass
 
-    def received(self):
-        pass
+    opened = received = check = closed = _nothing
 
     def full(self):
         """Whether `inbox` holds enough to work on."""
         return False
 
-    def check(self, now):
-        pass
-
     def failed(self, why):
         self.close()
 
-    def broken(self, error):
-        self.close()
-
-    def closed(self):
-        pass
+    broken = failed
 
     # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
@@ -368,23 +360,21 @@ class Connection:
                 self.received()
 
     def _read(self):
-        if not self.open:
-            return
         try:
-            data = self.sock.recv(self.PIECE)
-            if self._tls and (pending := self.sock.pending()):
+            data = self.sock.recv(self.PIECE) if self.open else None
+            if data and self._tls and (pending := self.sock.pending()):
                 data += self.sock.recv(pending)          # no selector reports what TLS has decrypted already
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError:
             data = b""
-        if not data:
+        if data:
+            self.traffic.received += len(data)
+            self.heard = time.monotonic()
+            self.inbox += data
+            self.received()
+        else:
             self.close()
-            return
-        self.traffic.received += len(data)
-        self.heard = time.monotonic()
-        self.inbox += data
-        self.received()
 
     def _flush(self):
         if not self.open:

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 import egg_config
+from cluster.console import count_text
 from cluster.hub import Traffic
 from cluster.wire import FrameError
 
@@ -22,6 +23,10 @@ class Summary(NamedTuple):
     first_validation: object
     last_validation: object
     directory: object       # of the run, or None
+
+    def line(self):
+        speed = f" in {self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        return f"\nsteps {self.first_step} to {self.step}: {count_text(self.tokens)} tokens evaluated{speed}"
 
 
 class Progress:

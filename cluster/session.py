@@ -25,14 +25,11 @@ class Role:
     def __init__(self, session):
         self.session = session
 
-    def begin(self):
-        """The connection that was begun here stands."""
+    def _nothing(self, *_):
+        pass
 
-    def check(self, now):
-        """Enforces deadlines; several times a second."""
-
-    def closed(self):
-        """The connection has ended; once."""
+    # a connection that was begun here stands; deadlines, several times a second; the connection has ended
+    begin = check = closed = _nothing
 
 
 class Session(hub.Connection):

@@ -185,6 +185,7 @@ class Island(Hook):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator, self.cfg, self.run, self.terms, self.events = coordinator, cfg, run, terms, coordinator.events
         self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls)
+        self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
         self.outgoing = transfer.Outgoing(coordinator, transfer.Bucket(terms.bandwidth))
         self.bandwidth_in = transfer.Bucket(terms.bandwidth)
@@ -208,12 +209,6 @@ class Island(Hook):
     @property
     def awaits_state(self):
         return self.handover is not None
-
-    def admit_peer(self, card, author):
-        self.peers.admit(card, author)
-
-    def peer_joined(self, session, card, author):
-        self.peers.joined(session, card, author)
 
     def check(self, now):
         self.peers.check(now)

@@ -28,7 +28,7 @@ def plot(runs, printer, x="tokens", out=None):
     charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
     tree = Tree(curves, charts[0])
     if out is None:
-        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream).rstrip("\n"))
+        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream))
     else:
         picture(charts, [curve.name for curve in curves], out, tree)
 
@@ -177,8 +177,7 @@ def terminal(charts, names, tree, stream, width=None):
         out.append(f"{paint(_letter(i) if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:
         out.append(tree.living())
-    text = "\n".join(out) + "\n"
-    return text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
+    return "\n".join(out)
 
 
 def _can(stream, text):
