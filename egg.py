@@ -370,8 +370,8 @@ def debug(cfg, args):
       EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines"""
     from tools import debug
     from model import data_files
-    tokens, saved = data_files.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
-    debug.report(cfg, saved.engine, tokens, printer(), args.json)
+    tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+    debug.report(cfg, load(cfg, args), tokens, printer(), args.json)
 
 
 @command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
@@ -447,12 +447,12 @@ def page(args, access):
 
 
 def load(cfg, args):
-    """The use.Saved of the arguments."""
+    """An engine in the state of the saved run."""
     from tools import use
     told = printer(sys.stderr)
-    saved = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
-    told.line(f"egg: {args.load_dir}, step {saved.step}")
-    return saved
+    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
+    told.line(f"egg: {args.load_dir}, step {engine.step}")
+    return engine
 
 
 def printer(stream=None):

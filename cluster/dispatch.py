@@ -305,6 +305,8 @@ class Dispatcher:
     def _check_leases(self, worker, now):
         pace, heard, timeout = worker.pace or self.usual, worker.session.heard, self.cfg.STRAGGLER_TIMEOUT
         lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else timeout
+        if not worker.held or now - min(worker.held.values()) <= lease:
+            return
         longest = max(timeout, LEASE_FACTOR * lease) if pace else timeout
         silent = [c for c, since in worker.held.items() if now - max(since, heard) > lease]
         stuck = [c for c, since in worker.held.items() if now - since > longest and c not in silent]

@@ -274,12 +274,13 @@ class Run:
             length, its_step, _, _, its_seed = RECORD.unpack_from(head.ljust(HEAD))
             good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most
             rest = self._pread(length + 4 + HEAD, self._end + HEAD) if good else b""       # with the next head
-            if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(rest[:length]) != rest[length:length + 4]:
+            body, crc, next_head = rest[:length], rest[length:length + 4], rest[length + 4:]
+            if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(body) != crc:
                 self._cut_torn_record(HEAD + 4 + most, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
-            head = rest[length + 4:]
+            head = next_head
 
     def _cut_torn_record(self, longest, writable):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
@@ -303,14 +304,14 @@ def open_run(cfg, save_dir=None, load_dir=None):
     continue in save_dir, or in load_dir itself. Neither: a temporary file. Raises HistoryError: another configuration
     (naming the constants that differ), damage, a directory in use or not writable."""
     if load_dir is None:
-        return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
+        return open_directory(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):
         raise HistoryError(f"--load-dir {load_dir}: no such directory")
     own = holds_run(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
-        return _open(cfg, load_dir)
+        return open_directory(cfg, load_dir)
     source = read_run(cfg, load_dir)
-    run = _open(cfg, save_dir if save_dir is not None else load_dir, source.start)
+    run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
     try:
         run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
     except HistoryError:
@@ -336,13 +337,6 @@ def read_run(cfg, directory):
     run = Run(cfg, tempfile.TemporaryFile())
     run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
     return run
-
-
-def begin_run(cfg, directory, start):
-    """A new Run that begins with an imported model, whose snapshot must be in the directory. Raises HistoryError."""
-    if holds_run(directory):
-        raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
-    return _open(cfg, directory, start)
 
 
 def configuration(directory):
@@ -462,8 +456,9 @@ def _no_run(directory):
                         "saved run")
 
 
-def _open(cfg, directory, start=None):
-    """The Run in `directory`, created if there is none; locked against a second coordinator."""
+def open_directory(cfg, directory, start=None):
+    """The Run in `directory`, locked against a second coordinator; begun at `start` if there is none. Raises
+    HistoryError."""
     path, lock = os.path.join(directory, FILE), None
     try:
         os.makedirs(directory, exist_ok=True)

@@ -106,11 +106,6 @@ def read_json(data):
     return found
 
 
-def error_payload(code, why):
-    """The payload of an ERROR; whatever `why` quotes, it fits."""
-    return (FAILED.pack(code) + why.encode("utf-8", "replace"))[:OTHER_LIMIT]
-
-
 def frame(opcode, *parts, version=V1):
     """bytes of a whole frame."""
     payload = b"".join(parts)

@@ -275,9 +275,14 @@ class Island(Hook):
             self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
-        return {"name": self.terms.name, "epoch": self.run.start.epoch, "fitness": _rounded(self.fitness.value),
-                "kind": self.fitness.kind, "founder": self.founder, "peers": self.peers.status(),
-                "lineage": self.lineage[-LINEAGE:]}
+        return {"name": self.terms.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
+                "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.founder,
+                "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
+
+    def shown(self, fitness, kind):
+        """A fitness for people: a loss in the unit in which losses are shown. None stays None."""
+        scale = self.coordinator.progress.bits if kind == "loss" else 1.0
+        return None if fitness is None else round(fitness * scale, 6)
 
     # peers
 
@@ -334,8 +339,10 @@ class Island(Hook):
             busy = self.incoming or self.handover or self.coordinator.closing
             if self.terms.accept and not busy and theirs.state not in (None, self.last_taken):
                 outcome = "pull"
-                line = (f"island: {peer.name} is better, {theirs.fitness:.4f} against {ours.fitness:.4f} {ours.unit}: "
-                        f"fetching its state of step {theirs.state_step}")
+                figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
+                unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
+                line = "island: {} is better, {:.4f} against {:.4f} {}: fetching its state of step {}".format(
+                    peer.name, *figures, unit, theirs.state_step)
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
         if outcome == "pull" or not theirs.ask:

@@ -334,8 +334,7 @@ class Peers:
         def row(peer):
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
-            if standing["fitness"] is not None:
-                standing["fitness"] = round(standing["fitness"], 6)
+            standing["fitness"] = self.island.shown(standing["fitness"], standing["kind"])
             return {"name": peer.name, "address": peer.address, "state": state, **standing,
                     "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given, "taken": peer.taken}
 

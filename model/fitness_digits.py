@@ -37,9 +37,10 @@ def unpack_ternary(data, count):
     packed = np.frombuffer(data, np.uint8)
     if packed.size != packed_size(count):
         raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")
-    if packed.size and packed.max() > 242:
-        raise ValueError(f"byte {int(packed.max())} is not five ternary digits")
-    digits = _DIGITS[packed].reshape(-1)
+    try:
+        digits = _DIGITS[packed].reshape(-1)
+    except IndexError:
+        raise ValueError(f"byte {int(packed.max())} is not five ternary digits") from None
     if digits[count:].any():
         raise ValueError("digits after the last value")
     return digits[:count]

@@ -1,4 +1,4 @@
-"""Transforms of the tokens (NTT_MODE, SPEC 14): the model looks up their coefficients beside the tokens. NumPy alone."""
+"""Transforms of the tokens (NTT_MODE, SPEC 14), whose coefficients the model looks up too. NumPy alone."""
 
 import numpy as np
 

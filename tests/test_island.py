@@ -184,7 +184,8 @@ def test_peers_of_a_slurm_job(tmp_path):
     (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
     (["--island", "a"], 2, "needs --save-dir"),
     (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 1, "cannot be reached"),
+    (["--island", "a", "--save-dir", "here", "--peer", "no-such.invalid:3"], 1, "cannot be reached"),
+    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 2, "is not HOST:PORT"),
 ])
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status, says):
     monkeypatch.chdir(tmp_path)

@@ -185,22 +185,22 @@ def call(capsys, *arguments):
 
 def test_a_run_is_loaded_by_snapshot_and_replay(here):
     newest, said = load()
-    assert newest.step == STEPS and newest.engine.state().digests() == here[STEPS].digests() != here[0].digests()
+    assert newest.step == STEPS and newest.state().digests() == here[STEPS].digests() != here[0].digests()
     assert not said
     best, _ = load(best=True)
-    assert best.step == SNAPSHOT and best.engine.state().digests() == here[SNAPSHOT].digests()
+    assert best.step == SNAPSHOT and best.state().digests() == here[SNAPSHOT].digests()
     name = next(pathlib.Path("ckpt").glob("snapshot*"))
     data = bytearray(name.read_bytes())
     data[-1] ^= 1
     name.write_bytes(data)
     newest, said = load()
-    assert newest.engine.state().digests() == here[STEPS].digests() and f"snapshot of step {SNAPSHOT}" in said
+    assert newest.state().digests() == here[STEPS].digests() and f"snapshot of step {SNAPSHOT}" in said
     with pytest.raises(use.UseError, match="cannot be read"):
         load(best=True)
     name.unlink()
     with pytest.raises(use.UseError, match="no best snapshot"):
         load(best=True)
-    assert load()[0].engine.state().digests() == here[STEPS].digests()
+    assert load()[0].state().digests() == here[STEPS].digests()
 
 
 def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
@@ -211,7 +211,7 @@ def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
         step_once(cfg, engine, run)
     run.keep_data(snapshots.data_digest(engine.tokens))
     run.close()
-    assert load(directory="ckpt-rare", cfg=cfg)[0].engine.digest() == engine.digest()
+    assert load(directory="ckpt-rare", cfg=cfg)[0].digest() == engine.digest()
     pathlib.Path("input.bin").write_bytes(TEXT[1:])
     with pytest.raises(use.UseError, match="input.bin is not what ckpt-rare was trained on"):
         load(directory="ckpt-rare", cfg=cfg)
@@ -316,7 +316,7 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
                 yield token
 
     seen, screen = [], Screen()
-    use.generate(CFG, use.Saved(Slow(), 0, ""), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
+    use.generate(CFG, Slow(), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
     plain = re.sub(r"\x1b\[\d*m", "", screen.text)
     assert plain == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
     assert [len(re.sub(r"\x1b\[\d*m", "", text)) for text in seen] == [2, 4, 4, 5, 5]
@@ -395,7 +395,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     status, out, err = call(capsys, "import", "w.safetensors", "--save-dir", "new")
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
-    state = load(directory="new")[0].engine.state()
+    state = load(directory="new")[0].state()
     assert np.array_equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
@@ -427,7 +427,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
     assert call(capsys, "import", "other.safetensors", "--save-dir", "other",
                 *defines)[1].startswith("other: a run at step 1")
-    state = load(directory="other")[0].engine.state()
+    state = load(directory="other")[0].state()
     assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
 
 
@@ -470,10 +470,10 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     assert [run.fitness(k) for k in range(STEPS, STEPS + 3)] == [record.fitness(k) for k in range(STEPS, STEPS + 3)]
     assert run.start.step == STEPS and run.step == STEPS + 3
     run.close()
-    assert load(directory="new")[0].engine.state().digests() == alone.state().digests()
+    assert load(directory="new")[0].state().digests() == alone.state().digests()
     # it goes on elsewhere, and into no other run
     history.open_run(CFG, "elsewhere", "new").close()
-    assert load(directory="elsewhere")[0].engine.state().digests() == alone.state().digests()
+    assert load(directory="elsewhere")[0].state().digests() == alone.state().digests()
     with pytest.raises(history.HistoryError, match="holds another run"):
         history.open_run(CFG, "ckpt", "new")
     os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")

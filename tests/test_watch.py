@@ -325,7 +325,7 @@ class Stream(io.StringIO):
 
 
 def charts(paths, x="tokens"):
-    curves = plot._named([read_curve(p) for p in paths], [str(p) for p in paths])
+    curves = plot.read_curves([str(p) for p in paths])
     made = [plot.Chart("validation", curves, x), plot.Chart("loss", curves, x)]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
 

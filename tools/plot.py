@@ -24,7 +24,7 @@ POINTS = 2000              # most points of a curve, each the mean of neighbours
 def plot(runs, printer, x="tokens", out=None):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps". out: file of
     the picture, None: `printer` (a console.Printer) gets them in characters. Raises WatchError."""
-    curves = _named([read_curve(run) for run in runs], runs)
+    curves = read_curves(runs)
     charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
     tree = Tree(curves, charts[0])
     if out is None:
@@ -33,10 +33,13 @@ def plot(runs, printer, x="tokens", out=None):
         picture(charts, [curve.name for curve in curves], out, tree)
 
 
-def _named(curves, runs):
+def read_curves(runs):
     """The curves with unique names: that of the directory, or the whole argument if two are the same."""
+    curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
-    return [c._replace(name=run if names.count(c.name) > 1 else c.name) for c, run in zip(curves, runs)]
+    for curve, run in zip(curves, runs):
+        curve.name = run if names.count(curve.name) > 1 else curve.name
+    return curves
 
 
 class Chart:

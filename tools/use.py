@@ -9,8 +9,6 @@ import mmap
 import os
 import sys
 import time
-from typing import NamedTuple
-
 import numpy as np
 
 from model import data_files
@@ -31,16 +29,9 @@ class UseError(EggError):
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
 
-class Saved(NamedTuple):
-    """engine: in the newest (or best) state of the run in `directory`, after `step` steps."""
-    engine: object
-    step: int
-    directory: str
-
-
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
-    """The Saved in a directory: the newest snapshot and a replay of the steps after it, or (best) the snapshot with the
-    best validation. console: shows progress. Raises HistoryError, UseError, EngineError, DataError."""
+    """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
+    snapshot with the best validation; console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
     run = history.read_run(cfg, directory)
     try:
         state = _state(cfg, run, best, console.line)
@@ -52,7 +43,7 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
             console.progress(f"{directory}: replaying step {step} of {run.step} ...")
             history.replay(run, engine, step + 1)
         console.clear()
-        return Saved(engine, engine.step, directory)
+        return engine
     finally:
         run.close()
 
@@ -105,12 +96,12 @@ def stream(decoding, tokens):
     yield decoder.decode(b"", True)
 
 
-def generate(cfg, saved, text, count, seed, console, **settings):
+def generate(cfg, engine, text, count, seed, console, **settings):
     """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, else
     as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
     decoding = data_files.load_decoding(cfg)
     prompt = prompt_tokens(cfg, decoding, text)
-    more = saved.engine.generate(prompt, count, seed, **settings)
+    more = engine.generate(prompt, count, seed, **settings)
     if not console.terminal:
         for piece in itertools.chain([text], (decoding.decode([token]) for token in more)):
             console.stream.buffer.write(piece)
@@ -127,7 +118,7 @@ def generate(cfg, saved, text, count, seed, console, **settings):
 
 # --- eval -------------------------------------------------------------------------------------------------------------
 
-def evaluate(cfg, saved, path, most, console):
+def evaluate(cfg, engine, path, most, console):
     """Prints the loss of the model and of simple models on a file (text, or tokens in a .bin; None: VAL_FILE), on at
     most `most` tokens of it (0: all). Returns (nats, tokens, Validation)."""
     decoding = data_files.load_decoding(cfg)
@@ -136,16 +127,16 @@ def evaluate(cfg, saved, path, most, console):
     windows, nats, at, batch, started = held_out.windows, 0.0, 0, 1, time.perf_counter()
     while at < len(windows):
         began = time.perf_counter()
-        nats += saved.engine.validate(windows[at:at + batch])[0]
+        nats += engine.validate(windows[at:at + batch])[0]
         at += batch
         console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
         batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
     seconds, count = time.perf_counter() - started, windows[:, 1:].size
-    figures = {f"step {saved.step}": held_out.bits(nats), **_references(cfg, held_out)}
+    figures = {f"step {engine.step}": held_out.bits(nats), **_references(cfg, held_out)}
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
     console.line(f"{name}: {count:,} tokens{size}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on "
-                 f"{saved.engine.name}")
+                 f"{engine.name}")
     console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
@@ -290,9 +281,9 @@ def from_arrays(cfg, arrays, path):
     return state, full
 
 
-def export(cfg, saved, path, full):
+def export(cfg, engine, path, full):
     """Writes the weights of a saved run as a safetensors file; returns a line about it. Raises UseError."""
-    state = saved.engine.state()
+    state = engine.state()
     arrays = to_arrays(cfg, state, full)
     metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
                 "config": json.dumps(history.kept(cfg), sort_keys=True)}
@@ -332,7 +323,7 @@ def import_(cfg, path, directory):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
-    if os.path.exists(os.path.join(directory, history.FILE)):
+    if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     try:
         os.makedirs(directory, exist_ok=True)
@@ -340,6 +331,6 @@ def import_(cfg, path, directory):
     except OSError as error:
         where = error.filename or directory
         raise UseError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
-    history.begin_run(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
     what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {what}"
