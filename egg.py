@@ -72,7 +72,7 @@ def parsed_by(module, name, what):
 
 def sampling(name, what):
     """A type for argparse: a value that the constant SAMPLING_`name` may have."""
-    return number(float, *egg_config.bounds("SAMPLING_" + name), what)
+    return number(float, *egg_config.FACTS["SAMPLING_" + name].allowed, what)
 
 
 def option(name, help, metavar=None, type=None, **more):

@@ -179,8 +179,6 @@ class Admission:
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
             self.coordinator.worker_joined(session, author, card.device, card.data)
-        elif card.role == "status":
-            session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
         session.reply(*host.welcome(self.coordinator.welcome()))
         if card.role == "status":
             session.reply(wire.STATUS, self._status())
@@ -219,7 +217,7 @@ class Admission:
 
 
 class Arrival(Role):
-    """The role of a session until its peer is let in."""
+    """The role of a session until its peer is let in, and after that of one that reads the status, once."""
 
     def __init__(self, session, admission):
         super().__init__(session)
@@ -228,6 +226,8 @@ class Arrival(Role):
 
     def handle(self, opcode, payload):
         session = self.session
+        if self.host.card:
+            raise wire.FrameError("a status was asked for, and nothing else is answered")
         if session.version == V1:
             self.admission.let_in_version_1(session)
             return session.role.handle(opcode, payload)
@@ -238,8 +238,11 @@ class Arrival(Role):
         return True
 
     def check(self, now):
-        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+        idle = self.admission.cfg.IDLE_TIMEOUT
+        if not self.session.known and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
+        elif self.session.known and now - self.session.heard > idle:
+            self.session.refuse(f"said nothing for {idle:g} s")
 
     def closed(self):
         if self.host.proved and not self.session.known:
@@ -247,16 +250,3 @@ class Arrival(Role):
                                        "another secret?")
 
 
-class StatusReader(Role):
-    """The role of a session whose peer has asked for the status and got it."""
-
-    def __init__(self, session, idle_seconds):
-        super().__init__(session)
-        self.idle_seconds = idle_seconds
-
-    def handle(self, opcode, payload):
-        raise wire.FrameError("a status was asked for, and nothing else is answered")
-
-    def check(self, now):
-        if now - self.session.heard > self.idle_seconds:
-            self.session.refuse(f"said nothing for {self.idle_seconds:g} s")

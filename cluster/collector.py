@@ -122,8 +122,8 @@ class Collector:
 
     def _refuse(self, why):
         self.worker.sends_snapshots = False
-        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
-                         f"{why}")
+        step, title = self.upload.step, self.worker.session.title
+        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}")
         self.drop()
 
     def _voice(self, worker):

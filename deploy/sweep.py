@@ -94,11 +94,6 @@ def space(constants):
             for name, value in constants.items()}
 
 
-def varied(constants):
-    """The names of the constants that differ between trials."""
-    return [name for name, value in constants.items() if isinstance(value, dict) or len(value) > 1]
-
-
 def title(trial, names):
     """Name of a trial and of its directory: its number, and what is varied."""
     values = ((name, trial.config[name]) for name in names)
@@ -175,19 +170,16 @@ def problem(error):
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
-def environment():
-    """The constants in the environment; the secret has no business in the files of Ray Tune."""
-    return {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
-
-
 def sweep(path, preset, defines, directory, address):
     """What `egg.py sweep` does. path: of the table; preset, defines: for every trial; directory: of the trials.
     Returns their directories, the best first. Raises UsageError, RayError, DataError."""
     table = read_table(path)
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
-    base = preset or table.preset, defines, environment()
+    # without the secret, which has no business in the files of Ray Tune
+    environ = {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
+    base = preset or table.preset, defines, environ
     files = check(table, base)
-    names = varied(table.constants)
+    names = [name for name, value in table.constants.items() if isinstance(value, dict) or len(value) > 1]
     remember(directory, json.dumps([table._asdict(), *base[:2]], indent=1))
 
     def trial(values):
@@ -233,13 +225,12 @@ def check(table, base):
 def remember(directory, text):
     """Keeps what a sweep tries. Raises UsageError where the directory holds another sweep."""
     os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, "sweep.json")
-    if os.path.exists(path):
-        with open(path) as file:
-            if file.read() != text:
-                raise UsageError(f"{directory} holds a sweep of other settings: give another --save-dir")
-    with open(path, "w") as file:
-        file.write(text)
+    with open(os.path.join(directory, "sweep.json"), "a+") as file:
+        file.seek(0)
+        before = file.read()
+        if before not in ("", text):
+            raise UsageError(f"{directory} holds a sweep of other settings: give another --save-dir")
+        file.write(text[len(before):])
 
 
 def make_tuner(trainable, table, directory, count, name):

@@ -131,23 +131,21 @@ class Decoding:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
 
-        def damaged(what):
-            return DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
+        def need(ok, what):
+            if not ok:
+                raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
 
-        if len(data) < 4:
-            raise damaged(f"{len(data)} bytes")
+        need(len(data) >= 4, f"{len(data)} bytes")
         count = int.from_bytes(data[:4], "little")
-        if not 0 < count <= (len(data) - 4) // 4:
-            raise damaged(f"{count} tokens in {len(data)} bytes")
+        need(0 < count <= (len(data) - 4) // 4, f"{count} tokens in {len(data)} bytes")
         pieces, at = [], 4
         for token in range(count):
             length = int.from_bytes(data[at:at + 4], "little")
-            if at + 4 > len(data) or length > LONGEST_TOKEN or at + 4 + length > len(data):
-                raise damaged(f"token {token} of {count} does not fit")
+            need(at + 4 <= len(data) and length <= LONGEST_TOKEN and at + 4 + length <= len(data),
+                 f"token {token} of {count} does not fit")
             pieces.append(data[at + 4:at + 4 + length])
             at += 4 + length
-        if at != len(data):
-            raise damaged(f"{len(data) - at} bytes after the last token")
+        need(at == len(data), f"{len(data) - at} bytes after the last token")
         return cls(pieces)
 
     def expand(self, tokens):
@@ -197,14 +195,17 @@ class Decoding:
                         for t in map(int, tokens))
 
 
-def load_decoding(cfg, warn=None):
-    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing.
+def warn(line):
+    print(f"egg: {line}", file=sys.stderr, flush=True)
 
-    `warn` takes the text of the warning (default: print to stderr). Raises DataError for a damaged file."""
+
+def load_decoding(cfg, warn=warn):
+    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing. Raises DataError for a
+    damaged file."""
     if cfg.VOCAB_SIZE == 256:
         return Decoding([bytes([b]) for b in range(256)])
     if not os.path.exists(cfg.DECODING_FILE):
-        (warn or _warn)(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
+        warn(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
         return None
     return Decoding.read(cfg.DECODING_FILE)
 
@@ -214,10 +215,6 @@ def text(decoding, tokens):
     if decoding is None:
         return "token ids " + " ".join(str(int(t)) for t in tokens)
     return decoding.decode(tokens).decode("utf-8", "replace")
-
-
-def _warn(line):
-    print(f"egg: {line}", file=sys.stderr, flush=True)
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
@@ -233,13 +230,13 @@ class Validation(NamedTuple):
         return float(nats) / math.log(2) / self.n_bytes
 
 
-def open_validation(cfg, decoding, warn=None):
+def open_validation(cfg, decoding, warn=warn):
     """A Validation on VALIDATE_TOKENS tokens of VAL_FILE. None if validation is off (VALIDATE_EVERY 0) or, after one
     warning, if the file is missing. `decoding`: a Decoding or None. Raises DataError like open_tokens."""
     if not cfg.VALIDATE_EVERY:
         return None
     if not os.path.exists(cfg.VAL_FILE):
-        (warn or _warn)(f"{cfg.VAL_FILE} is missing: no validation")
+        warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 

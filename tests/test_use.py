@@ -39,6 +39,8 @@ from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
+DEFINES = [x for name, value in CFG.shared().items() if value != getattr(egg_config.make(), name)
+           for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -424,9 +426,8 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**history.kept(CFG), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
     assert call(capsys, "import", "other.safetensors", "--save-dir", "other",
-                *defines)[1].startswith("other: a run at step 1")
+                *DEFINES)[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
     assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
 
@@ -572,9 +573,8 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
 # --- the way from training to text ------------------------------------------------------------------------------------
 
 def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
     done = subprocess.run([sys.executable, HERE / "egg.py", "train", "--steps", "2", "--save-dir", "ckpt new",
-                           *defines], capture_output=True, text=True)
+                           *DEFINES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("try it: ")
