@@ -238,13 +238,12 @@ def sample(cfg, engine, tokens, decoding):
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
                validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
-    coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to.
-
-    tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding
-    or None; validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for
-    2 and then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines,
-    default host and device; inspect(engine): called before chunk 0 of a step is evaluated.
-    Raises NetError where no coordinator can be, or one that does not fit or refuses this worker."""
+    coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
+    training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
+    validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for 2 and
+    then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
+    host and device; inspect(engine): called before chunk 0 of a step is evaluated. Raises NetError where no coordinator
+    can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):
@@ -312,7 +311,6 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
     minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; events: an
     event_log.Events, default: one for `console` and a coordinator.log in `log_dir`; http, island: see cluster.hooks.
-
     Raises HistoryError where the state with which an epoch began is missing, IslandError, NetError where host and port
     cannot be served, AuthError where that would let anybody in, EggError where the log cannot be written."""
 
@@ -614,10 +612,9 @@ def room_for_connections(*plugged):
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in the list `stopped`.
-
-    host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http, island: see
-    cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps are kept whatever happens."""
+    or an element in the list `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
+    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps
+    are kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

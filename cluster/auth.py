@@ -105,7 +105,6 @@ def is_loopback(host):
 
 def listen_host(host, access):
     """The address a coordinator listens on: `host`; without one every address if there is a secret, else loopback.
-
     Raises AuthError where anybody could connect and --insecure was not given."""
     if host is None:
         return "0.0.0.0" if access.secret or access.insecure else "127.0.0.1"

@@ -10,10 +10,9 @@ WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of
 class Collector:
     """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
     counts once another author has stated the same hash of the state, of another host where there are any; at once where
-    nobody else can. The digest that goes with every request is too weak for that (model.state_digest).
-
-    Calls kept(upload) with one that counts, liar(author, why) with who sent another state than others have, freed()
-    when the next upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
+    nobody else can. The digest that goes with every request is too weak for that (model.state_digest). Calls
+    kept(upload) with one that counts, liar(author, why) with who sent another state than others have, freed() when the
+    next upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
 
     def __init__(self, cfg, run, events, dispatcher, kept, liar, freed):
         self.cfg, self.run, self.events, self.dispatcher = cfg, run, events, dispatcher

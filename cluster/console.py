@@ -19,9 +19,8 @@ OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
 class Printer:
-    """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR.
-
-    Every text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
+    """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR. Every
+    text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
 
     PROGRESS_EVERY = 0.1       # seconds
 
@@ -92,11 +91,10 @@ class Printer:
 
 
 class Console(Printer):
-    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: see Lossy.
-
-    On a terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or
-    every LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where
-    the run will end, or None."""
+    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: see Lossy. On a
+    terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or every
+    LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where the run
+    will end, or None."""
 
     LINE_EVERY = 10.0
     BAR = 8                    # columns

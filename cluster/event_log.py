@@ -35,10 +35,9 @@ class WatchError(EggError):
 
 class Events:
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: for the console, or None.
-
-    directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a context manager it logs
-    the error that ends the block. Raises WatchError for a file that cannot be written or a library that is missing."""
+    kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log; log_json: a file,
+    tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
+    a file that cannot be written or a library that is missing."""
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self.files = []

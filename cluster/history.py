@@ -298,11 +298,10 @@ class Run:
 
 
 def open_run(cfg, save_dir=None, load_dir=None):
-    """The Run that a coordinator continues or begins, locked until it is closed.
-
-    save_dir: the run to continue or begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to
-    continue in save_dir, or in load_dir itself. Neither: a temporary file. Raises HistoryError: another configuration
-    (naming the constants that differ), damage, a directory in use or not writable."""
+    """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
+    begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, or in load_dir
+    itself. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants that differ),
+    damage, a directory in use or not writable."""
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):

@@ -245,9 +245,8 @@ def home(save_dir):
 
 
 def train(cfg, args, access, http, console):
-    """What `egg.py ray` does; args: its arguments. Returns the directory of the run.
-
-    Raises UsageError, RayError, DataError, HistoryError, NetError; the completed steps are kept in every case."""
+    """What `egg.py ray` does; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
+    DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
     load_dir = os.path.abspath(args.load_dir) if args.load_dir else None
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # what is wrong with it is said here, not on every node

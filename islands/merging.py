@@ -25,10 +25,8 @@ def needs_ours(cfg):
 
 def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     """The State with which an island continues, with the step and seed of `ours`. The arguments are neither changed nor
-    kept.
-
-    ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses are
-    losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
+    kept. ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses
+    are losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state in (ours, theirs):

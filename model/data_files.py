@@ -31,9 +31,8 @@ class DataError(EggError):
 
 def open_tokens(cfg, path):
     """The tokens of a file: 1-D uint32 (uint8 where VOCAB_SIZE is 256), memory-mapped, read-only, all below VOCAB_SIZE.
-
-    With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory).
-    Raises DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
+    With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory). Raises
+    DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
     size = _size(path)
     if size == 0:
         raise DataError(f"{path} is empty: make it again with `python egg.py prepare TEXT`")
@@ -256,10 +255,9 @@ def held_out(cfg, tokens, path, decoding, most=0):
 
 
 def references(cfg, train, validation):
-    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit.
-
-    Counts come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which
-    is (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
+    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit. Counts
+    come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which is
+    (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
     vocab = cfg.VOCAB_SIZE
     before, target = validation.windows[:, :-1].ravel(), validation.windows[:, 1:].ravel()
     runs = max(1, -(-train.size // REFERENCE_TOKENS))

@@ -130,9 +130,8 @@ def loss_rule(jit, target, exact):
 
     @jit
     def loss(total, top, target, bit, unit):
-        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`.
-
-        log2 of Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
+        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`. log2 of
+        Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
         e = i64(log2_floor(total))
         distance = i64(top) - i64(target)
         if not exact:
@@ -165,10 +164,9 @@ def norm_rules(jit, target):
 
     @jit
     def quotient(y, d, reciprocal):
-        """int32: clip(y / d rounded down); reciprocal: float32(1 / d).
-
-        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the
-        error of the product cannot reach the next one."""
+        """int32: clip(y / d rounded down); reciprocal: float32(1 / d). Cut to +-127 d and moved to positive numbers, y
+        is a whole number below 2^23. Half a unit off the integers, the error of the product cannot reach the next
+        one."""
         inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
         return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
 

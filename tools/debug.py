@@ -226,10 +226,8 @@ def attention_statistics(weights):
 
 def trace(cfg, state, tokens):
     """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
-    array.
-
-    tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or with
-    "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
+    array. tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or
+    with "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
     if cfg.MODEL != "transformer":
         raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
     window = rules.windows(cfg, tokens, state.step, 0, 1)[0]

@@ -22,7 +22,6 @@ ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the toke
 
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
-
     texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
     `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
     the vocabulary. Raises DataError and then leaves old files."""
