@@ -96,7 +96,7 @@ COMMON = dict([
     option("--load-dir", "start from the run in DIR", "DIR"),
     option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
            "password if there is a secret", "[HOST:]PORT",
-           parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+           parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",

@@ -5,6 +5,7 @@ Edit the assignments below, or override them for one run: by an environment vari
 it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -246,6 +247,15 @@ class UsageError(EggError):
 
 class ConfigError(UsageError):
     """One line: which constant, what was wrong, what is allowed."""
+
+
+@contextlib.contextmanager
+def explained(kind, place, advice=""):
+    """An OSError in the block becomes a `kind` of EggError: the place, what the system says, the advice."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
 
 
 class Config(types.SimpleNamespace):

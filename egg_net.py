@@ -56,10 +56,10 @@ class Worker:
         self.reported_step = -1            # the last step that was validated and sampled
         self.digest = None                 # (step, digest of the state then)
         self.speed, self.slice = None, FIRST_SLICE        # members a second, at a time
-        self.chunks = 0
+        self.chunks = self.answers = 0
 
-    def serve(self, link, answered):
-        """Asks for work and does it until the coordinator is gone (OSError). answered() follows every answer."""
+    def serve(self, link):
+        """Asks for work and does it until the coordinator is gone (OSError)."""
         engine = self.engine
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
@@ -73,7 +73,7 @@ class Worker:
             while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
                 self._send_state(link, opcode, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
-            answered()
+            self.answers += 1
             if opcode == REBUILD:
                 self._rebuild_from(link, link.unpack_step(payload))
                 continue
@@ -255,13 +255,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     version = protocol or V2
     connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
-
-    def answered():
-        nonlocal pause, log_arrival, log_loss
-        pause, log_arrival, log_loss = BACK_OFF[0], True, True
-
     while True:
-        link, line = None, None
+        link, line, answers = None, None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
@@ -270,7 +265,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 spoken = " (protocol 1)" if link.version == V1 else ""
                 console.line(f"worker: {engine.name}, connected to {host}:{port}{spoken}")
             connected = True
-            worker.serve(link, answered)
+            worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
@@ -291,6 +286,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
         finally:
             if link is not None:
                 link.close()
+        if worker.answers > answers:
+            pause, log_arrival, log_loss = BACK_OFF[0], True, True
         if log_loss:
             console.line(line)
         log_loss = False

@@ -11,7 +11,7 @@ import stat
 import sys
 from typing import NamedTuple
 
-from egg_config import UsageError
+from egg_config import UsageError, explained
 
 LEAST_SECRET = 16          # bytes
 HANDSHAKE_SECONDS = 10.0   # a peer may take so long from connecting to being let in
@@ -32,14 +32,11 @@ def read_secret(path=None, environ=os.environ):
     """bytes of the secret in the file `path`, or else in EGG_SECRET; b"" where neither is given. Raises AuthError."""
     source = path if path is not None else "EGG_SECRET"
     if path is not None:
-        try:
-            with open(path, "rb") as file:
-                secret = file.read(1 << 16).strip()
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    print(f"egg: others on this machine may read or change {path}: chmod 600 {shlex.quote(str(path))}",
-                          file=sys.stderr, flush=True)
-        except OSError as error:
-            raise AuthError(f"--secret-file {path}: {error.strerror}: name a file that can be read") from None
+        with explained(AuthError, f"--secret-file {path}", "name a file that can be read"), open(path, "rb") as file:
+            secret = file.read(1 << 16).strip()
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                print(f"egg: others on this machine may read or change {path}: chmod 600 {shlex.quote(str(path))}",
+                      file=sys.stderr, flush=True)
     elif "EGG_SECRET" in environ:
         secret = environ["EGG_SECRET"].encode("utf-8", "surrogateescape").strip()
     else:

@@ -16,7 +16,7 @@ import time
 import egg_config
 from cluster.history import EVENTS
 from cluster.hub import Budget
-from egg_config import EggError
+from egg_config import EggError, explained
 
 # Events that peers cause: so many in a row and so many a second after that, of one host and of all together
 OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
@@ -120,10 +120,8 @@ class Lines:
 
     def __init__(self, path, advice, warn, links=False):
         self.path, self.warn, self.links, self.warned = path, warn, links, False
-        try:
+        with explained(WatchError, path, advice):
             self._open()
-        except OSError as error:
-            raise WatchError(f"{path}: {error.strerror}: {advice}") from None
 
     def _open(self):
         # non-blocking: a pipe without a reader must not stop the coordinator
@@ -214,12 +212,9 @@ class TensorBoard:
         except ImportError:
             raise WatchError("--tensorboard needs tensorboardX: pip install tensorboardX") from None
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
-        try:
+        with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
             os.makedirs(directory, exist_ok=True)
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
-        except OSError as error:
-            why = error.strerror
-            raise WatchError(f"--tensorboard {directory}: {why}: give a directory that can be written") from None
 
     def emit(self, event, _):
         kind = event["event"]

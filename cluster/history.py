@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pyzstd
 
 import egg_config
-from egg_config import EggError
+from egg_config import EggError, explained
 from model import fitness_digits
 from model import parameters
 from model import rules
@@ -328,10 +328,8 @@ def read_run(cfg, directory):
     HistoryError."""
     if holds_run(directory):
         path = os.path.join(directory, FILE)
-        try:
+        with explained(HistoryError, path):
             return Run(cfg, open_file(path), directory, writable=False)
-        except OSError as error:
-            raise HistoryError(f"{path}: {error.strerror}") from None
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
     run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
@@ -561,11 +559,8 @@ class Header(NamedTuple):
 
 def _header_of(path):
     """The Header of a history file. Raises HistoryError."""
-    try:
-        with open_file(path) as file:
-            return _read_header(file, path)
-    except OSError as error:
-        raise HistoryError(f"{path}: {error.strerror}") from None
+    with explained(HistoryError, path), open_file(path) as file:
+        return _read_header(file, path)
 
 
 def _read_header(file, name):

@@ -26,7 +26,7 @@ import egg_config
 from cluster import event_log
 from cluster.console import Console, handling, one_line, table
 from cluster.history import configuration as configuration_of, holds_run
-from egg_config import UsageError
+from egg_config import UsageError, explained
 from model import data_files
 from tools import curves
 
@@ -56,10 +56,8 @@ def read_table(path):
             raise UsageError(f"{path}: {what}")
 
     try:
-        with open(path, "rb") as file:
+        with explained(UsageError, path, "give a table of settings (docs/CLUSTERS.md)"), open(path, "rb") as file:
             table = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}: give a table of settings (docs/CLUSTERS.md)") from None
     except ValueError as error:
         raise UsageError(f"{path} is not TOML: {one_line(str(error))}") from None
     unknown = sorted(table.keys() - set(Table._fields))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from egg_config import EggError
+from egg_config import EggError, explained
 
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
@@ -40,10 +40,8 @@ def open_tokens(cfg, path):
     if wide and size % 4:
         raise DataError(f"{path} is cut short or holds plain bytes: {size} bytes are no whole number of uint32 tokens; "
                         "make it again with `python egg.py prepare TEXT`, or set VOCAB_SIZE=256 DETOKENIZE=0 for bytes")
-    try:
+    with explained(DataError, path):
         tokens = np.memmap(path, "<u4" if wide else "u1", "r")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
     if cfg.DETOKENIZE:
         tokens = _detokenize(tokens, path, cfg.DECODING_FILE)
     elif wide:
@@ -59,11 +57,9 @@ def open_tokens(cfg, path):
 
 
 def _size(path):
-    try:
+    with explained(DataError, path):
         if os.path.isfile(path):
             return os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
     raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start in its directory, "
                     "or make it with `python egg.py prepare TEXT`")
 
@@ -91,11 +87,8 @@ def _need_decodable(tokens, path, decoding, decoding_file):
 
 def read_text(path):
     """bytes of a file; a .zst file unpacked."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}: give the path of a text file") from None
+    with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
+        data = file.read()
     if not path.endswith(".zst"):
         return data
     import pyzstd
@@ -124,11 +117,8 @@ class Decoding:
     def read(cls, path):
         """From a decoding.bin. Raises DataError for a file that is missing, cut short or damaged."""
         _size(path)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from None
+        with explained(DataError, path), open(path, "rb") as file:
+            data = file.read()
 
         def need(ok, what):
             if not ok:

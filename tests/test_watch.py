@@ -26,6 +26,7 @@ import egg_config
 from cluster import admission
 from cluster import auth
 from cluster import status as cluster_status
+from cluster.hub import split_address
 from model import data_files
 from cluster import history
 from tools.curves import Merge, Thinned, read_curve
@@ -1014,11 +1015,12 @@ def test_where_the_page_may_be_served():
         live_page.where(("0.0.0.0", 80), access())
     with pytest.raises(auth.AuthError, match="password over the network in the clear"):
         live_page.where(("0.0.0.0", 80), access(SECRET))
-    for text, got in (("80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
-        assert live_page.parse_address(text) == got
+    assert live_page.where(("", 80), access()).host == "127.0.0.1"
+    for text, got in (("80", ("", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
+        assert split_address(text) == got
     for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
         with pytest.raises(ValueError):
-            live_page.parse_address(text)
+            split_address(text)
 
 
 def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from model import integer_tables
 from model import parameters
 from model import rules
 from model import transforms
-from egg_config import EggError
+from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports
 POSITION = 32              # of the window, at which activations are looked at; the last one of a shorter window
@@ -279,19 +279,11 @@ def _entropy(bits, possible, colour):
     return "Ent:" + colour(f"{bits:4.2f}", "magenta") + "(" + colour(f"{100 * bits / possible:3.0f}%", "magenta") + ") "
 
 
-def write(told, path):
-    """Appends a trace to a file, as a line of JSON. Raises EggError."""
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
-    except OSError as error:
-        raise EggError(f"{path}: {error.strerror}: name a file for the trace that can be written") from None
-
-
 def report(cfg, engine, tokens, console, path=None):
-    """Prints the trace of an engine's state, and appends it to the file `path` if there is one."""
+    """Prints the trace of an engine's state, and appends it to the file `path` as a line of JSON. Raises EggError."""
     told = trace(cfg, engine.state(), tokens)
     for line in describe(told, console.colour):
         console.line(line)
     if path:
-        write(told, path)
+        with explained(EggError, path, "name a file for the trace that can be written"), open(path, "a") as file:
+            file.write(json.dumps(told) + "\n")

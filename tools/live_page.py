@@ -23,8 +23,8 @@ from collections import deque
 from typing import NamedTuple
 
 from cluster import auth
-from cluster import event_log
 from cluster import hub
+from cluster.event_log import WatchError
 from tools import curves
 
 MOST_CLIENTS = 128         # connections, half of them of clients that have got nothing yet
@@ -43,10 +43,7 @@ PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html"
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 TOKEN = frozenset("!#$%&'*+-.^_`|~" + string.ascii_letters + string.digits)
-
-
-class HttpError(event_log.WatchError):
-    """About the address of the live page."""
+TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")         # in Accept-Encoding
 
 
 class Where(NamedTuple):
@@ -59,14 +56,14 @@ class Where(NamedTuple):
     descriptors = MOST_CLIENTS     # connections that it may hold open (cluster.hooks)
 
     def attach(self, coordinator):
-        """The Page of a coordinator. Raises HttpError."""
+        """The Page of a coordinator. Raises WatchError."""
         return Page(self, coordinator)
 
 
 def where(address, access):
-    """The Where of --http. address: (host, port); access: a cluster.auth.Access. Raises AuthError for an address that
-    others can reach without a password, or with a password in the clear."""
-    host, port = address
+    """The Where of --http. address: (host, port), "" for this machine alone; access: a cluster.auth.Access. Raises
+    AuthError for an address that others can reach without a password, or with a password in the clear."""
+    host, port = address[0] or "127.0.0.1", address[1]
     password = auth.page_password(access.secret)
     if auth.is_loopback(host):
         return Where(host, port, password, None)
@@ -77,12 +74,6 @@ def where(address, access):
                              f"--http {port}, or give a secret and TLS, or --insecure on a network where everybody is "
                              "trusted")
     return Where(host, port, password, access.tls)
-
-
-def parse_address(text):
-    """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; the default host is loopback. Raises ValueError."""
-    host, port = hub.split_address(text)
-    return host or "127.0.0.1", port
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -111,7 +102,7 @@ class Figures:
         """The curve of the run so far."""
         if run.directory is None or not run.step:
             return
-        with contextlib.suppress(event_log.WatchError):          # old versions wrote no events
+        with contextlib.suppress(WatchError):          # old versions wrote no events
             curve = curves.read_curve(run.directory)
             for step, tokens, seconds, value in curve.loss:
                 if step < run.step:
@@ -332,7 +323,7 @@ class Client(hub.Connection):
 
 
 class Page:
-    """Serves `where` in the event loop of `coordinator`. Raises HttpError if it cannot listen there."""
+    """Serves `where` in the event loop of `coordinator`. Raises WatchError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
         self.where, self.coordinator, self.traffic = where, coordinator, hub.Traffic()
@@ -347,7 +338,7 @@ class Page:
                                                   MOST_CLIENTS)
         except OSError as error:
             why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            raise HttpError(f"--http {where.host}:{where.port}: {why}: choose another") from None
+            raise WatchError(f"--http {where.host}:{where.port}: {why}: choose another") from None
 
     def invitation(self):
         """A line with the page's address."""
@@ -376,7 +367,7 @@ class Page:
         elif method not in ("GET", "HEAD"):
             status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
         elif body := self._body(target.partition("?")[0]):
-            status, zipped = 200, takes_gzip(fields.get("accept-encoding", ""))
+            status, zipped = 200, bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
             extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
         else:
             status, body = 404, "there is /, /state.json and /metrics\n"
@@ -481,15 +472,6 @@ def parse(head):
 def is_printed(text):
     """Whether text of Latin-1 has no spaces and no control characters."""
     return all("\x21" <= c <= "\x7e" or c >= "\x80" for c in text)
-
-
-def takes_gzip(encodings):
-    """Whether a client that states this in Accept-Encoding takes gzip."""
-    for item in encodings.lower().split(","):
-        name, _, weight = item.replace(" ", "").partition(";")
-        if name == "gzip":
-            return weight.removeprefix("q=").strip("0.") != "" or not weight
-    return False
 
 
 def policy(html):

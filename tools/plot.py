@@ -7,6 +7,7 @@ import textwrap
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
+from egg_config import explained
 from tools.curves import Thinned, read_curve
 
 ROWS = 12                  # lines of a chart in the terminal
@@ -312,9 +313,8 @@ def picture(charts, names, path, tree):
     axes[-1].set_xlabel(charts[-1].x_title)
     figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
     try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise WatchError(f"{path}: {error.strerror}: name a file that can be written") from None
+        with explained(WatchError, path, "name a file that can be written"):
+            figure.savefig(path, dpi=110)
     except ValueError as error:
         raise WatchError(f"--out {path}: {error}") from None
 

@@ -17,7 +17,7 @@ from model import parameters
 from model import rules
 from cluster import snapshots
 from engine import engines
-from egg_config import EggError
+from egg_config import EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -287,10 +287,8 @@ def export(cfg, engine, path, full):
     arrays = to_arrays(cfg, state, full)
     metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
                 "config": json.dumps(history.kept(cfg), sort_keys=True)}
-    try:
+    with explained(UseError, path, "give the path of a file that can be written"):
         write_tensors(path, arrays, metadata)
-    except OSError as error:
-        raise UseError(f"{path}: {error.strerror}: give the path of a file that can be written") from None
     what = ", with the optimizer's state" if full else ""
     return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}{what}"
 
