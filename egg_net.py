@@ -405,7 +405,9 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        self.events.emit("stop", farewell(self.run), step=self.run.step)
+        kept = "they are not kept (--save-dir keeps them)" if self.run.directory is None else \
+            f"the run lies in {self.run.directory}"
+        self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
         if self.page:
             self.page.farewell()
 
@@ -682,10 +684,3 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)
         return coordinator.progress.summary()
-
-
-def farewell(run):
-    """What has become of the run."""
-    if run.directory is None:
-        return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return f"stopped after {run.step} steps; the run lies in {run.directory}"

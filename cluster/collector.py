@@ -168,5 +168,5 @@ class Collector:
     def _stop(self, error):
         """The run is more than its snapshots: it goes on without them."""
         self.drop()
-        self.shelf.stop()
+        self.shelf.stopped = True
         self.events.warn(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")

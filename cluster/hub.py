@@ -218,13 +218,6 @@ class Hub:
         self.strangers.close()
 
 
-class Traffic:
-    """Bytes that a group of connections has sent and received."""
-
-    def __init__(self):
-        self.sent = self.received = 0
-
-
 class Connection:
     """The bytes of one peer: `inbox` has come and is not used yet, `outbox` waits to be sent. Nothing is read while
     something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to be used.

@@ -3,11 +3,11 @@
 import math
 import statistics
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import egg_config
 from cluster.console import count_text
-from cluster.hub import Traffic
 from cluster.wire import FrameError
 
 
@@ -39,7 +39,8 @@ class Progress:
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step, self.started, self._completed = run.step, None, None
         self.loss, self.speed, self.validations = None, 0.0, []
-        self.traffic, (self.bits, self.unit) = Traffic(), egg_config.loss_unit(cfg.constants())
+        self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
+        self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
     def begin_step(self):
         self._updates = []           # weights changed by the last update, of every worker that reports them

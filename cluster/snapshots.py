@@ -265,7 +265,7 @@ class Shelf:
         self.cfg, self.run, self.directory = cfg, run, run.directory
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
-        self._open, self._stopped = (None, None), False
+        self._open, self.stopped = (None, None), False         # stopped: no more, they cannot be written
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
                 with contextlib.suppress(OSError):
@@ -325,11 +325,7 @@ class Shelf:
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
         return bool(self.directory and every and step and step % every == 0 and step not in self.files
-                    and not self._stopped)
-
-    def stop(self):
-        """No more snapshots: they cannot be written."""
-        self._stopped = True
+                    and not self.stopped)
 
     def put(self, upload):
         """Adds a finished upload. Raises OSError."""

@@ -20,6 +20,7 @@ import re
 import string
 import time
 from collections import deque
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from cluster import auth
@@ -326,7 +327,7 @@ class Page:
     """Serves `where` in the event loop of `coordinator`. Raises WatchError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
-        self.where, self.coordinator, self.traffic = where, coordinator, hub.Traffic()
+        self.where, self.coordinator, self.traffic = where, coordinator, SimpleNamespace(sent=0, received=0)
         self.newcomers, self.served = hub.Crowd(MOST_CLIENTS // 2), set()
         with open(PAGE, "rb") as file:
             html = file.read()

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import string
 import textwrap
 
 from cluster.console import one_line
@@ -16,6 +17,7 @@ NAME = 32                  # most characters of an island's name
 MOST_NAMED = 6             # most islands in a line of text
 LEAST = 0.01               # a smaller share of a model is ignored
 COLOURS = ("33", "36", "35", "32", "34", "31")         # of the runs, in the terminal
+LETTERS = string.ascii_lowercase
 BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))      # dots of a character: [column][row]
 TIME = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
 COUNT = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "), (1e12, "trillion "))
@@ -178,7 +180,7 @@ def terminal(charts, names, tree, stream, width=None):
         if i in islands:
             shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])])
             ends += f"; island {printable(islands[i])}, of {shares}"
-        out.append(f"{paint(_letter(i) if islands or not dots else '*', i)} {name}: {ends}")
+        out.append(f"{paint(LETTERS[i % 26] if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:
         out.append(tree.living())
     return "\n".join(out)
@@ -190,10 +192,6 @@ def _can(stream, text):
         return True
     except (UnicodeError, LookupError):
         return False
-
-
-def _letter(i):
-    return "abcdefghijklmnopqrstuvwxyz"[i % 26]
 
 
 def _rows(chart, width, dots, frame, paint):
@@ -218,7 +216,7 @@ def _rows(chart, width, dots, frame, paint):
         text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
         for column in range(columns):
             bits, i = cells.get((row, column), (0, 0))
-            text += paint(chr(0x2800 + bits) if dots else _letter(i), i) if bits else word[column]
+            text += paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else word[column]
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     positions, decimals = ticks(0, chart.x_end, max(columns / 12, 1))
@@ -250,10 +248,10 @@ def _lanes(tree, chart, width, frame, paint):
         for start, end, shares in pieces:
             i = tree.numbers[max(shares, key=lambda origin: (shares[origin], origin))]
             for at in range(column(start), column(end) + 1):
-                cells[at] = _letter(i), i
+                cells[at] = LETTERS[i % 26], i
         for giver, _, taker, x in tree.edges:
             if taker == name:
-                cells[column(x)] = _letter(tree.numbers[giver]).upper(), tree.numbers[giver]
+                cells[column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
         for island, x in tree.rejuvenations:
             if island == name:
                 cells[column(x)] = "!", cells[column(x)][1]

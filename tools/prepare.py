@@ -160,3 +160,4 @@ def write_files(directory, files):
             file = stack.enter_context(replacing(directory, name))
             file.writelines(parts)
             file.flush()
+            os.fsync(file.fileno())                  # all are on the disk before the first takes its place
