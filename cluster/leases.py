@@ -36,7 +36,7 @@ class Step:
         return sum(loss for _, loss in self.done.values())
 
     def take(self, peer, author, now):
-        """The next chunk for this peer, None where there is none that it does not hold or has not done."""
+        """The next chunk that this peer has neither held nor delivered, or None."""
         skipped, found = [], None
         while self.queue and found is None:
             chunk = self.queue.popleft()

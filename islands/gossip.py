@@ -331,7 +331,7 @@ class Island(Hook):
         return expected
 
     def _compare(self, peer, theirs):
-        """Both sides of a tournament do this with the same two standings, so that each knows the outcome."""
+        """Both sides judge the same two standings, so the better one need not send anything else."""
         ours, outcome, line = self.standing(), "keep", None
         if not ours.compares(theirs) or not self.peers.trusted(peer):
             outcome = "refused"

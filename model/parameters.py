@@ -152,7 +152,7 @@ def products_per_token(cfg):
 
 
 def divisor(cfg, inputs):
-    """By what the gru divides a product over so many inputs, rounding down."""
+    """Divisor of a product over `inputs` inputs in the recurrent model; the quotient is rounded down."""
     return (1 << cfg.FIXED_POINT) * math.isqrt(inputs)
 
 
