@@ -24,14 +24,17 @@ import time
 import types
 
 import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
-from numba.core import codegen, serialize
+from numba.core import codegen, config, serialize
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
 MOST_BYTES = 1 << 31       # of the kernels that are kept
 UNUSED_SECONDS = 90 * 86400.0
+# LLVM prefers registers of 256 bits where it has larger ones. Read when numba compiles its first function.
+config.CPU_FEATURES = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
@@ -263,9 +266,21 @@ class InnerCompiler(numba.core.compiler.Compiler):
         return super().compile_extra(function)
 
 
-# a decorator for functions that only compiled functions call
-inner = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
-                   pipeline_class=InnerCompiler)
+class LeafCompiler(InnerCompiler):
+    """For functions that allocate no array: they do not count references, which takes longer than a short row."""
+
+    def __init__(self, typing, target, library, types_, returned, flags, local):
+        flags.nrt = False
+        super().__init__(typing, target, library, types_, returned, flags, local)
+
+
+def _inner(compiler, **options):
+    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
+                      pipeline_class=compiler, **options)
+
+
+# decorators for functions that only compiled functions call; `inlined` is for what is called once a row
+inner, leaf, inlined = _inner(InnerCompiler), _inner(LeafCompiler), _inner(LeafCompiler, forceinline=True)
 
 
 class CudaCache:
