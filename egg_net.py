@@ -657,9 +657,9 @@ def room_for_connections(*plugged):
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in the list `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps
-    are kept whatever happens."""
+    or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
+    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; completed steps are
+    kept."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

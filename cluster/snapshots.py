@@ -115,8 +115,7 @@ def from_raw(cfg, raw, step, seed):
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of state, configuration and fitness before, bytes of the body) of a head. Raises
-    ValueError."""
+    """(step, seed, SHA-256 of state, configuration, fitness before, bytes of the body) of a head. Raises ValueError."""
     if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])

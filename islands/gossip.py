@@ -136,8 +136,7 @@ class Elites:
                             for name, m in found if m)          # the best first
 
     def offer(self, path, epoch, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best, by its newest measure; whether it is new. Raises
-        OSError."""
+        """Keeps the snapshot at `path` if it is one of the best; whether it is new. Raises OSError."""
         name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
         entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
         others = [e for e in self.files if e[2] != (epoch, step)]

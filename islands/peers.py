@@ -82,8 +82,7 @@ def peers_from_slurm(port, environ=os.environ):
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 class Target:
-    """An address to call. addresses: [(family, address)], the next one to try first; name: of the island there;
-    is_self: the island called itself."""
+    """An address to call. addresses: [(family, address)], the next one first; is_self: the island called itself."""
 
     def __init__(self, host, port):
         self.host, self.title = host, address_text(host, port)

@@ -164,8 +164,7 @@ class Reading:
         return e + (truncated(p) * sign >> self.cfg.NOISE_SHIFT)
 
     def coefficients(self, tokens):
-        """int64 [positions]: the transform's coefficient of each position (model.transforms); only a whole window can
-        see its targets."""
+        """int64 [positions]: the transform's coefficient of each position; only a whole window can see its targets."""
         T, p = self.cfg.SEQ_LEN, transforms.PRIME[self.cfg.NTT_MODE]
         basis = transforms.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
         blocks = np.zeros((-(-len(tokens) // T), T), np.int64)
