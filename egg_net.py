@@ -345,16 +345,13 @@ LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
-    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; events: an
-    event_log.Events, default: one for `console` and a coordinator.log in `log_dir`; http, island: see cluster.hooks.
-    Raises an EggError for what cannot be used of these."""
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; http, island:
+    see cluster.hooks. Raises an EggError for what cannot be used of these."""
 
-    def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
-                 access=auth.Access(), events=None, http=None, island=None):
+    def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
+                 access=auth.Access(), http=None, island=None):
         self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
-        self.console = console or Console()
-        self._own_events = events is None
-        self.events = events or event_log.Events(cfg, run, log_dir, self.console)
+        self.console, self.events = console, events
         self.n_weights = parameters.n_weights(cfg)
         self.closing, self._check_at, self._ended = False, 0.0, None
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
@@ -432,8 +429,6 @@ class Coordinator:
         self.hub.close()
         self.island.close()
         self.collector.shelf.close()
-        if self._own_events:
-            self.events.close()
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""

@@ -38,7 +38,7 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, free_port, until, work_in_thread
+from kit import CFG, HERE, SECRET, Coordinator, FakeEngine, Lines, Server, free_port, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -628,9 +628,8 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = egg_net.Coordinator(cfg, history.open_run(cfg, directory), "127.0.0.1", log_dir=tmp_path,
-                                          console=egg_net.Console(Lines()),
-                                          island=gossip.Terms("a", []))
+        coordinator = Coordinator(cfg, history.open_run(cfg, directory), log_dir=tmp_path,
+                                  console=egg_net.Console(Lines()), island=gossip.Terms("a", []))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -653,9 +652,9 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(egg_net.Coordinator(cfg, run, "127.0.0.1", log_dir=tmp_path,
-                                                                             console=egg_net.Console(Lines()),
-                                                                             island=gossip.Terms("a", []))) as again:
+        with contextlib.closing(run), contextlib.closing(Coordinator(cfg, run, log_dir=tmp_path,
+                                                                     console=egg_net.Console(Lines()),
+                                                                     island=gossip.Terms("a", []))) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
