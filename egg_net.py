@@ -387,7 +387,7 @@ class Coordinator:
             self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
-            self.collector.check()
+            self.collector.check(now)
             self._complete_step_if_done()            # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
@@ -428,7 +428,7 @@ class Coordinator:
         self.dismiss()
         self.hub.close()
         self.island.close()
-        self.collector.shelf.close()
+        self.shelf.readers.close()
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""

@@ -42,7 +42,7 @@ class Terms(NamedTuple):
     accept: bool = True
     tls: object = None
 
-    descriptors = transfer.OPEN_FILES      # files that an island may hold open (cluster.hooks)
+    descriptors = 0            # files that an island holds open beside the coordinator's (cluster.hooks)
 
     def attach(self, coordinator):
         """The Island of a coordinator. Raises IslandError."""
@@ -211,7 +211,7 @@ class Island(Hook):
 
     def check(self, now):
         self.peers.check(now)
-        self.outgoing.check(now, self.peers.known.values())
+        self.outgoing.check(self.peers.known.values())
         if self.incoming:
             if why := self.incoming.too_slow(now):
                 self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
@@ -224,7 +224,6 @@ class Island(Hook):
         self.chunk_handed_out()
         if self.incoming:
             self.incoming.drop()
-        self.outgoing.close()
 
     def validated(self, step, value, unit):
         self.fitness.add("validation", unit, value, step)

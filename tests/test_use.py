@@ -489,7 +489,7 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here, capsys):
         old = Peer(server.port, CFG)
         old.ask(0)
         assert old.closed() and "from an imported model" in server.lines.text
-        server.coordinator.shelf.block = lambda *_: None             # the snapshot cannot be read
+        server.coordinator.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
         lost = cpu_engine.CpuEngine(CFG, threads=1)
         with pytest.raises(egg_net.NetError, match="from an imported model"):
             egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
