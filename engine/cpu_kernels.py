@@ -12,7 +12,7 @@ from engine import kernel_cache
 from engine import simd
 from engine.cpu_rules import (draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
                               scaled, shift_right, u32)
-from engine.simd import PANEL, ROWS, dot, tile
+from engine.simd import PANEL, ROWS, dot, empty, tile, zeros
 
 njit, inner, leaf, inlined = kernel_cache.njit(simd.use), kernel_cache.inner, kernel_cache.leaf, kernel_cache.inlined
 
@@ -21,8 +21,8 @@ FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "o
 AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
 # int64 and not int, because numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
-# the layer of what is in none, a pair's first member, a model without noise
-NO_LAYER = EVEN = CLEAN = i64(0)
+# the layer of what is in none, a model without noise
+NO_LAYER = CLEAN = i64(0)
 NO_INTS = np.empty(0, np.int32)
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
@@ -119,8 +119,8 @@ def input_side(c, w, param, layer, S, noisy, pairs):
     t = w.table[param, layer]
     at, n = t[OVER_B], t[N_ROWS]
     scaled_rows = n if c.mode else 0
-    side = InputSide(np.empty((pairs, n), np.int8), np.zeros(pairs, i32), np.empty((pairs, scaled_rows), i32),
-                     np.empty((pairs, scaled_rows), f32))
+    side = InputSide(empty((pairs, n), np.int8), zeros(pairs, i32), empty((pairs, scaled_rows), i32),
+                     empty((pairs, scaled_rows), f32))
     for q in range(pairs if noisy else 0):
         seed = u32(S + q + t[SEED_B])
         for i in range(n):

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cpu_kernels import (AT_W, CLEAN, GROUP, N_COLS, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B,
+from engine.cpu_kernels import (AT_W, GROUP, N_COLS, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B,
                                 add_losses, fill_noise, i64, inlined, inner, input_side, largest, leaf, member, njit,
                                 noise, noised, output_side, perturbed, product, project, project_down, sign)
 from engine.cpu_rules import clip, divide, f32, f64, factor, i32, normed, shift_right, table_term, u32
-from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, tile
+from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, tile, zeros
 from model import integer_tables
 from model import parameters
 from model import transforms
@@ -16,6 +16,7 @@ from model import transforms
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
  LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F,
  LN_F_BIAS) = map(i64, range(len(parameters.TABLE)))
+NONE, NO_LOSSES = np.empty(0), np.empty((0, 2), np.int64)
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 
 
@@ -63,19 +64,19 @@ def add_residual(h, r, y, o, s, noise, shift, shift_y, bias, m):
 def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
-    b_up, b_down = np.empty((2, 4 * H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
+    b_up, b_down = empty((2, 4 * H), i32), empty((2, H), i32)
     perturbed(c, w, ln, layer, S, noisy, norm_w)
     perturbed(c, w, ln_bias, layer, S, noisy, norm_b)
     perturbed(c, w, bias_up, layer, S, noisy, b_up)
     perturbed(c, w, bias_down, layer, S, noisy, b_down)
-    up_a, down_a = np.empty(4 * H, i32), np.empty(H, i32)
+    up_a, down_a = empty(4 * H, i32), empty(H, i32)
     output_side(c, w, up, layer, S, noisy, up_a)
     output_side(c, w, down, layer, S, noisy, down_a)
     up_b, down_b = input_side(c, w, up, layer, S, noisy, 1), input_side(c, w, down, layer, S, noisy, 1)
     shift, shift_up, shift_down = i32(c.matrix_shift), i32(c.up), i32(c.down)
-    x, u = np.empty((GROUP, H), np.uint8), np.empty((GROUP, 4 * H), np.uint8)
-    wide, y = np.empty((GROUP, 4 * H), i32), np.empty((GROUP, H), i32)
+    x, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
+    wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         for r in range(count):
@@ -115,15 +116,15 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     D, H = c.D, c.H
     context = start + n
     columns = (context + PANEL - 1) // PANEL * PANEL
-    packed_k, packed_v = np.zeros(columns * D, np.int8), np.zeros(columns * D, np.int8)
+    packed_k, packed_v = zeros(columns * D, np.int8), zeros(columns * D, np.int8)
     words, key_words = packed_k.view(i32), keys.view(i32)
-    correction, ones = np.zeros(columns, i32), np.full(D, 128, np.uint8)
-    nothing = np.zeros(PANEL, i32)
-    scores = np.empty((ROWS, columns), i32)
-    limbs = np.zeros((3, ROWS, columns), np.uint8)
-    sums, weighted = np.empty((3, ROWS, D), i32), np.empty((ROWS, D), f64)
-    weights = np.empty(columns, i32)
-    totals, exp = np.empty(ROWS, np.int64), tb.exp
+    correction, ones = zeros(columns, i32), np.full(D, 128, np.uint8)
+    nothing = zeros(PANEL, i32)
+    scores = empty((ROWS, columns), i32)
+    limbs = zeros((3, ROWS, columns), np.uint8)
+    sums, weighted = empty((3, ROWS, D), i32), empty((ROWS, D), f64)
+    weights = empty(columns, i32)
+    totals, exp = empty(ROWS, np.int64), tb.exp
     shift = i32(c.attn)
     for head in range(c.heads):
         base = head * D
@@ -186,11 +187,11 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     call's are put at positions start..start + n - 1 of each member."""
     H, rows, context = c.H, members * n, keys.shape[0] // members
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_1, layer, S, noisy, norm_w)
     perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
-    x, q, a = np.zeros((padded, H), np.uint8), np.zeros((rows + ROWS, H), np.uint8), np.zeros((padded, H), np.uint8)
-    y, side_a = np.empty((padded, H), i32), np.empty(H, i32)
+    x, q, a = zeros((padded, H), np.uint8), zeros((rows + ROWS, H), np.uint8), zeros((padded, H), np.uint8)
+    y, side_a = empty((padded, H), i32), empty(H, i32)
     pairs, rope, shift = y.view(np.int64), tb.rope, i32(c.matrix_shift)
     for r in range(rows):
         layer_norm(h, r, norm_w, norm_b, member(r, n), x, r)
@@ -219,7 +220,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     product(w, W_O, layer, a, rows, y)
     output_side(c, w, W_O, layer, S, noisy, side_a)
     side_b = input_side(c, w, W_O, layer, S, noisy, 1)
-    zero, shift_out = np.zeros((1, H), i32), i32(c.out)
+    zero, shift_out = zeros((1, H), i32), i32(c.out)
     for r in range(rows):
         s = project(c, a, r, side_b, 0, sign(member(r, n))) if noisy else i32(0)
         add_residual(h, r, y, r, s, side_a, shift, shift_out, zero, 0)
@@ -240,7 +241,7 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
     """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
@@ -264,17 +265,17 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [>= start + n]; n rows a member, from position `start` on."""
     H = c.H
     t = w.table[EMBEDDING, 0]
-    bias = np.empty((2, H), i32)
+    bias = empty((2, H), i32)
     perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     fill_noise(c, seed_b, H, unit)
     for i in range(H):
         scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
-    more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
+    more = zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
     if c.ntt:
-        coefficients = np.empty(rows, np.int64)
+        coefficients = empty(rows, np.int64)
         for r in range(rows):
             coefficients[r] = coefficient(c, tb, tokens, start + r - n * member(r, n))
         look_up_coefficients(c, w, S, noisy, coefficients, n, more)
@@ -298,7 +299,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     tokens int32 [>= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's
     worth is enough where nothing follows."""
     rows, H = members * n, c.H
-    h = np.empty((rows, H), np.int8)
+    h = empty((rows, H), np.int8)
     embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
     mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n,
         h)
@@ -306,7 +307,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
         slot = layer % keys.shape[0]
         attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
         mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)
     for r in range(rows):
@@ -326,50 +327,39 @@ def logits(c, w, noisy, side_a, side_b, T, first, x, count, z):
 
 
 @njit
-def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
-    """Evaluates windows int32 [n, T + 1] one after the other. noisy: window i is read by the two members of pair seed S
-    + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and nats float64 [n] gets the summed
-    cross-entropy of softmax(logits * unit), with exp64[d] = exp(-d * unit)."""
-    T, H, V = windows.shape[1] - 1, c.H, c.V
+def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats, z):
+    """Evaluates windows int32 [n, start + T + 1] one after the other, from position `start` on. noisy: window i is read
+    by the two members of pair seed S + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and
+    nats float64 [n], if it is not empty, gets the summed cross-entropy of softmax(logits * unit), with
+    exp64[d] = exp(-d * unit).
+
+    keys, values int8 [1 or L, members * (start + T), H]: the caches, see `hidden`. z int32 [GROUP, V padded]: scratch;
+    row (T - 1) % GROUP has the logits after the last token."""
+    T, H, V = windows.shape[1] - 1 - start, c.H, c.V
     members = 2 if noisy else 1
-    columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, members * T, H), np.int8), np.empty((1, members * T, H), np.int8)
-    x = np.empty((members * T, H), np.uint8)
-    side_a, z = np.empty(V, i32), np.empty((GROUP, columns), i32)
-    totals, tops, targets = np.empty(GROUP, np.int64), np.empty(GROUP, i32), np.empty(GROUP, i32)
+    columns = z.shape[1]
+    x, side_a = empty((members * T, H), np.uint8), empty(V, i32)
+    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i], u32(S + i)
-        hidden(c, w, tb, seed, noisy, tokens, members, T, i64(0), keys, values, x)
+        hidden(c, w, tb, seed, noisy, tokens, members, T, start, keys, values, x)
         output_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, side_a)
         side_b = input_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, 1)
         for first in range(0, members * T, GROUP):
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, T, first, x[first:first + count], count, z)
             for r in range(count):
-                position = first + r - T * member(first + r, T)
+                position = start + first + r - T * member(first + r, T)
                 tops[r], targets[r] = largest(z, r, V), z[r, tokens[position + 1]]
                 if noisy:
                     totals[r] = exp_sum(tb.exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
-                else:
+                elif nats.size:
                     q = 0.0
                     for v in range(V):
                         q += exp64[min(exp64.size - 1, tops[r] - z[r, v])]
                     nats[i] += np.log(q) + (tops[r] - targets[r]) * unit
             if noisy:
                 add_losses(c, totals, tops, targets, first, count, T, losses, i)
-
-
-@njit
-def next_logits(c, w, tb, sequence, n, start, keys, values, z):
-    """z int32 [>= ROWS, V padded]: row 0 gets the logits after position start + n - 1 of sequence int32 [>= start + n],
-    whose positions before `start` are in the caches keys, values int8 [L, positions, H]."""
-    x = np.empty((n, c.H), np.uint8)
-    hidden(c, w, tb, u32(0), CLEAN, sequence, i64(1), n, start, keys, values, x)
-    last = np.zeros((ROWS, c.H), np.uint8)
-    for i in range(c.H):
-        last[0, i] = x[n - 1, i]
-    side_b = input_side(c, w, EMBEDDING, NO_LAYER, u32(0), CLEAN, 1)
-    logits(c, w, CLEAN, np.zeros(c.V, i32), side_b, i64(1), i64(0), last, i64(1), z)
 
 
 class Transformer:
@@ -383,37 +373,45 @@ class Transformer:
     def evaluate(self, w, windows, seed, first_pair, losses):
         """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of
         model.rules.windows; seed of the step."""
-        unused = np.empty(0)
-        run_windows(self._constants, w, self._tables, windows, np.int64(seed + first_pair), 1, unused, 0.0, losses,
-                    unused)
+        self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
+                  losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
         """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
         run_windows."""
-        run_windows(self._constants, w, self._tables, windows, np.int64(0), 0, exp64, unit, np.empty((0, 2), np.int64),
-                    nats)
+        self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
+
+    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
+             nats=NONE):
+        """int32 [GROUP, V padded]: the z of `run_windows`."""
+        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        run_windows(self._constants, w, tables, windows, start, *cache, np.int64(seed), noisy, exp64, unit, losses,
+                    nats, z)
+        return z
+
+    def _cache(self, layers, positions):
+        return np.zeros((2, layers, positions, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
         """A function that takes the next tokens of a sequence, `total` tokens at most in all, and gives int32 logits
         [>= V]."""
-        cfg, c, tables = self.cfg, self._constants, self._tables
-        cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
-        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        sequence, start = np.zeros(0, np.int32), 0
+        cfg, tables = self.cfg, self._tables
+        cache = self._cache(cfg.N_LAYERS, 0)                 # grows as it fills
+        sequence, start = np.zeros((1, 0), np.int32), 0
 
         def read(tokens):
             nonlocal cache, sequence, tables, start
             n, room = len(tokens), cache.shape[2]
             if start + n > room:
                 room = min(total, max(2 * room, start + n + 64))
-                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                old, cache = cache, self._cache(cfg.N_LAYERS, room)
                 cache[:, :, :start] = old[:, :, :start]
-                sequence = np.concatenate([sequence, np.zeros(room - sequence.size, np.int32)])
+                sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
                 tables = tables._replace(rope=self._rope(room), ntt=self._basis(True))
-            sequence[start:start + n] = tokens
-            next_logits(c, w, tables, sequence, n, start, cache[0], cache[1], z)
+            sequence[0, start:start + n] = tokens
+            z = self._run(w, tables, sequence[:, :start + n + 1], cache, start)
             start += n
-            return z[0]
+            return z[(n - 1) % GROUP]
 
         return read
 

@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from model import integer_tables
 
@@ -141,6 +142,23 @@ def _weights(builder, pointer):
     words = builder.bitcast(v, _vector(I16, 2 * LANES))
     eight = ir.Constant(words.type, [8] * (2 * LANES))
     return builder.ashr(builder.shl(words, eight), eight), builder.ashr(words, eight)
+
+
+def _new_array(cleared):
+    @intrinsic
+    def new(ctx, shape, dtype):
+        """np.empty or np.zeros, made in place: numba's are functions that it compiles anew for every type of shape."""
+        def codegen(context, builder, sig, args):
+            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+            array = arrayobj._empty_nd_impl(context, builder, sig.return_type, shapes)
+            if cleared:
+                cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
+            return array._getvalue()
+        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+    return new
+
+
+empty, zeros = _new_array(False), _new_array(True)
 
 
 @intrinsic
