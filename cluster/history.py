@@ -24,9 +24,7 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
-from model import fitness_digits
-from model import parameters
-from model import rules
+from model import fitness_digits, parameters, rules
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")

@@ -18,10 +18,9 @@ import zlib
 import numpy as np
 import pyzstd
 
-from model import state_digest
+from model import parameters, state_digest
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
-from model import parameters
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")

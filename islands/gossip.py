@@ -14,13 +14,11 @@ import random
 import time
 from typing import NamedTuple
 
-from cluster import history
-from cluster import snapshots
+from cluster import history, snapshots
 from cluster.hooks import Hook
 from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
 from egg_config import ConfigError, UsageError
-from islands import merging
-from islands import transfer
+from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
 

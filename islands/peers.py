@@ -12,10 +12,7 @@ import socket
 import time
 
 import egg_config
-from cluster import auth
-from cluster import greeting
-from cluster import history
-from cluster import wire
+from cluster import auth, greeting, history, wire
 from cluster.hub import Budget, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2

@@ -10,10 +10,7 @@ import json
 
 import numpy as np
 
-from model import integer_tables
-from model import parameters
-from model import rules
-from model import transforms
+from model import integer_tables, parameters, rules, transforms
 from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports

@@ -11,14 +11,10 @@ import socket
 import time
 from typing import NamedTuple
 
-from cluster import auth
-from model import data_files
-from model import parameters
-from engine import engines
-from engine import hardware
-from cluster import history
+from cluster import auth, event_log, history
+from model import data_files, parameters
+from engine import engines, hardware
 import egg_net
-from cluster import event_log
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary

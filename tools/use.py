@@ -12,11 +12,8 @@ import sys
 import time
 import numpy as np
 
-from model import data_files
-from cluster import history
-from model import parameters
-from model import rules
-from cluster import snapshots
+from model import data_files, parameters, rules
+from cluster import history, snapshots
 from engine import engines
 from egg_config import EggError, explained
 
