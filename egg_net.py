@@ -192,9 +192,8 @@ class Worker:
         if self.rebuilt:
             raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
                            + (f" with seed {seed}" if seed is not None else "")
-                           + f", here is step {self.engine.step} with seed {self.engine.seed}; "
-                           "is the configuration the same on both sides, and does it still hold the history of the "
-                           "run?")
+                           + f", here is step {self.engine.step} with seed {self.engine.seed}; is the configuration "
+                           "the same on both sides, and does it still hold the history of the run?")
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
                           "beginning")
