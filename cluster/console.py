@@ -100,7 +100,7 @@ class Console(Printer):
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
-        self.quiet, self.steps, self.minutes = quiet, steps, minutes
+        self.steps, self.minutes = steps, minutes
         self.live = self.terminal and not verbose
         self._lossy = None if quiet else Lossy(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when

@@ -167,12 +167,6 @@ class Upload:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
 
-    def add(self, total, offset, data):
-        """Takes a piece and unpacks all of it."""
-        self.feed(total, offset, data)
-        while self.pending:
-            self.unpack()
-
     def feed(self, total, offset, data):
         """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
         if self.total is None:

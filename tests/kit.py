@@ -190,6 +190,13 @@ class Lines:
         pass
 
 
+def feed(upload, total, offset, data):
+    """Gives a snapshots.Upload a piece and unpacks all of it."""
+    upload.feed(total, offset, data)
+    while upload.pending:
+        upload.unpack()
+
+
 class Coordinator(egg_net.Coordinator):
     """A coordinator on this machine with events of its own."""
 

@@ -24,7 +24,7 @@ from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WE
 from model import fitness_digits, parameters, state_digest
 from tools import load
 from kit import (CFG, FUZZ, GOOD, SECRET, Coordinator, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card,
-                 changed, chaos, cluster, expected, filled, until, whole, work_in_thread)
+                 changed, chaos, cluster, expected, feed, filled, until, whole, work_in_thread)
 
 LIMITS = wire.limits(CFG)
 
@@ -697,7 +697,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     upload, body = snapshots.Upload(CFG, 20, 77, state_digest.of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
-        upload.add(len(body), at, body[at:at + 10000])
+        feed(upload, len(body), at, body[at:at + 10000])
     assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
@@ -736,7 +736,7 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     started = time.monotonic()
     with pytest.raises(ValueError):
         for piece in pieces(body):
-            upload.add(*piece)
+            feed(upload, *piece)
     upload.drop()
     assert not os.listdir(tmp_path) and time.monotonic() - started < 1
 
