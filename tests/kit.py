@@ -26,6 +26,7 @@ import pyzstd
 import egg_config
 import egg_net
 from cluster import auth
+from cluster import event_log
 from cluster import history
 from cluster import wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
@@ -195,6 +196,29 @@ class Lines:
         pass
 
 
+def feed(upload, total, offset, data):
+    """Gives a snapshots.Upload a piece and unpacks all of it."""
+    upload.feed(total, offset, data)
+    while upload.pending:
+        upload.unpack()
+
+
+class Coordinator(egg_net.Coordinator):
+    """A coordinator on this machine with events of its own."""
+
+    def __init__(self, cfg, run, port=0, *, log_dir, console, **options):
+        self.own = event_log.Events(cfg, run, log_dir, console)
+        try:
+            super().__init__(cfg, run, "127.0.0.1", port, console=console, events=self.own, **options)
+        except BaseException:
+            self.own.close()
+            raise
+
+    def close(self):
+        super().close()
+        self.own.close()
+
+
 class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
 
@@ -202,8 +226,7 @@ class Server:
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = history.open_run(cfg, directory if save else None)
         console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console,
-                                               **options)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.thread = threading.Thread(target=self._serve)
 
