@@ -582,33 +582,6 @@ def kernels_of(constants, cc):
             "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 
 
-@contextlib.contextmanager
-def quick_numba():
-    """A block in which numba-cuda compiles in half the time, to the same PTX. After every inlining it finds again which
-    variables are live, which here only `del` wants; it copies line numbers; and Python looks for garbage."""
-    from unittest.mock import patch
-
-    from numba.core.analysis import compute_live_map             # faster than numba-cuda's older copy of it
-    from numba.cuda.core import analysis, ir, ir_utils, postproc, transforms
-    whole, collects = postproc.PostProcessor.run, gc.isenabled()
-
-    def run(self, emit_dels=False, extend_lifetimes=False):
-        if emit_dels or self.func_ir.is_generator:
-            return whole(self, emit_dels, extend_lifetimes)
-        self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
-        self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
-        self.func_ir.generator_info = None
-
-    gc.disable()
-    with (patch.object(analysis, "compute_live_map", compute_live_map),
-          patch.object(ir_utils, "compute_live_map", compute_live_map),
-          patch.object(postproc.PostProcessor, "run", run),
-          patch.object(ir.Loc, "__deepcopy__", lambda self, memo: self, create=True)):
-        yield
-    if collects:
-        gc.enable()
-
-
 class Compiler:
     """Compiles CUDA kernels into files of a directory, which the processes of a test run share. Each distinct kernel is
     compiled once: what is the same on several cards, or in several configurations, for one of them."""
@@ -628,6 +601,8 @@ class Compiler:
     def compile(self, kernel, file, cc, wait=True):
         """Makes a kernel's file; without `wait`, unless another process is about to."""
         from numba import cuda
+
+        from engine.cuda_engine import quick_numba
         with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if not file.exists():
