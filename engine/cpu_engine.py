@@ -7,6 +7,7 @@ configuration.
 
 import concurrent.futures
 import functools
+import gc
 import pathlib
 import pickle
 import subprocess
@@ -241,6 +242,10 @@ class CpuEngine:
                      together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
+    def choose(self, logits, seen, s, random):
+        """int: the token that `choose_token` draws with the sampling.Settings s."""
+        return int(choose_token(self._constants, self._exp, logits, seen, s.penalty, s.temp, s.floor, random))
+
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = sampling.settings(self.cfg, temp, min_p, penalty)
@@ -250,9 +255,8 @@ class CpuEngine:
         position = len(new) - 1
         for _ in range(count):
             seen[new] = 1
-            token = choose_token(self._constants, self._exp, read(new), seen, s.penalty, s.temp, s.floor,
-                                 sampling.random(seed, position))
-            yield int(token)
+            token = self.choose(read(new), seen, s, sampling.random(seed, position))
+            yield token
             new, position = np.array([token], np.int32), position + 1
 
 
@@ -282,6 +286,7 @@ def warm_up(cfg, say=print, verbs=STEP):
             helper.stdin.close()
 
     kernel_cache.CpuCache.before_next = compiling
+    gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
         arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),),
@@ -293,6 +298,7 @@ def warm_up(cfg, say=print, verbs=STEP):
             if verb == "generate":
                 list(done)
     finally:
+        gc.enable()
         kernel_cache.CpuCache.before_next = None
         if helper:
             helper.kill()

@@ -299,7 +299,7 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     for r in range(rows):
         m = (r // n) & 1
         sign, at = i32(1 - 2 * m), r if c.ntt else 0
-        k = tokens[min(r // n, last), start + r % n]
+        k = i64(tokens[min(r // n, last), start + r % n])
         own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
         if noisy:
             for i in range(H):
