@@ -20,9 +20,11 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise, i64,
-                                inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
-from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
+from engine.cpu_kernels import (CLEAN, GROUP, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_losses, fill_noise,
+                                i64, inlined, inner, input_side, largest, member, njit, noise, noised, output_side,
+                                perturbed, product, project, sign)
+from engine.cpu_rules import (clip, divide, f32, factor, gate, gated, i32, next_state, quotient, shift_right,
+                              table_term, u32)
 from engine.simd import PANEL, ROWS, empty, exp_sum, zeros
 
 (EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN,
@@ -40,21 +42,22 @@ def vector(c, w, param, layer, S, noisy, out):
             out[m, i] = clip(out[m, i])
 
 
-@inner
-def divide(y, r, d, out, o, lowest):
-    """out[o] int8 = clip(y[r] / d rounded down), `lowest` at least."""
+@inlined
+def outputs(y, r, s, noise, shift, d, lowest, out, o, zero):
+    """out[o] = clip(y[r] with its noise / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
     for i in range(out.shape[1]):
-        out[o, i] = max(i32(lowest), quotient(y[r, i], i32(d), reciprocal))
+        q = quotient(noised(y[r, i], s, noise[i], shift), d, reciprocal)
+        out[o, i] = i32(max(i32(lowest), q) + i32(zero))
 
 
-@inner
+@inlined
 def norm(x, r, weight, m, n, o):
     """n[o] uint8 = ln(x[r]) + 128, x int8 rows, with the weights of member m."""
     total = i32(0)
     for i in range(x.shape[1]):
         total = i32(total + abs(i32(x[r, i])))
-    mean = i32(max(1, total // x.shape[1]))
+    mean = max(i32(1), divide(total, x.shape[1]))
     reciprocal = f32(f32(1) / f32(mean))
     for i in range(x.shape[1]):
         n[o, i] = np.uint8(i32(quotient(i32(i32(x[r, i]) * weight[m, i]), mean, reciprocal) + i32(128)))
@@ -73,14 +76,13 @@ def embed(c, w, S, noisy, tokens, members, n, x):
             for i in range(H):
                 scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for m in range(members):
-            sign = i32(1 - 2 * m)
             for position in range(n):
                 k, r = i64(tokens[q, position]), (q * members + m) * n + position
                 if noisy:
                     own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
                     for i in range(H):
                         p = table_term(own, own_scale, unit[i], scale[i])
-                        x[r, i] = clip(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)))
+                        x[r, i] = clip(i32(i32(w.tokens[k, i]) + shift_right(i32(p * sign(m)), shift)))
                 else:
                     for i in range(H):
                         x[r, i] = w.tokens[k, i]
@@ -95,18 +97,14 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     reciprocal = f32(f32(1) / f32(d))
     pairs = tokens.shape[0] if noisy else 1
     a_f, a_h = empty((pairs, H), i32), empty((pairs, H), i32)
-    b_f, b_h = empty((pairs, H), i32), empty((pairs, H), i32)
-    s_f, s_h = empty((pairs, H), f32), empty((pairs, H), f32)
     bias_f, bias_h = empty((pairs, 2, H), i32), empty((pairs, 2, H), i32)
     for q in range(pairs):
         seed = u32(S + q)
         vector(c, w, B_F, layer, seed, noisy, bias_f[q])
         vector(c, w, B_H, layer, seed, noisy, bias_h[q])
-        if noisy:
-            output_side(c, w, U_F, layer, seed, a_f[q])
-            input_side(c, w, U_F, layer, seed, b_f[q], s_f[q])
-            output_side(c, w, U_H, layer, seed, a_h[q])
-            input_side(c, w, U_H, layer, seed, b_h[q], s_h[q])
+        output_side(c, w, U_F, layer, seed, noisy, a_f[q])
+        output_side(c, w, U_H, layer, seed, noisy, a_h[q])
+    b_f, b_h = input_side(c, w, U_F, layer, S, noisy, pairs), input_side(c, w, U_H, layer, S, noisy, pairs)
     state, past = np.full((padded, H), 128, np.uint8), np.full((padded, H), 128, np.uint8)
     open_, y = empty((padded, H), i32), empty((padded, H), i32)
     for t in range(n):
@@ -116,24 +114,22 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                     h[s, i] = 0
             for i in range(H):
                 state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
-        product(c, w, U_F, layer, state, sequences, y)
+        product(w, U_F, layer, state, sequences, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
-            if noisy:
-                sb = project(c, state, s, b_f[q], s_f[q])
-                add_noise(y, s, i32(-sb) if m else sb, a_f[q], shift)
+            sb = project(c, state, s, b_f, q, sign(m)) if noisy else i32(0)
             for i in range(H):
-                f = gate(i32(gates[r, i]), i32(quotient(y[s, i], d, reciprocal) + bias_f[q, m, i]))
+                into = quotient(noised(y[s, i], sb, a_f[q, i], shift), d, reciprocal)
+                f = gate(i32(gates[r, i]), i32(into + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
-        product(c, w, U_H, layer, past, sequences, y)
+        product(w, U_H, layer, past, sequences, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
-            if noisy:
-                sb = project(c, past, s, b_h[q], s_h[q])
-                add_noise(y, s, i32(-sb) if m else sb, a_h[q], shift)
+            sb = project(c, past, s, b_h, q, sign(m)) if noisy else i32(0)
             for i in range(H):
-                new = clip(i32(i32(candidates[r, i]) + i32(quotient(y[s, i], d, reciprocal) + bias_h[q, m, i])))
+                into = quotient(noised(y[s, i], sb, a_h[q, i], shift), d, reciprocal)
+                new = clip(i32(i32(candidates[r, i]) + i32(into + bias_h[q, m, i])))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
                 h[s, i] = after
                 x[r, i] = clip(i32(i32(x[r, i]) + after))
@@ -144,26 +140,21 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidate
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
     without noise)."""
     H, shift = c.H, i32(c.matrix_shift)
-    weight = empty((2, H), i32)
+    weight, a = empty((2, H), i32), empty(H, i32)
     vector(c, w, LN_1, layer, S, noisy, weight)
-    a, b, scale = empty((2, H), i32), empty((2, H), i32), empty((2, H), f32)
-    if noisy:
-        for k in range(2):
-            output_side(c, w, W_F if k == 0 else W_H, layer, S, a[k])
-            input_side(c, w, W_F if k == 0 else W_H, layer, S, b[k], scale[k])
-    n, y = empty((GROUP, H), np.uint8), empty((GROUP, H), i32)
-    for at in range(0, rows, GROUP):
-        count = min(GROUP, rows - at)
-        for r in range(count):
-            norm(x, first + at + r, weight, ((at + r) // per_member) & noisy, n, r)
-        for k in range(2):
-            product(c, w, W_F if k == 0 else W_H, layer, n, count, y)
-            out = gates if k == 0 else candidates
+    n, y = empty((rows + GROUP, H), np.uint8), empty((GROUP, H), i32)
+    for r in range(rows):
+        norm(x, first + r, weight, member(r, per_member) & noisy, n, r)
+    for k in range(2):
+        param, out = W_F if k == 0 else W_H, gates if k == 0 else candidates
+        output_side(c, w, param, layer, S, noisy, a)
+        b = input_side(c, w, param, layer, S, noisy, 1)
+        for at in range(0, rows, GROUP):
+            count, some = min(GROUP, rows - at), n[at:at + GROUP]
+            product(w, param, layer, some, count, y)
             for r in range(count):
-                if noisy:
-                    s = project(c, n, r, b[k], scale[k])
-                    add_noise(y, r, i32(-s) if (at + r) // per_member else s, a[k], shift)
-                divide(y, r, c.divisor, out, first + at + r, -127)
+                s = project(c, some, r, b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+                outputs(y, r, s, a, shift, i32(c.divisor), -127, out, first + at + r, 0)
 
 
 @inner
@@ -172,35 +163,28 @@ def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
     H, shift = c.H, i32(c.matrix_shift)
     weight = empty((2, H), i32)
     vector(c, w, LN_2, layer, S, noisy, weight)
-    up_a, up_b, up_s = empty(4 * H, i32), empty(H, i32), empty(H, f32)
-    down_a, down_b, down_s = empty(H, i32), empty(4 * H, i32), empty(4 * H, f32)
-    if noisy:
-        output_side(c, w, W_UP, layer, S, up_a)
-        input_side(c, w, W_UP, layer, S, up_b, up_s)
-        output_side(c, w, W_DOWN, layer, S, down_a)
-        input_side(c, w, W_DOWN, layer, S, down_b, down_s)
+    up_a, down_a = empty(4 * H, i32), empty(H, i32)
+    output_side(c, w, W_UP, layer, S, noisy, up_a)
+    output_side(c, w, W_DOWN, layer, S, noisy, down_a)
+    up_b, down_b = input_side(c, w, W_UP, layer, S, noisy, 1), input_side(c, w, W_DOWN, layer, S, noisy, 1)
     n, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
     wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
-    d_up, d_down, lowest = i32(c.divisor), i32(c.divisor_down), i32(c.lowest)
-    r_up, r_down = f32(f32(1) / f32(d_up)), f32(f32(1) / f32(d_down))
+    d_up, d_down = i32(c.divisor), i32(c.divisor_down)
+    r_down = f32(f32(1) / f32(d_down))
     for at in range(0, rows, GROUP):
         count = min(GROUP, rows - at)
         for r in range(count):
-            norm(x, first + at + r, weight, ((at + r) // per_member) & noisy, n, r)
-        product(c, w, W_UP, layer, n, count, wide)
+            norm(x, first + at + r, weight, member(at + r, per_member) & noisy, n, r)
+        product(w, W_UP, layer, n, count, wide)
         for r in range(count):
-            if noisy:
-                s = project(c, n, r, up_b, up_s)
-                add_noise(wide, r, i32(-s) if (at + r) // per_member else s, up_a, shift)
-            for i in range(4 * H):
-                u[r, i] = np.uint8(i32(max(lowest, quotient(wide[r, i], d_up, r_up)) + i32(128)))
-        product(c, w, W_DOWN, layer, u, count, y)
+            s = project(c, n, r, up_b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+            outputs(wide, r, s, up_a, shift, d_up, c.lowest, u, r, 128)
+        product(w, W_DOWN, layer, u, count, y)
         for r in range(count):
-            if noisy:
-                s = project(c, u, r, down_b, down_s)
-                add_noise(y, r, i32(-s) if (at + r) // per_member else s, down_a, shift)
+            s = project(c, u, r, down_b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+            o = first + at + r
             for i in range(H):
-                x[first + at + r, i] = clip(i32(i32(x[first + at + r, i]) + quotient(y[r, i], d_down, r_down)))
+                x[o, i] = clip(i32(i32(x[o, i]) + quotient(noised(y[r, i], s, down_a[i], shift), d_down, r_down)))
 
 
 @inner
@@ -221,26 +205,27 @@ def read(c, w, S, noisy, tokens, n, state, x):
 
 
 @inner
-def logits(c, w, S, noisy, rows, per_member, first, x, z):
+def logits(c, w, weight, side_a, side_b, noisy, rows, per_member, first, x, z):
     """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x
-    begins there."""
-    H, shift, d = c.H, i32(c.matrix_shift), i32(c.divisor)
+    begins there. weight: of ln_f; side_a, side_b: noise of the head."""
+    n, d, shift = empty((GROUP, c.H), np.uint8), i32(c.divisor), i32(c.matrix_shift)
     reciprocal = f32(f32(1) / f32(d))
-    weight, n = empty((2, H), i32), empty((GROUP, H), np.uint8)
-    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
-    a, b, scale = empty(c.V, i32), empty(H, i32), empty(H, f32)
-    if noisy:
-        output_side(c, w, HEAD, NO_LAYER, S, a)
-        input_side(c, w, HEAD, NO_LAYER, S, b, scale)
     for r in range(rows):
-        norm(x, r, weight, ((first + r) // per_member) & noisy, n, r)
-    product(c, w, HEAD, NO_LAYER, n, rows, z)
+        norm(x, r, weight, member(first + r, per_member) & noisy, n, r)
+    product(w, HEAD, NO_LAYER, n, rows, z)
     for r in range(rows):
-        if noisy:
-            s = project(c, n, r, b, scale)
-            add_noise(z, r, i32(-s) if (first + r) // per_member else s, a, shift)
+        s = project(c, n, r, side_b, 0, sign(member(first + r, per_member))) if noisy else i32(0)
         for v in range(c.V):
-            z[r, v] = quotient(z[r, v], d, reciprocal)
+            z[r, v] = quotient(noised(z[r, v], s, side_a[v], shift), d, reciprocal)
+
+
+@inner
+def head_noise(c, w, S, noisy):
+    """What `logits` needs of pair seed S: weights of ln_f int32 [2, H], both sides of the head's noise."""
+    weight, side_a = empty((2, c.H), i32), empty(c.V, i32)
+    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
+    output_side(c, w, HEAD, NO_LAYER, S, noisy, side_a)
+    return weight, side_a, input_side(c, w, HEAD, NO_LAYER, S, noisy, 1)
 
 
 @inner
@@ -280,22 +265,25 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
     x = empty((members * n * T, H), np.int8)
     read(c, w, S, noisy, tokens, T, state, x)
     columns = z.shape[1]
+    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
+        weight, side_a, side_b = head_noise(c, w, u32(S + q), noisy)
         for at in range(0, rows, GROUP):
             count = min(GROUP, rows - at)
-            logits(c, w, u32(S + q), noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
+            logits(c, w, weight, side_a, side_b, noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
             for r in range(count):
                 i = q if noisy else (at + r) // T
-                top, target = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
+                tops[r], targets[r] = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
                 if noisy:
-                    total = exp_sum(exp, c.short_exp, top, z, r * columns, V)
-                    losses[i, (at + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
+                    totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
                 elif nats.size:
                     sum_of = 0.0
                     for v in range(V):
-                        sum_of += exp64[top - z[r, v]]
-                    nats[i] += np.log(sum_of) + (top - target) * unit
+                        sum_of += exp64[tops[r] - z[r, v]]
+                    nats[i] += np.log(sum_of) + (tops[r] - targets[r]) * unit
+            if noisy:
+                add_losses(c, totals, tops, targets, at, count, T, losses, q)
 
 
 class Gru:

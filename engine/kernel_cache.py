@@ -10,6 +10,7 @@ called functions and equal sources elsewhere.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -24,14 +25,17 @@ import time
 import types
 
 import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
-from numba.core import codegen, compiler, compiler_machinery, serialize, typed_passes, untyped_passes
+from numba.core import codegen, compiler, compiler_machinery, config, serialize, typed_passes, untyped_passes
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
 MOST_BYTES = 1 << 31       # of the kernels that are kept
 UNUSED_SECONDS = 90 * 86400.0
+# LLVM prefers registers of 256 bits where it has larger ones. Read when numba compiles its first function.
+config.CPU_FEATURES = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
@@ -195,7 +199,7 @@ class CpuCache:
     before_next = None      # called once, before the next function is compiled
 
     def __init__(self, function, variant):
-        self._function, self._variant = function, variant
+        self._function, self._variant, self._locked = function, variant, None
 
     def _path(self, signature, context):
         kinds = [(str(t), getattr(t, "fields", ()), str(getattr(t, "instance_class", None)))
@@ -205,21 +209,39 @@ class CpuCache:
         return directory() / name
 
     def load_overload(self, signature, context):
-        """The compiled function, None if it has to be compiled."""
+        """The compiled function, None if it has to be compiled. A process that finds another one compiling it waits."""
         context.refresh()
-        found = read(self._path(signature, context))
+        path = self._path(signature, context)
+        found = read(path)
+        if found is None:
+            if CpuCache.before_next:
+                CpuCache.before_next()
+                CpuCache.before_next = None
+            if sys.stderr.isatty():
+                tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
+            self._lock(path)
+            found = read(path)
         if found is not None:
+            self._unlock()
             return CompileResult._rebuild(context, *found)
-        if CpuCache.before_next:
-            CpuCache.before_next()
-            CpuCache.before_next = None
-        if sys.stderr.isatty():
-            tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
+
+    def _lock(self, path):
+        with contextlib.suppress(OSError):
+            self._locked = open(path.with_suffix(".lock"), "wb")
+            fcntl.flock(self._locked, fcntl.LOCK_EX)         # the kernel frees it when this process ends
+
+    def _unlock(self):
+        if self._locked:
+            with contextlib.suppress(OSError):
+                os.unlink(self._locked.name)
+            self._locked.close()
+            self._locked = None
 
     def save_overload(self, signature, result):
         """Keeps a function that was compiled."""
         if not result.library.has_dynamic_globals and all(lifted.can_cache for lifted in result.lifted):
             write(self._path(signature, result.target_context), serialize.dumps(result._reduce()))
+        self._unlock()
         if sys.stderr.isatty():
             tell("\r\x1b[K")
 
@@ -292,9 +314,21 @@ def njit(variant):
     return decorate
 
 
-# a decorator for functions that only compiled functions call
-inner = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
-                   pipeline_class=InnerCompiler)
+class LeafCompiler(InnerCompiler):
+    """For functions that allocate no array: they do not count references, which takes longer than a short row."""
+
+    def __init__(self, typing, target, library, types_, returned, flags, local):
+        flags.nrt = False
+        super().__init__(typing, target, library, types_, returned, flags, local)
+
+
+def _inner(pipeline, **options):
+    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
+                      pipeline_class=pipeline, **options)
+
+
+# decorators for functions that only compiled functions call; `inlined` is for what is called once a row
+inner, leaf, inlined = _inner(InnerCompiler), _inner(LeafCompiler), _inner(LeafCompiler, forceinline=True)
 
 
 class CudaCache:
