@@ -26,6 +26,7 @@ import pyzstd
 import egg_config
 import egg_net
 from cluster import auth
+from cluster import event_log
 from cluster import history
 from cluster import wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
@@ -195,6 +196,29 @@ class Lines:
         pass
 
 
+def feed(upload, total, offset, data):
+    """Gives a snapshots.Upload a piece and unpacks all of it."""
+    upload.feed(total, offset, data)
+    while upload.pending:
+        upload.unpack()
+
+
+class Coordinator(egg_net.Coordinator):
+    """A coordinator on this machine with events of its own."""
+
+    def __init__(self, cfg, run, port=0, *, log_dir, console, **options):
+        self.own = event_log.Events(cfg, run, log_dir, console)
+        try:
+            super().__init__(cfg, run, "127.0.0.1", port, console=console, events=self.own, **options)
+        except BaseException:
+            self.own.close()
+            raise
+
+    def close(self):
+        super().close()
+        self.own.close()
+
+
 class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
 
@@ -202,8 +226,7 @@ class Server:
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = history.open_run(cfg, directory if save else None)
         console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console,
-                                               **options)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.thread = threading.Thread(target=self._serve)
 
@@ -559,33 +582,6 @@ def kernels_of(constants, cc):
             "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 
 
-@contextlib.contextmanager
-def quick_numba():
-    """A block in which numba-cuda compiles in half the time, to the same PTX. After every inlining it finds again which
-    variables are live, which here only `del` wants; it copies line numbers; and Python looks for garbage."""
-    from unittest.mock import patch
-
-    from numba.core.analysis import compute_live_map             # faster than numba-cuda's older copy of it
-    from numba.cuda.core import analysis, ir, ir_utils, postproc, transforms
-    whole, collects = postproc.PostProcessor.run, gc.isenabled()
-
-    def run(self, emit_dels=False, extend_lifetimes=False):
-        if emit_dels or self.func_ir.is_generator:
-            return whole(self, emit_dels, extend_lifetimes)
-        self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
-        self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
-        self.func_ir.generator_info = None
-
-    gc.disable()
-    with (patch.object(analysis, "compute_live_map", compute_live_map),
-          patch.object(ir_utils, "compute_live_map", compute_live_map),
-          patch.object(postproc.PostProcessor, "run", run),
-          patch.object(ir.Loc, "__deepcopy__", lambda self, memo: self, create=True)):
-        yield
-    if collects:
-        gc.enable()
-
-
 class Compiler:
     """Compiles CUDA kernels into files of a directory, which the processes of a test run share. Each distinct kernel is
     compiled once: what is the same on several cards, or in several configurations, for one of them."""
@@ -605,6 +601,8 @@ class Compiler:
     def compile(self, kernel, file, cc, wait=True):
         """Makes a kernel's file; without `wait`, unless another process is about to."""
         from numba import cuda
+
+        from engine.cuda_engine import quick_numba
         with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if not file.exists():

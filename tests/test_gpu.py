@@ -88,12 +88,12 @@ def test_kernels_that_differ_are_told_apart():
 
 
 def test_numba_made_quicker_compiles_to_the_same():
-    """kit.quick_numba, on kernels with loops, branches and inlined functions; names aside, in which numba counts what
+    """On kernels with loops, branches and inlined functions; names aside, in which numba counts what
     it compiles."""
     for kernel in kernels_of({}, (8, 0))["all"]:
         if kernel.name in ("choose", "operands"):
             ptx = []
-            for block in contextlib.nullcontext(), kit.quick_numba():
+            for block in contextlib.nullcontext(), cuda_engine.quick_numba():
                 with block:
                     made, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))
                     ptx.append(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", made))
