@@ -105,7 +105,9 @@ factor, scaled, input_coefficient, input_term, input_fold = map(_by_mode, (
 table_term = rules.factor_rules(rule, TARGET, 2).table_term
 # loss(exact, ...)
 loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
-norms, updates = rules.norm_rules(rule, TARGET), rules.update_rules(rule, TARGET)
+# what `quotient` truncates is small
+norms = rules.norm_rules(rule, TARGET._replace(trunc=rule(lambda f: i32(f))))
+updates = rules.update_rules(rule, TARGET)
 sampling = rules.sampling_rules(rule, TARGET)
 clip, quotient, gate, gated, next_state = norms.clip, norms.quotient, norms.gate, norms.gated, norms.next_state
 # normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
