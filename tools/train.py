@@ -11,15 +11,11 @@ import socket
 import time
 from typing import NamedTuple
 
-from cluster import auth
-from model import data_files
-from model import parameters
-from engine import engines
-from engine import hardware
-from cluster import history
+from cluster import auth, event_log, history
+from model import data_files, parameters
+from engine import engines, hardware
 import egg_net
-from cluster import event_log
-from cluster.console import count_text, printable, stop_signals
+from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary
 from egg_config import EggError
@@ -38,8 +34,7 @@ class TrainError(EggError):
 
 
 class Data(NamedTuple):
-    """tokens: training data; validation: model.data_files.Validation or None; decoding: model.data_files.Decoding or
-    None."""
+    """tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None."""
     tokens: object
     validation: object
     decoding: object
@@ -55,8 +50,7 @@ def open_data(cfg, warn):
 
 
 def print_references(cfg, data, console):
-    """Prints a line about the data and one with the validation figures of simple models. Returns {model: figure}, {}
-    without validation."""
+    """Prints a line about the data and one about simple models. Returns {model: figure}, {} without validation."""
     console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} tokens of {cfg.VOCAB_SIZE:,} kinds")
     if data.validation is None:
         return {}
@@ -106,8 +100,7 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
 
 
 def inspector(cfg, tokens):
-    """A function that a worker calls with its engine before chunk 0 of a step: the reports of DEBUG, None without
-    it."""
+    """A function that a worker calls with its engine before chunk 0 of a step, for the reports of DEBUG, or None."""
     if not cfg.DEBUG:
         return None
     from tools import debug
@@ -143,8 +136,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
 
 
 class Final(NamedTuple):
-    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None:
-    no samples)."""
+    """What the first worker measures at the end: step, validation figure or None, sample of text or None."""
     step: int
     figure: object
     sample: object
@@ -281,9 +273,8 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           log_json=None, tensorboard=None):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
     Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
-    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator.
-
-    Raises DataError, EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
+    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator. Raises DataError,
+    EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
@@ -303,7 +294,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
-                return TrainSummary(coordinator.summary(), None, None, None, references, None)
+                return TrainSummary(coordinator.progress.summary(), None, None, None, references, None)
             console.line(_plan(cfg, run, steps, minutes))
             console.line(f"kept in {run.directory}" if run.directory else
                          "nothing of this run is kept: --save-dir DIR keeps it")
@@ -337,14 +328,13 @@ def _plan(cfg, run, steps, minutes):
 
 def _sum_up(coordinator, references, final, data):
     """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
-    console, events, done = coordinator.console, coordinator.events, coordinator.summary()
+    console, events, done = coordinator.console, coordinator.events, coordinator.progress.summary()
     before = done.first_validation[1] if done.first_validation else None
     after, unit = final.figure if final else None, data.validation.unit if data.validation else None
     if after is not None:
         events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,
                     value=round(after, 6), unit=unit)
-    speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
-    console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
+    console.line(done.line())
     if before is not None and after is not None:
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
     if final is not None and final.sample is not None:
