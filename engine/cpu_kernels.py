@@ -94,14 +94,14 @@ def fill_noise(c, seed, n, out):
 def output_side(c, w, param, layer, S, noisy, out):
     """out int32 [cols]: trunc(noise(A, c) * f_col(c)); 0 without noise."""
     t = w.table[param, layer]
-    seed, at = u32(S + t[SEED_A]), t[OVER_A]
+    seed, overlay = u32(S + t[SEED_A]), w.overlay[t[OVER_A]:]
     if not noisy:
         out[:] = 0
         return
     fill_noise(c, seed, t[N_COLS], out)
     if c.mode:
         for i in range(t[N_COLS]):
-            out[i] = scaled(c.mode, out[i], w.overlay[at + i], seed, i)
+            out[i] = scaled(c.mode, out[i], overlay[i], seed, i)
 
 
 class InputSide(NamedTuple):
@@ -117,7 +117,7 @@ class InputSide(NamedTuple):
 def input_side(c, w, param, layer, S, noisy, pairs):
     """The InputSide of a matrix for pair seeds S..; without noise it has no values."""
     t = w.table[param, layer]
-    at, n = t[OVER_B], t[N_ROWS]
+    overlay, n = w.overlay[t[OVER_B]:], t[N_ROWS]
     scaled_rows = n if c.mode else 0
     side = InputSide(empty((pairs, n), np.int8), zeros(pairs, i32), empty((pairs, scaled_rows), i32),
                      empty((pairs, scaled_rows), f32))
@@ -128,10 +128,10 @@ def input_side(c, w, param, layer, S, noisy, pairs):
         for i in range(n):
             side.offset[q] += i32(side.noise[q, i]) * i32(128)
         for i in range(scaled_rows):
-            side.coefficients[q, i] = input_coefficient(c.mode, i32(side.noise[q, i]), w.overlay[at + i])
+            side.coefficients[q, i] = input_coefficient(c.mode, i32(side.noise[q, i]), overlay[i])
         if c.mode == 2:
             for i in range(n):
-                side.scale[q, i] = factor(c.mode, w.overlay[at + i], seed, i)
+                side.scale[q, i] = factor(c.mode, overlay[i], seed, i)
     return side
 
 
@@ -169,23 +169,25 @@ def project_down(c, x, r, side, q, sign):
 def perturbed(c, w, param, layer, S, noisy, out):
     """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it."""
     t = w.table[param, layer]
-    at, over, n = t[AT_W], t[OVER_A], t[N_COLS]
+    n = t[N_COLS]
+    weights, overlay = w.weights[t[AT_W]:], w.overlay[t[OVER_A]:]
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
     shift = i32(c.vector_shift)
     for i in range(n):
         out[0, i] = i32(noise(c, seed_a, i) * noise(c, seed_b, i)) if noisy else i32(0)
     if noisy and c.mode:
         for i in range(n):
-            out[0, i] = scaled(c.mode, out[0, i], w.overlay[over + i], seed_a, i)
+            out[0, i] = scaled(c.mode, out[0, i], overlay[i], seed_a, i)
     for i in range(n):
-        v, p = i32(w.weights[at + i]), out[0, i]
+        v, p = i32(weights[i]), out[0, i]
         out[0, i] = i32(v + shift_right(p, shift))
         out[1, i] = i32(v + shift_right(i32(-p), shift))
 
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
 
-# Rows are named by array and index: a slice would count references, which costs more than a row of a small model.
+# Rows are named by array and index: a slice would count references, which costs more than a row of a small model,
+# outside of a `leaf`. An index that may be below zero to the compiler (offset + i) would keep a loop from vectors.
 
 @leaf
 def product(w, param, layer, x, rows, out):

@@ -69,6 +69,13 @@ def divide(p, d):
 
 
 @rule
+def divide_short(p, d):
+    """The same for |p| < 2^22, where float32 is exact enough: the error stays below half of 1 / d."""
+    q = i32(f32(f32(f32(abs(p)) + f32(0.5)) * f32(f32(1) / f32(d))))
+    return q if p >= 0 else i32(-q)
+
+
+@rule
 def log2_floor(q):
     return np.int64(63) - leading_zeros(q)
 
@@ -106,9 +113,13 @@ factor, scaled, input_coefficient, input_term, input_fold = map(_by_mode, (
 table_term = rules.factor_rules(rule, TARGET, 2).table_term
 # loss(exact, ...)
 loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
-norms, updates = rules.norm_rules(rule, TARGET), rules.update_rules(rule, TARGET)
+# what `quotient` truncates is small
+norms = rules.norm_rules(rule, TARGET._replace(trunc=rule(lambda f: i32(f))))
+updates = rules.update_rules(rule, TARGET)
 sampling = rules.sampling_rules(rule, TARGET)
-clip, normed, quotient, gate, gated, next_state = (
-    norms.clip, norms.normed, norms.quotient, norms.gate, norms.gated, norms.next_state)
+clip, quotient, gate, gated, next_state = norms.clip, norms.quotient, norms.gate, norms.gated, norms.next_state
+# normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
+_short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
+normed = _switched(_short, _short, norms.normed)
 adamw, sgd, muon, whole_step, ztest = updates.adamw, updates.sgd, updates.muon, updates.whole_step, updates.ztest
 score, share = sampling.score, sampling.share

@@ -29,14 +29,14 @@ class Tables(NamedTuple):
 
 
 @inlined
-def layer_norm(h, r, weight, bias, m, x, o):
+def layer_norm(c, h, r, weight, bias, m, x, o):
     """x[o] uint8 = ln(h[r]) + 128 with the weights and biases of member m."""
     n, total = h.shape[1], i32(0)
     for i in range(n):
         total = i32(total + abs(i32(h[r, i])))
     mean = max(i32(1), divide(total, n))
     for i in range(n):
-        x[o, i] = np.uint8(normed(h[r, i], weight[m, i], bias[m, i], mean) + i32(128))
+        x[o, i] = np.uint8(normed(c.mode, h[r, i], weight[m, i], bias[m, i], mean) + i32(128))
 
 
 @inlined
@@ -80,7 +80,7 @@ def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, ro
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         for r in range(count):
-            layer_norm(h, first + r, norm_w, norm_b, member(first + r, per_member), x, r)
+            layer_norm(c, h, first + r, norm_w, norm_b, member(first + r, per_member), x, r)
         product(w, up, layer, x, count, wide)
         for r in range(count):
             m = member(first + r, per_member)
@@ -106,6 +106,36 @@ def rotate(pairs, r, rope, t, bit):
         pairs[r, i] = (even & 0xFFFFFFFF) | (odd << 32)
 
 
+@leaf
+def pack_head(keys, words, values, first, context, ones, packed_k, packed_v, correction):
+    """Fills the panels of one head for `tile` with `context` rows from `first` on: packed_k int32 [columns / PANEL,
+    D / 4, PANEL] with the keys as columns, packed_v uint32 [D / PANEL, columns / 4, PANEL] with the values as rows,
+    correction int32 [columns]. keys int8 and words int32, the same memory, and values uint8 have a row a position and
+    begin with this head; ones uint8 [D]: 128 each."""
+    D = ones.size
+    for p in range(context):
+        correction[p] = i32(-dot(ones, 0, keys[first + p], 0, D))
+        four, column = words[first + p], packed_k[p // PANEL, :, p % PANEL]
+        for d in range(D // 4):
+            column[d] = four[d]
+    for p in range(0, context, 4):
+        row, last = first + p, first + context - 1                 # positions past the context have no weight
+        for panel in range(D // PANEL):
+            out, here = packed_v[panel, p // 4], values[:, panel * PANEL:]
+            v_0, v_1, v_2, v_3 = here[row], here[min(row + 1, last)], here[min(row + 2, last)], here[min(row + 3, last)]
+            for d in range(PANEL):
+                out[d] = u32(v_0[d]) | u32(v_1[d]) << u32(8) | u32(v_2[d]) << u32(16) | u32(v_3[d]) << u32(24)
+
+
+@leaf
+def weighted_mean(weighted, r, total, out):
+    """out uint8 [D] = clip(weighted[r] / total) + 128, truncated: float64 as in `divide`, exact for these sums."""
+    reciprocal = 1.0 / f64(total)
+    for d in range(out.size):
+        size = i32((abs(weighted[r, d]) + 0.5) * reciprocal)
+        out[d] = np.uint8(clip(size if weighted[r, d] >= 0 else i32(-size)) + i32(128))
+
+
 @inner
 def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     """Causal attention of one member: queries q uint8 [rows + ROWS, H] (+ 128) from first_row on stand at positions
@@ -117,7 +147,9 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     context = start + n
     columns = (context + PANEL - 1) // PANEL * PANEL
     packed_k, packed_v = zeros(columns * D, np.int8), zeros(columns * D, np.int8)
-    words, key_words = packed_k.view(i32), keys.view(i32)
+    words_k = packed_k.view(i32).reshape((columns // PANEL, D // 4, PANEL))
+    words_v = packed_v.view(u32).reshape((D // PANEL, columns // 4, PANEL))
+    key_words, value_bytes = keys.view(i32), values.view(np.uint8)
     correction, ones = zeros(columns, i32), np.full(D, 128, np.uint8)
     nothing = zeros(PANEL, i32)
     scores = empty((ROWS, columns), i32)
@@ -128,21 +160,8 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
     shift = i32(c.attn)
     for head in range(c.heads):
         base = head * D
-        for p in range(context):
-            correction[p] = i32(-dot(ones, 0, keys, (cache_row + p) * H + base, D))
-            at = (p // PANEL) * (D // 4 * PANEL) + p % PANEL
-            for d in range(D // 4):
-                words[at + d * PANEL] = key_words[cache_row + p, base // 4 + d]
-        for p in range(0, context, 4):
-            # positions past the context have no weight
-            row, last = cache_row + p, cache_row + context - 1
-            for panel in range(D // PANEL):
-                at, here = panel * columns * PANEL + p * PANEL, base + panel * PANEL
-                for d in range(PANEL):
-                    packed_v[at + 4 * d] = values[row, here + d]
-                    packed_v[at + 4 * d + 1] = values[min(row + 1, last), here + d]
-                    packed_v[at + 4 * d + 2] = values[min(row + 2, last), here + d]
-                    packed_v[at + 4 * d + 3] = values[min(row + 3, last), here + d]
+        pack_head(keys[:, base:], key_words[:, base // 4:], value_bytes[:, base:], cache_row, context, ones, words_k,
+                  words_v, correction)
         for block in range(0, n, ROWS):
             count = min(ROWS, n - block)
             reach = start + block + count                      # positions the last row of the block sees
@@ -173,12 +192,8 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                         # exact: below 2^53 for 2^28 positions
                         weighted[r, d] = part + (weighted[r, d] if first else 0.0)
             for r in range(count):
-                reciprocal = 1.0 / f64(totals[r])
-                for d in range(D):
-                    # as in `divide`
-                    size = i32((abs(weighted[r, d]) + 0.5) * reciprocal)
-                    a[first_row + block + r, base + d] = np.uint8(
-                        clip(size if weighted[r, d] >= 0 else i32(-size)) + i32(128))
+                row = first_row + block + r
+                weighted_mean(weighted, r, totals[r], a[row, base:base + D])
 
 
 @inner
@@ -194,7 +209,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     y, side_a = empty((padded, H), i32), empty(H, i32)
     pairs, rope, shift = y.view(np.int64), tb.rope, i32(c.matrix_shift)
     for r in range(rows):
-        layer_norm(h, r, norm_w, norm_b, member(r, n), x, r)
+        layer_norm(c, h, r, norm_w, norm_b, member(r, n), x, r)
     for which in range(3):
         param = W_Q + which
         product(w, param, layer, x, rows, y)
@@ -311,7 +326,7 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)
     for r in range(rows):
-        layer_norm(h, r, norm_w, norm_b, member(r, n), x, r)
+        layer_norm(c, h, r, norm_w, norm_b, member(r, n), x, r)
 
 
 @inlined

@@ -267,24 +267,25 @@ def dot(ctx, x, x_at, w, w_at, count):
 
 @intrinsic
 def gelu(ctx, x, at, count):
-    """x[at + i] = GELU(x[at + i]) + 128 in place for `count` bytes of uint8, a multiple of 32, which hold int8 from
+    """x[at + i] = GELU(x[at + i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from
     -127 on. GELU(x) is max(x, 0) less a function of |x| that has few steps."""
     i = types.int64
     sig = types.void(x, i, i)
 
     def codegen(context, builder, sig, args):
         xa, at, count = args
-        v = _vector(I8, 32)
-        number = lambda n: ir.Constant(v, [n] * 32)
+        size = 4 * LANES
+        v = _vector(I8, size)
+        number = lambda n: ir.Constant(v, [n] * size)
         p = _pointer(context, builder, sig.args[0], xa, I8, at)
-        with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
-            here = builder.gep(p, [builder.mul(loop.index, I64(32))])
+        with cgutils.for_range(builder, builder.sdiv(count, I64(size)), intp=I64) as loop:
+            here = builder.gep(p, [builder.mul(loop.index, I64(size))])
             value = _load(builder, here, v)
             positive = builder.icmp_signed(">", value, number(0))
-            size = builder.select(positive, value, builder.neg(value))
+            distance = builder.select(positive, value, builder.neg(value))
             value = builder.add(builder.select(positive, value, number(0)), number(128))
             for first, step in GELU_STEPS:
-                reached = builder.icmp_unsigned(">=", size, number(first))
+                reached = builder.icmp_unsigned(">=", distance, number(first))
                 value = builder.sub(value, builder.select(reached, number(step), number(0)))
             _store(builder, value, here)
         return context.get_dummy_value()
