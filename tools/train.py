@@ -26,7 +26,7 @@ FINAL_SECONDS = 120.0      # that the first of them may take for the final valid
 LEAVE_SECONDS = 5.0        # that each may take to end
 SLOW_SECONDS = 30.0        # a step that takes longer is announced
 SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
-COMPILING = "(once; about 25 s on two quiet cores)"
+COMPILING = "(once; about 25 s)"
 
 
 class TrainError(EggError):
@@ -55,8 +55,8 @@ def print_references(cfg, data, console):
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens; for comparison, in "
-                 f"{data.validation.unit}: {_listed(references)}")
+    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens\n"
+                 f"for comparison, in {data.validation.unit}: {_listed(references)}")
     return references
 
 
