@@ -504,7 +504,7 @@ def _recurrence(cfg, card):
     for rows in 64, 32:
         for resident in True, False:
             states = 2 * rows * H
-            budget = card.shared - 4096 - states - (N * passes * 1024 if resident else 0)
+            budget = card.shared - 2816 - states - (N * passes * 1024 if resident else 0)
             for rank, shape in transformer._shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
                 if not shape.stream:
                     shape.at_ring, shape.bytes = states, shape.bytes - 64 * H + states
@@ -618,22 +618,15 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     i = 8 * j + (k >> 1) * 4 + (k & 1)
                     n = column_noise(word, k, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n), begin_acc(s1, n)
-        for piece in range(PIECES - 1):
+        for piece in range(PIECES):
             start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
             done(acc)
             leave(bar, step + piece, t)
             refill(base, bar, step + piece, steps, 0, 1, packed, packed, at, t)
-        start(acc, base, bar, step + PIECES - 1, PIECES - 1 + which * PAST, 1, t)
-        done(acc)
-        leave(bar, step + PIECES - 1, t)
-        refill(base, bar, step + PIECES - 1, steps, 0, 1, packed, packed, at, t)
 
     @card.device
-    def gate(ahead, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t, gates,
-             row0, at_word, works):
+    def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
         """f, and the gated states of both rows to shared memory."""
-        multiply(ahead, acc, 0, step + ahead * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed,
-                 t)
         q, stream = t & 3, uint32(seed + uint32(plan[p + 15]))
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, t)
@@ -657,11 +650,9 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         sums[half] = add_inputs(sums[half], past, w[3], overlay, plan[p + 17], stream, column + k * 16)
 
     @card.device
-    def advance(ahead, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t,
-                candidates, x, row0, at_word, works, live, keeps0, keeps1):
+    def advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
+                keeps0, keeps1):
         """The new states of both rows, and x."""
-        multiply(ahead, acc, 1, step + ahead * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed,
-                 t)
         q, stream = t & 3, uint32(seed + uint32(plan[p + 11]))
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, t)
@@ -691,7 +682,19 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     if live:
                         ptx.store2(x, at_row + half * (2 * H), out[0], out[1])
 
-    gate_all, advance_all = unrolled(PER, gate), unrolled(PER, advance)
+    @device
+    def columns(ahead, which, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t,
+                gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
+        """One pass of a matrix."""
+        multiply(ahead, acc, which, step + ahead * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay,
+                 seed, t)
+        if which == 0:
+            gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
+        else:
+            advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
+                    keeps0, keeps1)
+
+    all_columns = unrolled(PER, columns)
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -742,26 +745,21 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             ptx.proxy_fence()
         cuda.syncthreads()
         for position in range(n):
-            row0, step = row_of(int64(pair) * n + position), position * (2 * PER * PIECES)
-            s0, s1 = as_row(whole_sum(at_parts, 0, row)), as_row(int32(-whole_sum(at_parts, 0, row + 8)))
-            sums[0], sums[1] = 0, 0
-            gate_all(acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t, gates,
-                     row0, at_word, works)
-            store_sums(parts, 1, row, group, sums[0], sums[1], q)
-            if BULK:
-                ptx.proxy_fence()
-            cuda.syncthreads()
+            row0 = row_of(int64(pair) * n + position)
             following = min(position + 1, n - 1)             # what follows the window says nothing to its last state
             keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
             keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
-            s0, s1 = as_row(whole_sum(at_parts, 1, row)), as_row(int32(-whole_sum(at_parts, 1, row + 8)))
-            sums[0], sums[1] = 0, 0
-            advance_all(acc, f, sums, step + PER * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay,
-                        seed, t, candidates, x, row0, at_word, works, live, keeps0, keeps1)
-            store_sums(parts, 0, row, group, sums[0], sums[1], q)
-            if BULK:
-                ptx.proxy_fence()
-            cuda.syncthreads()
+            for which in range(2):
+                s0 = as_row(whole_sum(at_parts, which, row))
+                s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)))
+                sums[0], sums[1] = 0, 0
+                all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, base, bar, own,
+                            plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, live,
+                            keeps0, keeps1)
+                store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
+                if BULK:
+                    ptx.proxy_fence()
+                cuda.syncthreads()
         if keep and live:
             for k in range(ALL):
                 column = column_of(k, t)
