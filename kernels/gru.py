@@ -194,7 +194,7 @@ def _norm_kernel(cfg, nz, cc, streams):
                     stream, entry = uint32(seed + uint32(plan[p + 4 + 2 * s])), overlay[plan[p + 5 + 2 * s] + i]
                     fill_input(words, bytes_, 16 * H + s * SIZE, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
         cuda.syncthreads()
-        inside = position < n
+        inside = int32(1) if position < n else int32(0)
         position = min(position, n - 1)
         here = int64(unit) * n + position
         at_x, to = row_of(here + int64(first) * n) * (H // 4) + q * 2, row_of(here)
@@ -216,11 +216,11 @@ def _norm_kernel(cfg, nz, cc, streams):
                         sum0 = add(v, int32(base + 16 * H), k, q, sum0)
                         if streams > 1:
                             sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
-                    if inside:
+                    if ptx.here(inside) != 0:
                         out[at_n + k * 32] = v
             if not SILENT:
                 sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
-                if q == 0 and inside:
+                if q == 0 and inside != 0:
                     sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
                     sb[2 * stride + to + 8 * member] = 0
 
@@ -415,7 +415,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 refill(base, bar, step, steps, begun, every, x, packed, at, t)
                 step += 1
                 col = (ahead * CG + side) * N
-                if place < places:
+                if ptx.here(int32(place)) < places:          # `here` keeps the branch out of the loop of products
                     if INNER:
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
                     elif LOGITS:
@@ -708,7 +708,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         row = warp * 16 + (lane >> 2)
         base, bar, at_parts = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0), ptx.shared_address(parts, 0)
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
-        live = works and pair < units
+        live = int32(1) if works and pair < units else int32(0)     # `here` keeps branches on it out of the loops
         pair = min(pair, units - 1)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
         steps = n * (2 * PER * PIECES)
@@ -745,7 +745,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             ptx.proxy_fence()
         cuda.syncthreads()
         for position in range(n):
-            row0 = row_of(int64(pair) * n + position)
+            row0, writes = row_of(int64(pair) * n + position), ptx.here(live) != 0
             following = min(position + 1, n - 1)             # what follows the window says nothing to its last state
             keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
             keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
@@ -754,13 +754,13 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)))
                 sums[0], sums[1] = 0, 0
                 all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, base, bar, own,
-                            plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, live,
+                            plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
                             keeps0, keeps1)
                 store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()
-        if keep and live:
+        if keep and live != 0:
             for k in range(ALL):
                 column = column_of(k, t)
                 if not RAGGED or column < H:
