@@ -420,9 +420,17 @@ def prepare(cfg, args):
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
-@command("--threads", "--gpu")
+@command("--threads", "--gpu",
+         option("--shapes", "a table of models instead: evaluation with each kind of int8 product, update; NAME: only "
+                "these of it", "NAME", nargs="*"),
+         flag("--whole-steps", "with --shapes: also whole steps, and what they cost beyond evaluation and update"))
 def bench(cfg, args):
-    """measure this machine: evaluation, update, a whole step, generation"""
+    """measure this machine: evaluation, update, a whole step, generation
+
+    examples:
+      python egg.py bench --preset best
+      python egg.py bench --shapes
+      python egg.py bench --shapes default gru-H64 --whole-steps"""
     if args.threads:
         os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the reference, reads it when it is loaded
     from tools import bench

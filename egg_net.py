@@ -12,7 +12,7 @@ delay, because every exchange is a small question and a small answer. Each side 
 threads (cluster.hub at the coordinator, cluster.link at the worker). What an island or the live page adds to a
 coordinator is plugged in (cluster.hooks).
 
-To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step,
+To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
 Coordinator._answer, Worker._apply.
 """
 
@@ -45,6 +45,7 @@ from model import data_files, fitness_digits, parameters
 
 SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
+SURE_AFTER = 16            # chunks in order, after which a worker expects the next one
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
 
@@ -62,6 +63,7 @@ class Worker:
         self.digest = None                 # (step, digest of the state then)
         self.speed, self.slice = None, FIRST_SLICE        # members a second, at a time
         self.chunks = 0
+        self.foresight, self.expected = Foresight(cfg), (None, 0)      # (first member, members) of the next evaluation
 
     def serve(self, link, answered):
         """Asks for work and does it until the coordinator is gone (OSError). answered() follows every answer."""
@@ -71,9 +73,11 @@ class Worker:
         answers = (JOB_RESPONSE,)
         if link.version == V2:
             answers += REBUILD, SNAPSHOT_WANTED, HASH_WANTED
+        result = b""
         while True:
             request = REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(link.frame(JOB_REQUEST, request, self._state_digest(link)))
+            link.send(result + link.frame(JOB_REQUEST, request, self._state_digest(link)))
+            result = b""
             opcode, payload = link.any_of(answers)
             while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
                 self._send_state(link, opcode, link.unpack_step(payload))
@@ -98,29 +102,41 @@ class Worker:
                                f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
                                "POPULATION_SIZE as there")
             else:
-                self._evaluate(link, position)
+                result = self._evaluate(link, position)
 
     def _evaluate(self, link, first):
-        """Does the chunk that begins with member `first`."""
+        """The RESULT frame of the chunk that begins with member `first`."""
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
+        self.foresight.handed_out(self.engine.step, first)
         losses = np.empty(self.cfg.CHUNK_SIZE, np.int64)
-        done = 0
-        while done < losses.size:
-            count = self._slice_size(losses.size - done)
+        done, count = 0, self.expected[1] if self.expected[0] == first else self._slice_size(losses.size)
+        while count:
+            left = losses.size - done - count
+            if left:
+                self._expect(first + done + count, left)
+            elif (following := self.foresight.following(self.engine.step)) > first:
+                self._expect(following, losses.size)
             started = time.perf_counter()
             losses[done:done + count] = self.engine.evaluate(first + done, count)
             self._measure(count, time.perf_counter() - started)
-            done += count
+            done, count = done + count, self.expected[1] if left else 0
             link.check()
         packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
         head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
-        link.send(link.frame(RESULT, head, packed))
         self.changed, self.rebuilt = 0, False
         self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
+        return link.frame(RESULT, head, packed)
+
+    def _expect(self, first, left):
+        """Tells an engine that can begin an evaluation before the last one is fetched what comes next: members first..
+        first + left - 1, a slice at a time."""
+        self.expected = first, self._slice_size(left)
+        if expect := getattr(self.engine, "expect", None):
+            expect(*self.expected)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
@@ -134,6 +150,8 @@ class Worker:
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
+        if (following := self.foresight.following(self.engine.step)) >= 0:
+            self._expect(following, self.cfg.CHUNK_SIZE)
         self.changed = self.engine.update(fitness)
 
     def _slice_size(self, left):
@@ -227,6 +245,27 @@ class Worker:
             link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
 
 
+class Foresight:
+    """Which chunk a worker is handed next: the one behind its last, as long as it is the only worker. While it waits
+    for an answer its engine can begin with that chunk. A mistake costs a slice of evaluation, so nothing is foreseen
+    before SURE_AFTER right guesses in a row, and twice as many after every mistake."""
+
+    def __init__(self, cfg):
+        self._cfg, self._at, self._guess = cfg, None, None       # step and guess since the last chunk
+        self._right, self._needed = 0, SURE_AFTER
+
+    def handed_out(self, step, first):
+        """A chunk was handed out in this step that begins with member `first`."""
+        if first != self._guess:
+            self._needed *= 2 if self._right >= self._needed else 1
+        self._right = self._right + 1 if first == self._guess else 0
+        self._at, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
+
+    def following(self, step):
+        """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""
+        return self._guess if self._right >= self._needed and step == self._at else -1
+
+
 def due(every, step):
     """Whether a step has a sample, or a validation: every so many have one, and a few early ones, so that the beginning
     of learning shows."""
@@ -318,11 +357,8 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. run: a history.Run; steps: the run ends when it has so
     many (None: never), minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and
     go; access: an auth.Access; events: an event_log.Events, default: one for `console` and a coordinator.log in
-    `log_dir`; http, island: what cluster.hooks describes, or None.
-
-    Raises HistoryError where the state with which an epoch began is not there, IslandError for what an island lacks,
-    NetError where host and port cannot be served, AuthError where that would let anybody in, EggError where the log
-    cannot be written."""
+    `log_dir`; http, island: what cluster.hooks describes, or None. Raises an EggError for what cannot be used of
+    these."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
                  access=auth.Access(), events=None, http=None, island=None):
@@ -331,7 +367,7 @@ class Coordinator:
         self._own_events = events is None
         self.events = events or event_log.Events(cfg, run, log_dir, self.console)
         self.n_weights = parameters.n_weights(cfg)
-        self.closing, self._check_at = False, 0.0
+        self.closing, self._check_at, self._ended = False, 0.0, None
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
@@ -357,6 +393,8 @@ class Coordinator:
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
         self.collector.unpack()
         self.dispatcher.answer_waiting()
+        if not self.dispatcher.busy:                 # before anything is written: workers come first
+            self._conclude_step()
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_EVERY
@@ -376,6 +414,7 @@ class Coordinator:
     def finish(self, seconds):
         """The end of the run: see `drain`; then the sinks are told, and whoever looks at the page sees it."""
         self.drain(seconds)
+        self._conclude_step()
         self.console.clear()
         self.events.emit("stop", farewell(self.run), step=self.run.step)
         if self.page:
@@ -442,8 +481,8 @@ class Coordinator:
         first, worker.step, worker.digest = worker.step is None, step, digest
         if first:
             known = sum(w.step is not None for w in self.dispatcher.workers)
-            line = f"worker {worker.session.title} joined at step {step} ({known} connected)"
-            self._log_worker("joined", worker, line)
+            self._log_worker("joined", worker,
+                             f"worker {worker.session.title} joined at step {step} ({known} connected)")
             self.dispatcher.count_authors(time.monotonic())
         if not worker.waiting:
             self._answer(worker)
@@ -493,20 +532,25 @@ class Coordinator:
 
     def _complete_step_if_done(self):
         """While workers hold different states of this step and no majority has decided, nobody's results count yet."""
-        if self.dispatcher.work.complete and self.trust.decided(self.run.step):
-            self._complete_step()
-
-    def _complete_step(self):
         step, work = self.run.step, self.dispatcher.work
+        if not (work.complete and self.trust.decided(step)):
+            return
+        self._conclude_step()                        # if two end in one turn
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
-        event = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
+        self._ended = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
         if names := self.trust.unconfirmed(step):
             self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
                              f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
         self._begin_step()
         self.island.step_completed(self.progress.loss)
-        self.dispatcher.answer_waiting()             # before anything is written: workers come first
-        self.events.emit("step", **event)
+        self.dispatcher.answer_waiting()
+
+    def _conclude_step(self):
+        """Has the disk keep the step that has ended, and reports it: both while the workers go on."""
+        if self._ended:
+            event, self._ended = self._ended, None
+            self.run.sync()
+            self.events.emit("step", **event)
 
     def _begin_step(self):
         self.dispatcher.begin_step()

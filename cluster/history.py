@@ -155,7 +155,6 @@ class Run:
         self._file, self._lock = file, lock
         self._offsets, self._recent = [], {}
         self.data = _read_data(directory)
-        self._durable = directory is not None
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         if directory is None:
             self._end = 0
@@ -189,8 +188,8 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step: its packed fitness is on the disk when this returns. Raises HistoryError; then
-        the file and this object are unchanged."""
+        """Completes the current step: its packed fitness is in the file when this returns, and on the disk after the
+        next `sync`. Raises HistoryError; then the file and this object are unchanged."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -205,11 +204,18 @@ class Run:
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
                                "--load-dir out")
-        self._durable = False                # one fsync for all: no worker has seen these steps yet
         for k in range(self.step, steps):
             self.append(*read(k))
-        self._durable = True
-        os.fsync(self._file.fileno())
+        self.sync()
+
+    def sync(self):
+        """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
+        try:
+            if self.directory is not None:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step - 1} may not be kept, all before it "
+                               "are; mend this and start the same command again") from None
 
     def begin_epoch(self, start):
         """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
@@ -261,8 +267,6 @@ class Run:
         try:
             while done < len(data):
                 done += os.pwrite(handle, data[done:], self._end + done)
-            if self._durable:
-                os.fsync(handle)
         except OSError as error:
             os.ftruncate(handle, self._end)
             raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend "

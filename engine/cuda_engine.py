@@ -333,7 +333,7 @@ class CudaEngine:
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
-        self._gpu, self._job, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
+        self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
         self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()
         self._reserve()
@@ -343,13 +343,12 @@ class CudaEngine:
         """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
         if verbs := [verb for verb in verbs if verb in self._waiting]:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
-            what, job = f"{self.name}: {', '.join(verbs)}", (*self._job, verbs)
+            what, job = f"{self.name}: {', '.join(verbs)}", (*self._built, verbs)
             self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
 
     def warm_up(self, verbs):
         """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
-        for verb in verbs:
-            self._ready({"evaluate": "step", "update": "step"}.get(verb, verb))
+        self._ready(*dict.fromkeys("step" if verb in ("evaluate", "update") else verb for verb in verbs))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
@@ -366,6 +365,11 @@ class CudaEngine:
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
+        # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
+        # of changed weights
+        self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
+        self._digest, self._changed, self._digested = Fetched(2, np.uint64), Fetched(1, np.int32), False
+        self._expected = self._begun = None                  # (first, count), (first, count, Fetched)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
@@ -381,6 +385,7 @@ class CudaEngine:
 
     def load(self, state):
         """Takes over a State (copied)."""
+        self._begun, self._digested = None, False
         self._weights.copy_to_device(np.ascontiguousarray(state.weights))
         self._moments.copy_to_device(np.ascontiguousarray(state.moments))
         self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
@@ -394,21 +399,41 @@ class CudaEngine:
         return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
-        """bytes [16]: model.state_digest of the State, without bringing it to the host."""
-        self._ready("digest")
+        """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
+        prepares the next."""
+        if not self._digested:
+            self._ready("digest")
+            self._enqueue_digest()
+        digest = state_digest.Digest(self.step, self.seed)
+        digest.add(*map(int, self._digest.wait()))
+        return digest.digest()
+
+    def _enqueue_digest(self):
         words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
         blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
         self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
         self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
-        sums = self._sums.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
-        digest = state_digest.Digest(self.step, self.seed)
-        digest.add(*map(int, sums))
-        return digest.digest()
+        self._digest.fetch(self._sums, self.stream)
+        self._digested = True
+
+    def expect(self, first, count):
+        """The next `evaluate` but one, or the one after the next `update`, will probably be of these members: it is
+        enqueued before that call waits for its results, so that the GPU is not idle."""
+        self._expected = first, count
+
+    def _begin_expected(self):
+        self._begun, self._expected = self._expected and (*self._expected, self._enqueue(*self._expected)), None
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._ready("step")
+        begun = self._begun if self._begun and self._begun[:2] == (first, count) else None
+        losses = begun[2] if begun else self._enqueue(first, count)
+        self._begin_expected()
+        return losses.wait().copy()
+
+    def _enqueue(self, first, count):
+        """The Fetched of an evaluation that is begun."""
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
@@ -420,9 +445,8 @@ class CudaEngine:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
             self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
         run()
-        out = losses.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
-        return out
+        self._fetched.reverse()
+        return self._fetched[0].fetch(losses, self.stream)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
@@ -450,11 +474,13 @@ class CudaEngine:
         self._ready("step")
         self._set_update(fitness)
         self._update()
-        changed = self._votes.changed.copy_to_host(stream=self.stream)
-        self.stream.synchronize()
+        self._changed.fetch(self._votes.changed, self.stream)
         self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
-        return int(changed[0])
+        if "digest" not in self._waiting:                    # somebody has asked for one
+            self._enqueue_digest()
+        self._begin_expected()
+        return int(self._changed.wait()[0])
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
@@ -529,6 +555,25 @@ class CudaEngine:
             given = done + 1
 
 
+class Fetched:
+    """A copy on the host of an array on the device, made while the host goes on: page-locked memory and an event."""
+
+    def __init__(self, size, kind):
+        self._array, self._event = cuda.pinned_array(size, kind), cuda.event(timing=False)
+
+    def fetch(self, array, stream):
+        """Enqueues the copy of an array of at most that size; self."""
+        self._size = array.size
+        array.copy_to_host(self._array[:array.size], stream)
+        self._event.record(stream)
+        return self
+
+    def wait(self):
+        """The copied values, until the next `fetch`."""
+        self._event.synchronize()
+        return self._array[:self._size]
+
+
 def largest(size, most, budget):
     """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
     large."""
@@ -543,6 +588,20 @@ def largest(size, most, budget):
 
 # dense int8 operations a clock and multiprocessor; other cards: 2048
 OPERATIONS = {(8, 0): 4096, (9, 0): 8192, (10, 0): 16384}
+
+
+def card(device):
+    """(whether GPU `device` has wgmma, dense int8 operations per second at its highest clock)."""
+    cuda.select_device(device)
+    gpu = cuda.get_current_device()
+    operations = OPERATIONS.get(gpu.compute_capability, 2048)
+    return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
+
+
+def memory():
+    """(bytes in use, bytes) of the memory of the current GPU."""
+    info = cuda.current_context().get_memory_info()
+    return info.total - info.free, info.total
 
 
 def update_times(engine, fitness, repeats=5):
@@ -563,50 +622,3 @@ def update_times(engine, fitness, repeats=5):
             spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
         best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
     return best
-
-
-def _seconds(run, rounds=5):
-    """Median time of run(), after two calls that compile, capture and fill caches."""
-    times = []
-    for _ in range(rounds + 2):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[2:]))
-
-
-def bench(cfg, tokens, device):
-    """Prints the figures of one GPU: compilation, evaluation, validation, update by kernels, generation, memory."""
-    engine = CudaEngine(cfg, tokens, device)
-    gpu = cuda.get_current_device()
-    peak = OPERATIONS.get(gpu.compute_capability, 2048) * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-    work = 2 * parameters.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
-          f"{peak / 1e12:.0f} TOP/s")
-
-    def rate(what, count, seconds):
-        speed = count / seconds
-        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
-              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
-
-    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("evaluation of a chunk", chunk, noisy)
-    silent_engine = CudaEngine(cfg, tokens, device, silent=True)
-    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("the same without noise", chunk, silent)
-    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
-    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows), 3))
-    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-    seconds, spent = _seconds(lambda: engine.update(fitness)), update_times(engine, fitness)
-    operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)
-    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
-          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
-    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
-    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
-    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)), 1)
-    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
-    memory = cuda.current_context().get_memory_info()
-    used, total = memory.total - memory.free, memory.total
-    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)

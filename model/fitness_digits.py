@@ -8,7 +8,7 @@ def chunk_fitness(losses, cfg):
 
     With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its
     power."""
-    d = (losses[1::2].astype(np.int64) - losses[0::2]).astype(np.int64)
+    d = losses[1::2] - losses[0::2]
     if cfg.FAST_FITNESS:
         return np.sign(d).astype(np.int8)
     if cfg.CHUNK_MEAN_FILTER:
@@ -19,14 +19,20 @@ def chunk_fitness(losses, cfg):
     if not cfg.USE_ADAPTIVE_THRESHOLD:
         return np.sign(d).astype(np.int8)
     threshold = float(np.mean(np.abs(d), dtype=np.float64)) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
-    return np.where(np.abs(d) < threshold, 0, np.where(d > 0, 1, -1)).astype(np.int8)
+    if threshold > 0:
+        return (d >= threshold).view(np.int8) - (d <= -threshold).view(np.int8)
+    return np.where(d > 0, 1, -1).astype(np.int8)
 
 
 def pack_ternary(fitness):
     """bytes: five values of {-1, 0, 1} a byte, least significant digit first (-1 is digit 2)."""
     digits = np.zeros(packed_size(fitness.size) * 5, np.uint8)
-    digits[:fitness.size] = np.where(fitness < 0, 2, fitness)
-    return (digits.reshape(-1, 5) @ np.array([1, 3, 9, 27, 81], np.uint8)).astype(np.uint8).tobytes()
+    digits[:fitness.size] = fitness.view(np.uint8)
+    digits = ((digits & 3) ^ (digits >> 7)).reshape(-1, 5)   # 255 becomes 2
+    packed = digits[:, 4]
+    for k in (3, 2, 1, 0):
+        packed = packed * np.uint8(3) + digits[:, k]
+    return packed.tobytes()
 
 
 def packed_size(count):
@@ -42,7 +48,7 @@ def unpack_ternary(data, count):
         raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")
     if packed.size and packed.max() > 242:
         raise ValueError(f"byte {int(packed.max())} is not five ternary digits")
-    digits = _DIGITS[packed].reshape(-1)
+    digits = np.take(_DIGITS, packed, axis=0, mode="clip").reshape(-1)
     if digits[count:].any():
         raise ValueError("digits after the last value")
     return digits[:count]

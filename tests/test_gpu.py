@@ -4,11 +4,12 @@ engine is held against the golden recordings and, on random configurations, agai
 import hashlib
 import json
 import pathlib
+import pickle
 import re
 
 import numpy as np
 import pytest
-from numba import cuda, uint32
+from numba import cuda, types, uint32
 
 import egg_config
 import kit
@@ -144,8 +145,10 @@ class HostArray(np.ndarray):
         assert self.size == np.size(other) and self.dtype == np.asarray(other).dtype
         self.ravel()[:] = np.asarray(other).ravel()
 
-    def copy_to_host(self, stream=None):
-        return np.array(self)
+    def copy_to_host(self, ary=None, stream=None):
+        if ary is None:
+            return np.array(self)
+        ary[:] = self
 
 
 @pytest.fixture
@@ -165,7 +168,10 @@ def no_gpu(monkeypatch):
                     assert not hasattr(kind, "ndim"), f"{kernel}: {name}"
         return launch
 
-    def compile_all(every, *_):
+    def compile_all(every, capability, what, job):
+        cfg, device, token_type, silent, verbs = pickle.loads(pickle.dumps(job))     # what a compiling process unpacks
+        of_verb = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, getattr(types, token_type), silent)[2]
+        assert [k.name for verb in verbs for k in of_verb[verb]] == [k.name for k in every] and device == 0
         for kernel in every:
             kernel.dispatcher.expected = kernel.signature
         return 0.0
@@ -177,6 +183,8 @@ def no_gpu(monkeypatch):
     for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card,
                             stream=lambda: stream, device_array=empty,
                             to_device=lambda x, stream=None: np.array(x).view(HostArray),
+                            pinned_array=np.zeros,
+                            event=lambda timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
                             current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", launcher)
@@ -200,7 +208,10 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         later = {"validate", "generate", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
-            assert engine.evaluate(8, 8).shape == (8,)
+            engine.expect(0, 4)
+            assert engine.evaluate(8, 8).shape == (8,) and engine._begun[:2] == (0, 4)
+            assert engine.evaluate(0, 4).shape == (4,) and engine._begun is None
+            engine.expect(0, 8)
         every_verb(cfg, engine, tokens)
         assert engine.step == 1 and not engine._waiting
 
@@ -319,6 +330,37 @@ def test_load_and_pieces_of_a_chunk():
     assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
     engine._tokens, engine._evaluations = None, {}
     assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
+def test_evaluations_begun_ahead(constants, on_device):
+    """Right and wrong expectations, in a step and across an update, tokens on the device and on the host: the same
+    losses, changes and digests as without, in three steps."""
+    cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
+    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000).astype(
+        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    plain, ahead = cuda_engine.CudaEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)
+    if not on_device:
+        plain._tokens = ahead._tokens = None
+    for step in range(3):
+        for first, count, expected in ((0, 300, (300, 212)), (300, 212, (512, 512)), (0, 512, (512, 512)),
+                                       (512, 512, (0, 512)), (2, 300, None), (512, 512, None)):
+            if expected:
+                ahead.expect(*expected)
+            losses = ahead.evaluate(first, count)
+            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
+        assert len(np.unique(losses)) > 2
+        fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        ahead.expect(0, 300 if step else 2)
+        assert ahead.update(fitness) == plain.update(fitness)
+        assert ahead.digest() == plain.digest()
+    ahead.expect(0, 512)
+    ahead.evaluate(0, 512)
+    ahead.load(parameters.initial_state(cfg))
+    plain.load(parameters.initial_state(cfg))
+    assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "what was begun before a load is stale"
 
 
 @pytest.mark.gpu

@@ -1,10 +1,14 @@
 """`python egg.py bench`: what this machine does, as figures that can be compared: rates beside the machine's own matrix
-product, in one run."""
+product, in one run. `--shapes`: a line for each of SHAPES.
+"""
 
+import gc
+import json
 import os
 import pathlib
 import platform
 import statistics
+import sys
 import tempfile
 import time
 
@@ -22,22 +26,112 @@ from tools import train
 ROUNDS = 5
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
+BYTES = egg_config.PRESETS["best-bytes"]
+# What is measured by --shapes, and docs/BENCHMARKS.md lists: the constants that differ from those of this run.
+SHAPES = {
+    "default": {},
+    "H64": dict(HIDDEN_DIM=64),
+    "H128": dict(HIDDEN_DIM=128),
+    "H320": dict(HIDDEN_DIM=320),
+    "T128": dict(SEQ_LEN=128, CHUNK_SIZE=20480),
+    "T256": dict(SEQ_LEN=256, CHUNK_SIZE=10240),
+    "H512": dict(HIDDEN_DIM=512, N_LAYERS=8, CHUNK_SIZE=16384),
+    "H512-T128": dict(HIDDEN_DIM=512, N_LAYERS=8, SEQ_LEN=128, CHUNK_SIZE=8192),
+    "H768": dict(HIDDEN_DIM=768, N_LAYERS=12, SEQ_LEN=128, VOCAB_SIZE=32768, CHUNK_SIZE=4096),
+    "H1024": dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=12, SEQ_LEN=256, CHUNK_SIZE=2048),
+    "best": egg_config.PRESETS["best"],
+    "gru-H64": {**BYTES, "HIDDEN_DIM": 64},
+    "gru-H96": {**BYTES, "HIDDEN_DIM": 96},
+    "gru-H128": {**BYTES, "HIDDEN_DIM": 128},
+    "gru-H512": {**BYTES, "HIDDEN_DIM": 512, "CHUNK_SIZE": 32768, "POPULATION_SIZE": 32768},
+    "gru-V8192": {**BYTES, "SEQ_LEN": 64, "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "CHUNK_SIZE": 16384,
+                  "POPULATION_SIZE": 16384},
+    "nano-egg": egg_config.PRESETS["nano-egg"],
+    "best-bytes": BYTES,
+}
+MOST_FOR_CPU = 16e6        # multiply-adds a token of a shape that is measured on a CPU
 
 
 def main(cfg, args):
-    """Prints the figures of one device; args.gpu and args.threads as for a worker."""
+    """Prints the figures of one device; args: see egg.bench."""
     device = hardware.one_device(cfg, args.gpu)
-    print(f"{platform.machine()}, {hardware.cores()} cores, {_processor()}; Python {platform.python_version()}")
-    print(f"configuration: H {cfg.HIDDEN_DIM}, L {cfg.N_LAYERS}, T {cfg.SEQ_LEN}, V {cfg.VOCAB_SIZE}, "
-          f"{cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, noise mode "
-          f"{cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a token")
+    if args.shapes is not None:
+        bench_shapes(cfg, args.shapes, device, args.threads, args.whole_steps)
+        return
+    if args.whole_steps:
+        raise egg_config.UsageError("--whole-steps adds columns to --shapes; bench alone measures whole steps anyway")
+    _print_machine()
+    print(f"configuration: {_shape(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
+          f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
+          "token")
     tokens = _tokens(cfg)
     if device == "cpu":
         bench_cpu(cfg, tokens, args.threads)
     else:
-        from engine import cuda_engine
-        cuda_engine.bench(cfg, tokens, int(device.partition(":")[2]))
+        bench_gpu(cfg, tokens, int(device.partition(":")[2]))
     bench_steps(cfg, tokens, device, args.threads)
+
+
+# --- the table of shapes ----------------------------------------------------------------------------------------------
+
+def bench_shapes(cfg, names, device, threads, whole_steps):
+    """Prints a line for each named shape, [] for all, and instruction: evaluation of a chunk, the same operations as a
+    share of what the device can do, update; with whole_steps also a step through coordinator and worker, and the share
+    of it that is neither evaluation nor update."""
+    for name in names:
+        if name not in SHAPES:
+            raise egg_config.UsageError(f"--shapes {name}: there is {', '.join(SHAPES)}")
+    if device == "cpu":
+        instructions, peak = ["auto"], 2 * _gemm_rate()
+    else:
+        from engine import cuda_engine
+        has_wgmma, peak = cuda_engine.card(int(device.partition(":")[2]))
+        instructions = ["wgmma", "mma"] if has_wgmma else ["mma"]
+        instructions = [x for x in instructions if cfg.TENSOR_CORES in ("auto", x)] or [cfg.TENSOR_CORES]
+    _print_machine()
+    what = "float32 matrix products of NumPy" if device == "cpu" else "int8 products at the highest clock"
+    print(f"{device}; 100 %: {peak / 1e12:,.2f} TOP/s, {what}")
+    print(f"{'name':10} {'shape':37} {'engine':8} {'members':>7} {'M tokens/s':>10} {'TOP/s':>7} {'share':>7} "
+          f"{'update ms':>9}" + f" {'step ms':>9} {'beyond':>7}" * whole_steps, flush=True)
+    wanted = [(name, instruction) for name in names or SHAPES for instruction in instructions]
+    for i, (name, instruction) in enumerate(wanted):
+        print(f"egg: {name}, {i + 1} of {len(wanted)}", file=sys.stderr, flush=True)
+        try:
+            line = _measure(cfg, name, instruction, device, threads, peak, whole_steps)
+        except (egg_config.EggError, MemoryError, ValueError) as error:
+            line = f"{name:10} {error}"
+        print(line, flush=True)
+        gc.collect()                                         # the memory of this engine goes before the next is made
+
+
+def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
+    """The line of a shape in the table of bench_shapes."""
+    shape = egg_config.make(**{**cfg.constants(), "POPULATION_SIZE": 0, **SHAPES[name], "TENSOR_CORES": instruction})
+    per_token = parameters.products_per_token(shape)
+    if device == "cpu" and per_token > MOST_FOR_CPU:
+        return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
+    tokens = np.random.default_rng(0).integers(0, shape.VOCAB_SIZE, 1 << 20)
+    tokens = tokens.astype(np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32)
+    engine = engines.make(shape, tokens, device, threads)
+    if device == "cpu":
+        shape = _for_cpu(shape, engine)
+        engine = engines.make(shape, tokens, device, threads)
+    evaluation = _seconds(lambda: engine.evaluate(0, shape.CHUNK_SIZE))
+    fitness = _fitness(shape)
+    update = _seconds(lambda: engine.update(fitness))
+    speed = shape.CHUNK_SIZE * shape.SEQ_LEN / evaluation
+    kind = engine.name.split()[1] if device == "cpu" else instruction      # "cpu vnni512 x2"
+    line = (f"{name:10} {_shape(shape):37} {kind:8} {shape.CHUNK_SIZE:7,} {speed / 1e6:10.3f} "
+            f"{2 * speed * per_token / 1e12:7.2f} {2 * speed * per_token / peak:7.1%} {update * 1e3:9.2f}")
+    if not whole_steps:
+        return line
+    del engine                                               # its memory is for the worker
+    gc.collect()
+    step = _whole_step(shape, tokens, device, threads, 5)
+    if step is None:
+        return line + "  not enough steps in 15 s"
+    beyond = 1 - (-(-shape.N_CHUNKS // len(hardware.devices(shape))) * evaluation + update) / step
+    return line + f" {step * 1e3:9.2f} {beyond:7.1%}"
 
 
 def bench_cpu(cfg, tokens, threads):
@@ -60,7 +154,7 @@ def bench_cpu(cfg, tokens, threads):
               f"float32 GEMM {gemm / 1e9:6.1f} G; ratio {ratios[-1]:.2f}", flush=True)
     print(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: "
           f"{statistics.median(ratios):.2f} (medians of {ROUNDS})")
-    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    fitness = _fitness(cfg)
     started = time.perf_counter()
     engine.update(fitness)
     seconds = time.perf_counter() - started
@@ -81,32 +175,101 @@ def bench_cpu(cfg, tokens, threads):
     print(f"generation  {made / (time.perf_counter() - started):,.0f} tokens/s", flush=True)
 
 
+def bench_gpu(cfg, tokens, device):
+    """Evaluation with and without noise, validation, update by kernels, digest, generation, memory."""
+    from engine import cuda_engine
+    engine, (_, peak) = cuda_engine.CudaEngine(cfg, tokens, device), cuda_engine.card(device)
+    work = 2 * parameters.products_per_token(cfg)
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+          f"{peak / 1e12:.0f} TOP/s")
+
+    def rate(what, count, seconds):
+        speed = count / seconds
+        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
+              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+
+    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("evaluation of a chunk", chunk, noisy)
+    silent_engine = cuda_engine.CudaEngine(cfg, tokens, device, silent=True)
+    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
+    rate("the same without noise", chunk, silent)
+    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
+    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows)))
+    fitness = _fitness(cfg)
+    seconds, spent = _seconds(lambda: engine.update(fitness)), cuda_engine.update_times(engine, fitness)
+    operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
+          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
+    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
+    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
+    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)))
+    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
+    used, total = cuda_engine.memory()
+    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
+
+
 def bench_steps(cfg, tokens, device, threads):
     """Whole steps through a real coordinator and worker processes on this machine."""
     for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
-        settings = {**cfg.constants(), **changes}
-        shape = egg_config.make(**settings)
-        if device == "cpu" and name == "this configuration":
-            # a whole population would take minutes: as many members as a few seconds allow, in eight chunks
-            engine = engines.make(shape, tokens, device, threads)
-            chunk = min(shape.CHUNK_SIZE, _members(engine, shape, seconds / 8))
-            shape = egg_config.make(**{**settings, "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
-        with tempfile.TemporaryDirectory() as directory:
-            data = pathlib.Path(directory) / "tokens.bin"
-            kind = np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32
-            (np.asarray(tokens, np.uint32) % shape.VOCAB_SIZE).astype(kind).tofile(data)
-            quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
-                         DEVICE=device.partition(":")[0])
-            settings = egg_config.make(**{**shape.constants(), **quiet})
-            did = train.train(settings, minutes=seconds / 20, save_dir=directory, threads=threads,
-                              console=egg_net.Console(quiet=True)).coordinator
-        steps = did.step - did.first_step
-        if not steps:
-            print(f"whole steps, {name}: none complete in {3 * seconds} s")
-            continue
-        print(f"whole steps, {name}: {steps * shape.N_CHUNKS / did.seconds:,.1f} chunks/s, "
-              f"{did.tokens / did.seconds:,.0f} tokens/s, {1e3 * did.seconds / steps:,.0f} ms a step of "
-              f"{shape.POPULATION_SIZE:,} members", flush=True)
+        shape = egg_config.make(**{**cfg.constants(), **changes})
+        if device == "cpu" and not changes:
+            # a whole population would take minutes
+            shape = _for_cpu(shape, engines.make(shape, tokens, device, threads))
+        step = _whole_step(shape, tokens, device, threads, seconds)
+        print(f"whole steps, {name}: " + ("not enough complete" if step is None else
+              f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
+              f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"), flush=True)
+
+
+# --- what both use ----------------------------------------------------------------------------------------------------
+
+def _whole_step(cfg, tokens, device, threads, seconds):
+    """Seconds of a step in a training of 3 times `seconds`, after its first third; None without two such steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        data, log = pathlib.Path(directory) / "tokens.bin", pathlib.Path(directory) / "log.jsonl"
+        kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
+        (np.asarray(tokens, np.uint32) % cfg.VOCAB_SIZE).astype(kind).tofile(data)
+        quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                     DEVICE=device.partition(":")[0])
+        train.train(egg_config.make(**{**cfg.constants(), **quiet}), minutes=seconds / 20, save_dir=directory,
+                    threads=threads, console=egg_net.Console(quiet=True), log_json=str(log))
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+    ends = [event["elapsed"] for event in events if event["event"] == "step"]
+    ends = [end for end in ends if end > seconds]            # the first slices of a worker are small
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
+
+
+def _for_cpu(cfg, engine):
+    """cfg with eight chunks that this engine evaluates in about 2 s."""
+    chunk = _members(engine, cfg, 0.25)
+    return egg_config.make(**{**cfg.constants(), "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
+
+
+def _seconds(run, seconds=0.5):
+    """Median time of run(), after two calls that compile, capture and fill caches: ROUNDS calls, or more where these
+    take less than `seconds`, as clocks fall when a device is busy for long."""
+    run(), run()
+    times, first = [], time.perf_counter()
+    while len(times) < ROUNDS or time.perf_counter() - first < seconds:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _fitness(cfg):
+    return np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+
+
+def _shape(cfg):
+    return (f"{'recurrent ' * (cfg.MODEL == 'gru')}H {cfg.HIDDEN_DIM} L {cfg.N_LAYERS} T {cfg.SEQ_LEN} "
+            f"V {cfg.VOCAB_SIZE}")
+
+
+def _print_machine():
+    print(f"{platform.machine()}, {hardware.cores()} cores, {_processor()}; Python {platform.python_version()}")
 
 
 def _tokens(cfg):

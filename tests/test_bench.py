@@ -1,0 +1,111 @@
+"""`egg.py bench --shapes`: the table, with a fake engine; whole steps with the real one."""
+
+import time
+
+import pytest
+
+import egg
+import egg_config
+from engine import engines
+from kit import CFG, HERE, FakeEngine
+from tools import bench
+
+
+class Clocked(FakeEngine):
+    """Takes a millisecond for four members, and two for an update; remembers its configurations."""
+    made = []
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.made.append(cfg)
+
+    def evaluate(self, first, count):
+        time.sleep(count / 4000)
+        return super().evaluate(first, count)
+
+    def update(self, fitness):
+        time.sleep(0.002)
+        return super().update(fitness)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The configurations of the engines that `bench` makes on a GPU with wgmma and 2 TOP/s."""
+    cuda_engine = pytest.importorskip("engine.cuda_engine")
+    monkeypatch.setattr(Clocked, "made", [])
+    monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads: Clocked(cfg))
+    monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
+    monkeypatch.setattr(bench, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
+    monkeypatch.setattr(bench, "_seconds", lambda run: bench_seconds(run, 0.02))
+    return Clocked.made
+
+
+bench_seconds = bench._seconds
+
+
+def rows(capsys):
+    """{(name, instruction): the other columns} of the printed table, and stderr."""
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("name")) + 1:]
+    found = {}
+    for line in table:
+        columns = line.split()
+        kind = next((x for x in columns if x in ("wgmma", "mma")), None)
+        found[columns[0], kind] = columns[columns.index(kind) + 1:] if kind else columns[1:]
+    return found, err
+
+
+def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
+    bench.bench_shapes(CFG, ["default", "wide"], "cuda:0", None, False)
+    found, err = rows(capsys)
+    assert list(found) == [(name, kind) for name in ("default", "wide") for kind in ("wgmma", "mma")]
+    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES) for cfg in fake] == [(64, "wgmma"), (64, "mma"), (96, "wgmma"),
+                                                                   (96, "mma")]
+    assert [cfg.POPULATION_SIZE for cfg in fake] == 4 * [8 * CFG.CHUNK_SIZE]
+    for members, speed, tops, share, update in found.values():
+        # 32 members of 8 tokens in 8 ms: 0.032 M tokens/s at most
+        assert members == "32" and 0.005 < float(speed) <= 0.032 and 2 <= float(update) < 20
+        assert float(share.rstrip("%")) == pytest.approx(100 * float(tops) / 2, abs=0.3)
+    assert err.splitlines() == [f"egg: {name}, {i} of 4" for i, (name, _) in enumerate(found, 1)]
+
+
+def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
+    cfg = egg_config.make(**{**CFG.constants(), "TENSOR_CORES": "mma"})
+    bench.bench_shapes(cfg, [], "cuda:0", None, False)
+    found, _ = rows(capsys)
+    assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]
+    assert " ".join(found["bad", None]).startswith("HIDDEN_DIM = 65: must be a multiple of 32")
+
+
+def test_every_shape_is_a_configuration():
+    for name, constants in bench.SHAPES.items():
+        cfg = egg_config.make(**constants)
+        assert len(name) <= 10 and len(bench._shape(cfg)) <= 37, name
+    assert {"default", "best", "best-bytes", "nano-egg", "H512", "gru-H64"} <= bench.SHAPES.keys()
+
+
+@pytest.mark.parametrize("args, words", [("bench --shapes H65", ("H65", "default, H64")),
+                                         ("bench --whole-steps", ("--whole-steps", "--shapes"))])
+def test_wrong_use_is_one_line(args, words, capsys):
+    assert egg.main([*args.split(), "-D", "DEVICE=cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and all(word in err for word in words)
+
+
+def test_whole_steps_on_a_cpu(compiled, monkeypatch, capsys):
+    """A large shape is named, a small one measured: a step lasts longer than its evaluation and update."""
+    monkeypatch.chdir(HERE.parent)
+    small = {name: value for name, value in CFG.constants().items() if name not in ("SIMD", "DEVICE")}
+    monkeypatch.setattr(bench, "SHAPES", {"small": small, "large": dict(HIDDEN_DIM=1024, N_LAYERS=12)})
+    whole_step = bench._whole_step
+    monkeypatch.setattr(bench, "_whole_step", lambda *args: whole_step(*args[:-1], 1.5))
+    bench.bench_shapes(egg_config.make(DEVICE="cpu"), [], "cpu", 1, True)
+    out = capsys.readouterr().out.splitlines()
+    columns = out[-2].split()
+    members, speed, _, _, update, step, beyond = columns[-7:]
+    evaluated = int(members) * CFG.SEQ_LEN / (float(speed) * 1e6)
+    assert columns[0] == "small" and float(step) > 0
+    expected = 1 - (8 * evaluated + float(update) / 1e3) / (float(step) / 1e3)
+    assert float(beyond.rstrip("%")) == pytest.approx(100 * expected, abs=5)
+    assert "large" in out[-1] and "needs a GPU" in out[-1]

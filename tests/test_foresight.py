@@ -1,0 +1,117 @@
+"""A worker whose engine begins an evaluation before it is asked for it: the same results, and never a stale one."""
+
+import numpy as np
+import pytest
+
+import egg_config
+import egg_net
+from kit import CFG, FakeEngine, cluster, expected
+from model import fitness_digits
+
+STEPS = 12
+
+
+class Expecting(FakeEngine):
+    """Evaluates what it is told to expect at once, as a GPU does, and uses that if it is asked for it.
+    taken: how many members of each step were evaluated ahead and used."""
+
+    def __init__(self, cfg=CFG):
+        super().__init__(cfg)
+        self._expected = self._begun = None
+        self.taken, self.wasted = 0, 0
+
+    def load(self, state):
+        self._begun = None
+        super().load(state)
+
+    def expect(self, first, count):
+        self._expected = first, count
+
+    def _begin(self):
+        self.wasted += self._begun is not None
+        self._begun, self._expected = self._expected and (self._expected, super().evaluate(*self._expected)), None
+
+    def evaluate(self, first, count):
+        begun, self._begun = self._begun, None
+        if begun and begun[0] == (first, count):
+            losses, self.taken = begun[1], self.taken + count
+        else:
+            self.wasted += begun is not None
+            losses = super().evaluate(first, count)
+        self._begin()
+        return losses
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        self._begin()
+        return changed
+
+
+@pytest.mark.parametrize("slice_size", [64, 10])
+def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
+    """Also where a chunk takes several slices; audits go nowhere without a second worker."""
+    monkeypatch.setattr(egg_net, "FIRST_SLICE", slice_size)
+    monkeypatch.setattr(egg_net.Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
+    engine = Expecting()
+    server = cluster(tmp_path, [engine], STEPS)
+    packed, digests = expected(STEPS)
+    assert engine.state().digests() == digests and server.run.step == STEPS
+    assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
+    assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
+    unsure = egg_net.SURE_AFTER + 1                          # of the first chunk there is no guess
+    assert engine.taken >= STEPS * CFG.POPULATION_SIZE - unsure * CFG.CHUNK_SIZE and engine.wasted == 0
+
+
+def test_several_workers_waste_little(tmp_path):
+    """Three workers, which steal chunks from each other: a step of each has the fitness that it has without them."""
+    cfg = egg_config.make(**{**CFG.constants(), "POPULATION_SIZE": 8 * CFG.CHUNK_SIZE, "AUDIT_RATE": 0.2})
+    engines = [Expecting(cfg) for _ in range(3)]
+    cluster(tmp_path, engines, 40, cfg)
+    _, digests = expected(40, cfg)
+    assert {engine.state().digests() for engine in engines if engine.step == 40} == {digests}
+    for engine in engines:
+        assert engine.wasted <= 1 + len(engine.evaluated) / egg_net.SURE_AFTER
+
+
+def test_foresight_is_lost_with_a_mistake():
+    foresight, size = egg_net.Foresight(CFG), CFG.CHUNK_SIZE
+    chunks = iter([(k // CFG.N_CHUNKS, k % CFG.N_CHUNKS * size) for k in range(1000)])
+
+    def until_sure():
+        for count in range(1, 1000):
+            step, first = next(chunks)
+            foresight.handed_out(step, first)
+            if foresight.following(step) >= 0:
+                assert foresight.following(step) == (first + size) % CFG.POPULATION_SIZE
+                assert foresight.following(step + 1) == -1, "nothing was handed out in that step"
+                return count
+
+    assert until_sure() == egg_net.SURE_AFTER + 1
+    next(chunks)                                             # another worker gets it
+    assert until_sure() == 2 * egg_net.SURE_AFTER + 1
+    next(chunks)
+    assert until_sure() == 4 * egg_net.SURE_AFTER + 1
+
+
+@pytest.mark.parametrize("changes", [{}, dict(CHUNK_MEAN_FILTER=0), dict(USE_ADAPTIVE_THRESHOLD=0),
+                                     dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
+def test_fitness_is_that_of_the_plain_rule(changes):
+    """Element by element in Python's integers and floats (SPEC 8), through packing and back."""
+    cfg = egg_config.make(**{**CFG.constants(), "CHUNK_SIZE": 1234, "POPULATION_SIZE": 1234, **changes})
+    rng = np.random.default_rng(len(str(changes)))
+    for losses in rng.integers(0, 1000, 1234), rng.integers(1 << 40, (1 << 40) + 9, 1234), np.full(1234, 7):
+        d = [int(odd) - int(even) for even, odd in zip(losses[::2], losses[1::2])]
+        if cfg.CHUNK_MEAN_FILTER and not cfg.FAST_FITNESS and sum(d):
+            mean = sum(d) / len(d) / cfg.LOSS_SCALE
+            d = [x + int((1 if mean > 0 else -1) * abs(mean) ** cfg.CHUNK_MEAN_EXPONENT * cfg.LOSS_SCALE) for x in d]
+        if cfg.USE_ADAPTIVE_THRESHOLD and not cfg.FAST_FITNESS:
+            least = sum(map(abs, d)) / len(d) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
+            wanted = [0 if abs(x) < least else 1 if x > 0 else -1 for x in d]
+        else:
+            wanted = [(x > 0) - (x < 0) for x in d]
+        got = fitness_digits.chunk_fitness(losses, cfg)
+        assert got.dtype == np.int8 and got.tolist() == wanted
+        packed = fitness_digits.pack_ternary(got)
+        digits = [{-1: 2}.get(x, x) for x in wanted] + [0] * 3
+        assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
+        assert (fitness_digits.unpack_ternary(packed, got.size) == got).all()
