@@ -177,7 +177,8 @@ def _norm_kernel(cfg, nz, cc, streams):
     `first`.
 
     plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
-    H, STEPS, SIZE, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, gru_parts.input_bytes(cfg, cfg.HIDDEN_DIM, 4), nz.silent
+    H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
+    SIZE = gru_parts.input_bytes(cfg, H, 4)
     fill_norm, normed = gru_parts.norm_functions(cfg, nz, cc, 1)[0], gru_parts.normed_function(cfg, cc)
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 4)
 
@@ -229,9 +230,9 @@ def _norm_kernel(cfg, nz, cc, streams):
 
 # --- products over all positions --------------------------------------------------------------------------------------
 
-# columns of a product over H or 4 H inputs, matrices
 def _columns(cfg, kind):
-    return {"gates": cfg.HIDDEN_DIM, "inner": 4 * cfg.HIDDEN_DIM, "down": cfg.HIDDEN_DIM, "logits": cfg.VOCAB_SIZE}[kind]
+    """Columns of a product."""
+    return {"inner": 4 * cfg.HIDDEN_DIM, "logits": cfg.VOCAB_SIZE}.get(kind, cfg.HIDDEN_DIM)
 
 
 def _slots(cfg):
@@ -261,12 +262,11 @@ def line_of(cfg):
 
 def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     """A product over all positions of some pairs from `first` on, divided and clipped. "gates": out, of the second
-    matrix `beyond` words further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many columns][core
-    matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of H. "logits":
-    out = q + 128, rows of line_of(cfg) bytes in the order of the columns.
+    matrix `beyond` words further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
+    columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
+    H. "logits": out = q + 128, rows of line_of(cfg) bytes in the order of the columns.
 
-    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows (of matrix blockIdx % 2 where there
-    are two).
+    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
     plan, 4 entries a matrix: 0 packed words, 1 seed A, 2 overlay A; call_sums: 0 seed B, 1 overlay B of w_down. sb:
     [3][stride], 0 and 1 of the inputs, 2 of u. places: pairs times positions."""
     H, N, RG, CG, PASSES = cfg.HIDDEN_DIM, shape.N, shape.RG, shape.CG, shape.passes
@@ -415,7 +415,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 refill(base, bar, step, steps, begun, every, x, packed, at, t)
                 step += 1
                 col = (ahead * CG + side) * N
-                if ptx.here(int32(place)) < places:          # `here` keeps the branch out of the loop of products
+                if ptx.here(int32(place)) < places:          # here: the branch stays out of the loop of products
                     if INNER:
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
                     elif LOGITS:
@@ -436,8 +436,9 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
 
 def _losses_kernel(cfg, cc, clean):
     """The loss of every row of logits, bytes z + 128 in rows of `line` words; a warp takes one row after the other.
-    With noise it is added to losses int64 [pairs, 2] from pair `first` on; `clean`: losses float64 [count, n] are set to
-    the cross-entropies in nats. The target of position p is tokens[... + skip + p + 1]. Launch [blocks], 256 threads."""
+    With noise it is added to losses int64 [pairs, 2]; `clean`: losses float64 [count, n] are set to the cross-entropies
+    in nats. The rows begin with pair `first`. The target of position p is tokens[... + skip + p + 1]. Launch [blocks],
+    256 threads."""
     V, SCALE, TABLE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE), 32 if clean else 256 * 32
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
 
@@ -481,7 +482,8 @@ def _losses_kernel(cfg, cc, clean):
                         d = int32(most - z[at + i])
                         some = int32(0)
                         for k in range(4):
-                            some = int32(some + table[int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(32)) + lane])
+                            entry = ptx.byte_permute(d, 0, int32(0x4440 + k))
+                            some = int32(some + table[int32(entry * int32(32)) + lane])
                         total += int64(some)
                     for v in range(V // 4 * 4 + lane, V, 32):
                         total += int64(table[int32(top - int32(int32(bytes_[4 * at + v]) & int32(255))) * 32 + lane])
@@ -511,7 +513,8 @@ def _recurrence(cfg, card):
                     ways.append((rank, shape, rows, resident))
     rank = min(way[0] for way in ways)
     rows, resident = next(way[2:] for way in ways if way[0] == rank)
-    return max((s for r, s, *rest in ways if r == rank and rest == [rows, resident]), key=lambda s: s.KP), rows, resident
+    best = max((way[1] for way in ways if way[0] == rank and way[2:] == (rows, resident)), key=lambda s: s.KP)
+    return best, rows, resident
 
 
 def _recur_kernel(cfg, nz, card, cc, clean):
@@ -545,10 +548,18 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         @device
         def load_own(base, own, which, k, t):
             return ptx.load_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16))
+
+        @device
+        def store_own(base, own, which, k, t, a, b, c, d):
+            ptx.store_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16), a, b, c, d)
     else:
         @device
         def load_own(base, own, which, k, t):
             return ptx.load4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4)
+
+        @device
+        def store_own(base, own, which, k, t, a, b, c, d):
+            ptx.store4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, a, b, c, d)
 
     @device
     def column_of(k, t):
@@ -658,7 +669,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             column = column_of(ahead * KS + 2 * j, t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                w0, w1 = load_own(base, own, 1, ahead * KS + 2 * j, t), load_own(base, own, 1, ahead * KS + 2 * j + 1, t)
+                w0 = load_own(base, own, 1, ahead * KS + 2 * j, t)
+                w1 = load_own(base, own, 1, ahead * KS + 2 * j + 1, t)
                 for half in range(2):
                     old, both_x = ptx.load2(candidates, at_row + half * (2 * H)), ptx.load2(x, at_row + half * (2 * H))
                     out = cuda.local.array(2, int32)
@@ -691,8 +703,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         if which == 0:
             gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
         else:
-            advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
-                    keeps0, keeps1)
+            advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works,
+                    live, keeps0, keeps1)
 
     all_columns = unrolled(PER, columns)
 
@@ -706,7 +718,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         t, p = cuda.threadIdx.x, call * PLAN
         group, lane, warp, q = t >> 7, t & 31, (t & 127) >> 5, t & 3
         row = warp * 16 + (lane >> 2)
-        base, bar, at_parts = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0), ptx.shared_address(parts, 0)
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        at_parts = ptx.shared_address(parts, 0)
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
         live = int32(1) if works and pair < units else int32(0)     # `here` keeps branches on it out of the loops
         pair = min(pair, units - 1)
@@ -728,11 +741,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             column = column_of(k, t)
             for which in range(2):
                 w0, w1, w2, w3 = make_own(weights, overlay, plan, p, seed, which, k, t)
-                if RESIDENT:
-                    ptx.store_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16), w0, w1, w2, w3)
-                else:
-                    ptx.store4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, w0,
-                               w1, w2, w3)
+                store_own(base, own, which, k, t, w0, w1, w2, w3)
                 if which == 1 and works and (not RAGGED or column < H):
                     for half in range(2):
                         h = int32(0)
@@ -947,7 +956,8 @@ class Rows(Pass):
         cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
         layout, some, few, stride, _ = self.layout(units, n)
         part, packed = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}, packed.view(np.int32)
-        dummy, beyond = tables.no_floats if self.clean else tables.no_ints, (layout["candidates"][0] - layout["gates"][0]) // 4
+        dummy = tables.no_floats if self.clean else tables.no_ints
+        beyond = (layout["candidates"][0] - layout["gates"][0]) // 4
         both_gates = scratch[layout["gates"][0]:layout["candidates"][1]].view(np.int32)
 
         def slices(size):

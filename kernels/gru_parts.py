@@ -197,7 +197,7 @@ def input_functions(cfg, nz, inputs, lanes):
 
 
 def normed_function(cfg, cc):
-    """Device function: 16 columns k of member m's row, a word of x, divided by the mean; the table of the weights is at a
+    """Device function: ln of a word of x, of columns 16 k + 4 q... of member m's row; the table of the weights is at a
     shared address."""
     H, clipped = cfg.HIDDEN_DIM, clip_functions(cc, True)[1](-127, 127)
 
