@@ -14,7 +14,6 @@ Columns  Rows of x, gates and candidates lie in the order in which threads hold 
 Where rows are narrow, kernels.gru_narrow has the noisy pass. """
 
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,8 +26,8 @@ from kernels import products
 from kernels import ptx
 from kernels import transformer
 from kernels.gru_parts import BITS, MAGIC, both
-from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_sum,
-                           unrolled, vector_function)
+from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
+                           quad_sum, unrolled, vector_function, written_out)
 from kernels.products import Pass, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device, loss_function
 from kernels.transformer import BARRIER_WORDS, GROUPS, TALLEST, THREADS, members_of
@@ -55,6 +54,12 @@ def divide_function(d):
         def divide(y):
             return quotient(y, int32(d), float32(RECIPROCAL))
     return divide
+
+
+def _registers(cfg, card):
+    """Decorator of device functions with loops over registers and noise within: those of mode 2 every compiler
+    leaves."""
+    return lambda function: device((written_out if cfg.ADAPTIVE_NOISE_MODE == 2 else card.written)(function))
 
 
 @device
@@ -119,54 +124,63 @@ def _embed_kernel(cfg, nz, clean):
 
     plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the token's and of the hidden side. Position p of window i is
     tokens[i * width + skip + p]. clean: a unit is two windows, else a pair."""
-    H, SHIFT, SILENT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT, nz.silent
-    noise, factor = nz.noise, nz.factor
+    H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, nz.silent
+    noise, factor, WORDS = nz.noise, nz.factor, 2 * H if MODE else H
 
     @device
-    def disturbed(word, k, noises, factors, i, own, own_factor, sign):
-        """Byte k of a word of the embedding, hidden unit i, with its noise."""
-        d = float32(float32(int32(own * noises[i])) * own_factor)
-        d = ptx.trunc_f32(float32(d * factors[i]))
-        return clip(int32(byte(word, k) + int32(int32(d * sign) >> int32(SHIFT))))
+    def disturbed(v, other, f, own, own_factor, sign):
+        """An element v of the embedding with its noise."""
+        d = int32(own * other)
+        if MODE:
+            d = ptx.trunc_f32(float32(float32(float32(d) * own_factor) * ptx.bits_float(f)))
+        return clip(int32(v + int32(int32(d * sign) >> int32(SHIFT))))
 
     @device
-    def four(word, noises, factors, i, own, own_factor, sign):
+    def four(word, at, own, own_factor, sign):
+        """A word of x; the noise of its columns is at a shared address."""
         if SILENT:
             return int32(word ^ int32(SIGNS))
-        a = disturbed(word, 0, noises, factors, i, own, own_factor, sign)
-        b = disturbed(word, 1, noises, factors, i + 1, own, own_factor, sign)
-        c = disturbed(word, 2, noises, factors, i + 2, own, own_factor, sign)
-        d = disturbed(word, 3, noises, factors, i + 3, own, own_factor, sign)
+        n = ptx.load_shared4(int32(at))
+        f = ptx.load_shared4(int32(at + 4 * H)) if MODE else n
+        a = disturbed(byte(word, 0), n[0], f[0], own, own_factor, sign)
+        b = disturbed(byte(word, 1), n[1], f[1], own, own_factor, sign)
+        c = disturbed(byte(word, 2), n[2], f[2], own, own_factor, sign)
+        d = disturbed(byte(word, 3), n[3], f[3], own, own_factor, sign)
         return int32(pack4(a, b, c, d) ^ int32(SIGNS))
 
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, packed, overlay, tokens, width, skip, n, count, job, offset, x, losses):
-        noises, factors = cuda.shared.array(H, int32), cuda.shared.array(H, float32)
+        noises = cuda.shared.array(WORDS, int32, 16)         # and factors
         t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
-        position, q = cuda.blockIdx.y * 64 + (t >> 2), t & 3
+        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(noises, 0)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         if not SILENT:
             stream = uint32(seed + uint32(plan[p + 2]))
             for i in range(t, H, 256):
-                noises[i], factors[i] = noise(stream, i), factor(overlay[plan[p + 4] + i], stream, i)
+                noises[i] = noise(stream, i)
+                if MODE:
+                    noises[H + i] = ptx.float_bits(factor(overlay[plan[p + 4] + i], stream, i))
         if not clean and cuda.blockIdx.y == 0 and t < 2:
             losses[2 * unit + t] = 0
         cuda.syncthreads()
         if position < n:
-            row = row_of(int64(unit) * n + position)
-            for member in range(2):
-                window = min(2 * unit + member, count - 1) if clean else unit
-                token = tokens[window * width + skip + position]
-                own, own_factor = int32(0), float32(0)
-                if not SILENT:
-                    stream = uint32(seed + uint32(plan[p + 1]))
-                    own, own_factor = noise(stream, token), factor(overlay[plan[p + 3] + token], stream, token)
-                at, sign = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q, int32(1 - 2 * member)
-                for b in range(H // 32):
-                    i = b * 32 + q * 4
-                    ptx.store2(x, (row + 8 * member) * (H // 4) + b * 8 + q * 2,
-                               four(packed[at + b * 64], noises, factors, i, own, own_factor, sign),
-                               four(packed[at + b * 64 + 32], noises, factors, i + 16, own, own_factor, sign))
+            row, window = row_of(int64(unit) * n + position) * (H // 4) + q * 2, 2 * unit if clean else unit
+            token = tokens[window * width + skip + position]
+            own, own_factor = int32(0), float32(0)
+            if not SILENT:
+                stream = uint32(seed + uint32(plan[p + 1]))
+                own, own_factor = noise(stream, token), factor(overlay[plan[p + 3] + token], stream, token)
+            at = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q
+            at_odd = at
+            if clean:
+                token = tokens[min(window + 1, count - 1) * width + skip + position]
+                at_odd = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q
+            for b in range(H // 32):
+                at_n = base + b * 128 + q * 16
+                ptx.store2(x, row + b * 8, four(packed[at + b * 64], at_n, own, own_factor, int32(1)),
+                           four(packed[at + b * 64 + 32], at_n + 64, own, own_factor, int32(1)))
+                ptx.store2(x, row + 2 * H + b * 8, four(packed[at_odd + b * 64], at_n, own, own_factor, int32(-1)),
+                           four(packed[at_odd + b * 64 + 32], at_n + 64, own, own_factor, int32(-1)))
 
     return embed
 
@@ -282,7 +296,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     Q = quotient_functions(cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
     as_row, as_column, begin, quotients, pairs = Q.row, Q.column, Q.begin, Q.word, Q.pairs
-    two = ptx.int16_pairs(cc)
+    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
     add2, min2, max2, HIGHEST, LOWEST = two.add2, two.min2, two.max2, both(255), both(1)
 
     @card.device
@@ -337,18 +351,18 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 for half in range(2):
                     out[(row + 8 * half) * LINE + (col + 16 * j) // 4 + q] = quotients(acc, 8 * j + 2 * half)
 
-    @card.device
+    @registers
     def store_inner(acc, out, row, col, q, at_noise, sums):
         """Both rows as core matrices of `pieces` columns; sums + what they add to sb."""
         to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
-                for half in range(2):
-                    word = quotients(acc, 8 * j + 2 * half)
-                    out[to + half * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
+                for d in range(2):
+                    word = quotients(acc, 8 * j + 2 * d)
+                    out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     if not SILENT:
-                        sums[half] = add(word, at_noise, j, q, sums[half])
+                        sums[d] = add(word, at_noise, j, q, sums[d])
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -434,65 +448,97 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     return product, 4 * (AT_TABLES + (0 if SILENT else GROUPS * 2 * BUFFER))
 
 
-def _losses_kernel(cfg, cc, clean):
-    """The loss of every row of logits, bytes z + 128 in rows of `line` words; a warp takes one row after the other.
-    With noise it is added to losses int64 [pairs, 2]; `clean`: losses float64 [count, n] are set to the cross-entropies
-    in nats. The rows begin with pair `first`. The target of position p is tokens[... + skip + p + 1]. Launch [blocks],
-    256 threads."""
-    V, SCALE, TABLE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE), 32 if clean else 256 * 32
+def _losses_kernel(cfg, cc):
+    """Adds the losses of rows of logits, bytes z + 128 in rows of `line` words from pair `first` on, to losses int64
+    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]. Launch [blocks], 256 threads; a warp takes eight
+    rows of a member at a time, four lanes a row."""
+    V, TABLE = cfg.VOCAB_SIZE, 256 * 32
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
+
+    @device
+    def larger(tops, word):
+        return max2(max2(tops, ptx.byte_permute(word, 0, 0x4140)), ptx.byte_permute(word, 0, 0x4342))
+
+    @device
+    def weight(d, k, at):
+        return ptx.load_shared(int32(at + int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(128))))
+
+    @device
+    def weights(most, word, at):
+        """The sum of the exponentials of four logits."""
+        d = int32(most - word)
+        return int32(int32(weight(d, 0, at) + weight(d, 1, at)) + int32(weight(d, 2, at) + weight(d, 3, at)))
 
     @cuda.jit(launch_bounds=256)
     def position_losses(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
         table = cuda.shared.array(TABLE, int32)              # [entry][lane]: a look-up has no bank conflicts
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        if not clean:
-            for i in range(cuda.threadIdx.x, TABLE, 256):
-                table[i] = exps[i >> 5]
+        q, at = lane & 3, ptx.shared_address(table, lane)
+        for i in range(cuda.threadIdx.x, TABLE, 256):
+            table[i] = exps[i >> 5]
         cuda.syncthreads()
-        for row in range(cuda.blockIdx.x * 8 + warp, 2 * ((places + 7) & ~7), cuda.gridDim.x * 8):
-            place, member = (row >> 4) * 8 + (row & 7), (row >> 3) & 1
-            unit = place // n
-            window = first + unit
-            if clean:
-                window = 2 * window + member
-            if place < places and window < count:
-                at, tops = int64(row) * line, int32(0)
-                for i in range(lane, V // 4, 32):
-                    word = z[at + i]
-                    tops = max2(max2(tops, ptx.byte_permute(word, 0, 0x4140)), ptx.byte_permute(word, 0, 0x4342))
-                top = max(int32(tops & int32(0xFFFF)), int32(uint32(tops) >> uint32(16)))
-                for v in range(V // 4 * 4 + lane, V, 32):
-                    top = max(top, int32(int32(bytes_[4 * at + v]) & int32(255)))
-                top = ptx.warp_max(top)
-                position = place - unit * n
-                token = tokens[window * width + skip + position + 1]
-                far = int32(top - int32(int32(bytes_[4 * at + token]) & int32(255)))
-                if clean:
-                    nats = float64(0)
-                    for v in range(lane, V, 32):
-                        nats += exps[int32(top - int32(int32(bytes_[4 * at + v]) & int32(255)))]
-                    for k in (16, 8, 4, 2, 1):
-                        nats += cuda.shfl_xor_sync(0xFFFFFFFF, nats, k)
-                    if lane == 0:
-                        losses[int64(window) * n + position] = math.log(nats) + float(far) / SCALE
-                else:
-                    most, total = ptx.byte_permute(top, 0, 0), int64(0)
-                    for i in range(lane, V // 4, 32):
-                        d = int32(most - z[at + i])
-                        some = int32(0)
-                        for k in range(4):
-                            entry = ptx.byte_permute(d, 0, int32(0x4440 + k))
-                            some = int32(some + table[int32(entry * int32(32)) + lane])
-                        total += int64(some)
-                    for v in range(V // 4 * 4 + lane, V, 32):
-                        total += int64(table[int32(top - int32(int32(bytes_[4 * at + v]) & int32(255))) * 32 + lane])
-                    for k in (16, 8, 4, 2, 1):
-                        total += cuda.shfl_xor_sync(0xFFFFFFFF, total, k)
-                    if lane == 0:
-                        cuda.atomic.add(losses, 2 * int64(window) + member, position_loss(total, far, 0))
+        for eight in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 2, cuda.gridDim.x * 8):
+            place, member, row = (eight >> 1) * 8 + (lane >> 2), eight & 1, int64(eight * 8 + (lane >> 2)) * line
+            unit = int32(uint32(min(place, places - 1)) // uint32(n))
+            tops, rest = int32(0), V // 16 * 16 + q
+            for i in range(q, V // 16, 4):
+                word = ptx.load4(z, row + 4 * i)
+                tops = larger(larger(larger(larger(tops, word[0]), word[1]), word[2]), word[3])
+            for v in range(rest, V, 4):
+                tops = max2(tops, int32(int32(bytes_[4 * row + v]) & int32(255)))
+            top = quad_max(max(int32(tops & int32(0xFFFF)), int32(uint32(tops) >> uint32(16))))
+            most, total = ptx.byte_permute(top, 0, 0), int64(0)
+            for i in range(q, V // 16, 4):
+                word = ptx.load4(z, row + 4 * i)
+                total += int64(weights(most, word[0], at)) + int64(weights(most, word[1], at))
+                total += int64(weights(most, word[2], at)) + int64(weights(most, word[3], at))
+            for v in range(rest, V, 4):
+                total += int64(weight(int32(top - int32(int32(bytes_[4 * row + v]) & int32(255))), 0, at))
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1)
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 2)
+            position = min(place, places - 1) - unit * n
+            token = tokens[(first + unit) * width + skip + position + 1]
+            loss = int64(0)
+            if q == 0 and place < places:
+                target = int32(int32(bytes_[4 * row + token]) & int32(255))
+                loss = position_loss(total, int32(top - target), 0)
+            to = 2 * (int64(first) + unit) + member
+            if cuda.all_sync(0xFFFFFFFF, unit == cuda.shfl_sync(0xFFFFFFFF, unit, 0)):
+                for k in (4, 8, 16):
+                    loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
+                if lane == 0:
+                    cuda.atomic.add(losses, to, loss)
+            elif q == 0:
+                cuda.atomic.add(losses, to, loss)
 
     return position_losses
+
+
+def _nats_kernel(cfg):
+    """losses float64 [count, n] = the cross-entropies of rows of logits in nats; arguments as of _losses_kernel, tokens
+    of `count` windows, exps float64. Launch [blocks], 256 threads; a warp takes a row at a time."""
+    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
+
+    @cuda.jit(launch_bounds=256)
+    def position_nats(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        for row in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 16, cuda.gridDim.x * 8):
+            place = (row >> 4) * 8 + (row & 7)
+            window, position = 2 * (first + place // n) + ((row >> 3) & 1), place % n
+            if place < places and window < count:
+                at, top, total = int64(row) * (4 * line), int32(0), float64(0)
+                for v in range(lane, V, 32):
+                    top = max(top, int32(int32(bytes_[at + v]) & int32(255)))
+                top = ptx.warp_max(top)
+                for v in range(lane, V, 32):
+                    total += exps[int32(top - int32(int32(bytes_[at + v]) & int32(255)))]
+                for k in (16, 8, 4, 2, 1):
+                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, k)
+                if lane == 0:
+                    target = int32(int32(bytes_[at + tokens[window * width + skip + position + 1]]) & int32(255))
+                    losses[int64(window) * n + position] = math.log(total) + float(int32(top - target)) / SCALE
+
+    return position_nats
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
@@ -540,7 +586,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     Q = quotient_functions(cfg, nz, H)
     as_row, as_column, begin_acc, pairs = Q.row, Q.column, Q.begin, Q.pairs
     gated2, next2 = gru_parts.state_functions(cc)
-    two = ptx.int16_pairs(cc)
+    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
     add2, min2, max2 = two.add2, two.min2, two.max2
     FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
 
@@ -615,19 +661,19 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         s = ptx.load_shared4(int32(address + (which * 64 + row) * (4 * GROUPS)))
         return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
 
-    @card.device
+    @registers
     def multiply(ahead, acc, which, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t):
         """acc = the product of a pass, with its noise."""
         for j in range(KS):
             if SILENT:
-                for k in range(8):
-                    acc[8 * j + k] = begin_acc(int32(0), int32(0))
+                for i in range(8):
+                    acc[8 * j + i] = begin_acc(int32(0), int32(0))
             else:
                 column, stream = column_of(ahead * KS + j, t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
                 word = load_own(base, own, which, ahead * KS + j, t)[0]
-                for k in range(4):
-                    i = 8 * j + (k >> 1) * 4 + (k & 1)
-                    n = column_noise(word, k, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
+                for g in range(4):
+                    i = 8 * j + (g >> 1) * 4 + (g & 1)
+                    n = column_noise(word, g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n), begin_acc(s1, n)
         for piece in range(PIECES):
             start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
@@ -635,7 +681,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             leave(bar, step + piece, t)
             refill(base, bar, step + piece, steps, 0, 1, packed, packed, at, t)
 
-    @card.device
+    @registers
     def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
         """f, and the gated states of both rows to shared memory."""
         q, stream = t & 3, uint32(seed + uint32(plan[p + 15]))
@@ -644,23 +690,23 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
                 old0, old1 = ptx.load2(gates, at_row), ptx.load2(gates, at_row + 2 * H)
-                for k in range(2):
-                    i = 2 * j + k
+                for g in range(2):
+                    i = 2 * j + g
                     w = load_own(base, own, 0, ahead * KS + i, t)
-                    at_h = int32(at_word + (column - q * 4 + k * 16) * 8)
-                    for half in range(2):
-                        y, z = pairs(acc, 8 * i + 2 * half)
-                        word, bias = (old0[k], w[1]) if half == 0 else (old1[k], w[2])
+                    at_h = int32(at_word + (column - q * 4 + g * 16) * 8)
+                    for d in range(2):
+                        y, z = pairs(acc, 8 * i + 2 * d)
+                        word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         y = add2(add2(y, ptx.low2(word)), ptx.byte_permute(bias, 0, 0x4140))
                         z = add2(add2(z, ptx.high2(word)), ptx.byte_permute(bias, 0, 0x4342))
                         y, z = max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
-                        f[2 * (ahead * KS + i) + half] = ptx.bytes4(y, z)
-                        past = gated2(y, z, ptx.read_shared(int32(at_h + half * (8 * H))))
+                        f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
+                        past = gated2(y, z, ptx.read_shared(int32(at_h + d * (8 * H))))
                         if works:
-                            ptx.store_shared(int32(at_h + AT_PAST + half * (8 * H)), past)
-                        sums[half] = add_inputs(sums[half], past, w[3], overlay, plan[p + 17], stream, column + k * 16)
+                            ptx.store_shared(int32(at_h + AT_PAST + d * (8 * H)), past)
+                        sums[d] = add_inputs(sums[d], past, w[3], overlay, plan[p + 17], stream, column + g * 16)
 
-    @card.device
+    @registers
     def advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
                 keeps0, keeps1):
         """The new states of both rows, and x."""
@@ -671,28 +717,28 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
                 w0 = load_own(base, own, 1, ahead * KS + 2 * j, t)
                 w1 = load_own(base, own, 1, ahead * KS + 2 * j + 1, t)
-                for half in range(2):
-                    old, both_x = ptx.load2(candidates, at_row + half * (2 * H)), ptx.load2(x, at_row + half * (2 * H))
+                for d in range(2):
+                    old, both_x = ptx.load2(candidates, at_row + d * (2 * H)), ptx.load2(x, at_row + d * (2 * H))
                     out = cuda.local.array(2, int32)
-                    for k in range(2):
-                        i, bias, noises = 2 * j + k, w0[1] if half == 0 else w0[2], w0[3]
-                        if k == 1:
-                            bias, noises = w1[1] if half == 0 else w1[2], w1[3]
-                        at_h = int32(at_word + (column - q * 4 + k * 16) * 8 + half * (8 * H))
-                        y, z = pairs(acc, 8 * i + 2 * half)
-                        y = max2(min2(add2(add2(y, ptx.low2(old[k])), ptx.low2(bias)), HIGHEST), LOWEST)
-                        z = max2(min2(add2(add2(z, ptx.high2(old[k])), ptx.high2(bias)), HIGHEST), LOWEST)
-                        y, z = next2(f[2 * (ahead * KS + i) + half], ptx.read_shared(at_h), y, z)
+                    for g in range(2):
+                        i, bias, noises = 2 * j + g, w0[1] if d == 0 else w0[2], w0[3]
+                        if g == 1:
+                            bias, noises = w1[1] if d == 0 else w1[2], w1[3]
+                        at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
+                        y, z = pairs(acc, 8 * i + 2 * d)
+                        y = max2(min2(add2(add2(y, ptx.low2(old[g])), ptx.low2(bias)), HIGHEST), LOWEST)
+                        z = max2(min2(add2(add2(z, ptx.high2(old[g])), ptx.high2(bias)), HIGHEST), LOWEST)
+                        y, z = next2(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h = ptx.bytes4(y, z)
-                        y = add2(ptx.byte_permute(both_x[k], 0, 0x4140), y)
-                        z = add2(ptx.byte_permute(both_x[k], 0, 0x4342), z)
-                        out[k] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
-                        h = h if (keeps1 if half else keeps0) else int32(0)
+                        y = add2(ptx.byte_permute(both_x[g], 0, 0x4140), y)
+                        z = add2(ptx.byte_permute(both_x[g], 0, 0x4342), z)
+                        out[g] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
+                        h = h if (keeps1 if d else keeps0) else int32(0)
                         if works:
                             ptx.store_shared(at_h, h)
-                        sums[half] = add_inputs(sums[half], h, noises, overlay, plan[p + 16], stream, column + k * 16)
+                        sums[d] = add_inputs(sums[d], h, noises, overlay, plan[p + 16], stream, column + g * 16)
                     if live:
-                        ptx.store2(x, at_row + half * (2 * H), out[0], out[1])
+                        ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
     @device
     def columns(ahead, which, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t,
@@ -918,11 +964,12 @@ class Rows(Pass):
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() // 2 * 2048
         self.embed = add(_embed_kernel(cfg, nz, clean), EMBED_TYPES + (losses,))
-        self.norm_two, self.norm_one = (add(_norm_kernel(cfg, nz, cc, streams), NORM_TYPES) for streams in (2, 1))
+        self.norm_one = add(_norm_kernel(cfg, nz, cc, 1), NORM_TYPES)
+        self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2), NORM_TYPES)
         self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP), PRODUCT_TYPES)
                          for kind, of in self.shapes.items()}
         self.recur = add(_recur_kernel(cfg, nz, card, cc, clean), RECUR_TYPES)
-        self.losses = add(_losses_kernel(cfg, cc, clean),
+        self.losses = add(_nats_kernel(cfg) if clean else _losses_kernel(cfg, cc),
                           LOSSES_TYPES + (AF64 if clean else A32,) + LOSSES_MORE + (losses,))
         self.at = packing.placed if hasattr(packing, "placed") else self._pack(packing, shape)
         packing.placed = self.at
@@ -997,7 +1044,7 @@ class Rows(Pass):
         for first, pairs in slices(few) if losses is not None else ():
             norm(self.norm_one, plan.norm_f, first, pairs)
             product("logits", plan.head, "head", 0, first, pairs, "n", part["u"])
-            self.losses[0][min(blocks(2 * pairs * n, 8), 8 * processors), 256, stream](
+            self.losses[0][min(blocks(2 * pairs * n, 64), 8 * processors), 256, stream](
                 part["u"], scratch[slice(*layout["u"])], line_of(cfg) // 4,
                 tables.clean_exps if self.clean else tables.exps, tokens, width, skip, n, first, pairs * n, count,
                 losses)
@@ -1011,10 +1058,9 @@ class Forward(products.Forward):
                          divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
         self._plan, self._gather = _Plan(cfg, self._packing), _gather_kernel()
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        paths = os.environ.get("GRU_PATHS", "hopper,narrow")
-        if "hopper" in paths and cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
+        if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
-        elif "narrow" in paths and gru_narrow.fits(cfg, cc, shared_limit):
+        elif gru_narrow.fits(cfg, cc, shared_limit):
             self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
