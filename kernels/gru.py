@@ -25,7 +25,7 @@ from kernels import gru_parts
 from kernels import products
 from kernels import ptx
 from kernels import transformer
-from kernels.gru_parts import BITS, MAGIC, both
+from kernels.gru_parts import both
 from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
                            quad_sum, unrolled, vector_function, written_out)
 from kernels.products import Pass, block_sum, matrix_vector, ranges
@@ -777,7 +777,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             fill(base, bar, i, 0, 1, packed, packed, at, t)
         at_token0 = int64(min(2 * pair, count - 1) if clean else pair) * width + skip
         at_token1 = int64(min(2 * pair + 1, count - 1) if clean else pair) * width + skip
-        keeps0, keeps1 = begin and tokens[at_token0] != 0, begin and tokens[at_token1] != 0
+        keeps0, keeps1 = tokens[at_token0] != 0, tokens[at_token1] != 0
         at_state = ((int64(job[1]) + offset + pair) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4)
         at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
         acc, f, sums = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(2, int32)
@@ -789,12 +789,14 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 w0, w1, w2, w3 = make_own(weights, overlay, plan, p, seed, which, k, t)
                 store_own(base, own, which, k, t, w0, w1, w2, w3)
                 if which == 1 and works and (not RAGGED or column < H):
-                    for half in range(2):
-                        h = int32(0)
-                        if keeps1 if half else keeps0:
-                            h = states[at_state + column // 4]
-                        ptx.store_shared(int32(at_word + (column - q * 4) * 8 + half * (8 * H)), h)
-                        sums[half] = add_inputs(sums[half], h, w3, overlay, plan[p + 16], stream, column)
+                    at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
+                    if begin:
+                        state = states[at_state + column // 4]
+                    h0, h1 = state if keeps0 else int32(0), state if keeps1 else int32(0)
+                    ptx.store_shared(at_h, h0)
+                    ptx.store_shared(int32(at_h + 8 * H), h1)
+                    sums[0] = add_inputs(sums[0], h0, w3, overlay, plan[p + 16], stream, column)
+                    sums[1] = add_inputs(sums[1], h1, w3, overlay, plan[p + 16], stream, column)
         store_sums(parts, 0, row, group, sums[0], sums[1], q)
         if BULK:
             ptx.proxy_fence()
@@ -962,7 +964,7 @@ class Rows(Pass):
         super().__init__(cfg)
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
-        self.own_bytes = shape.columns() // 2 * 2048
+        self.own_bytes = shape.columns() * 128               # 16 a thread, matrix and 16 columns
         self.embed = add(_embed_kernel(cfg, nz, clean), EMBED_TYPES + (losses,))
         self.norm_one = add(_norm_kernel(cfg, nz, cc, 1), NORM_TYPES)
         self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2), NORM_TYPES)
