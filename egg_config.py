@@ -310,9 +310,8 @@ def given(preset=None, defines=(), environ=os.environ):
 
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
-    saved: the constants of a saved run, as JSON gives them back, which replace those of this file; run: the directory
-    of that run, if it cannot go on with others. Raises ConfigError with one line that names the constant and the
-    rule."""
+    saved: the constants of a saved run, as JSON gives them back, instead of this file's; run: its directory, if it
+    cannot go on with others. Raises ConfigError with one line that names the constant and the rule."""
     values = {**_DEFAULTS, **{name: _tuples(value) for name, value in dict(saved).items()}}
     found, differ = given(preset, defines, environ), {}
     for name, (source, value) in found.items() if run else ():
