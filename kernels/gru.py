@@ -57,9 +57,11 @@ def divide_function(d):
 
 
 def _registers(cfg, card):
-    """Decorator of device functions with loops over registers and noise within: those of mode 2 every compiler
-    leaves."""
-    return lambda function: device((written_out if cfg.ADAPTIVE_NOISE_MODE == 2 else card.written)(function))
+    """Decorator of device functions with loops over registers and noise within. Every compiler leaves those of mode 2;
+    of the others no compiler leaves the inner ones, over d and g."""
+    if cfg.ADAPTIVE_NOISE_MODE == 2:
+        return lambda function: device(written_out(function))
+    return device if card.unrolls else lambda function: device(written_out(function, {"i", "j"}))
 
 
 @device
