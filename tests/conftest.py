@@ -118,10 +118,9 @@ def processes(count):
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
-
-
 LONG = ("test_recorded_default_configuration", "test_an_archipelago_survives_chaos", "test_chaos_changes_no_bit",
-        "test_nothing_is_compiled_once_the_clock_runs", "test_ctrl_c_early_leaves_no_traceback")
+        "test_recorded_run_with_the_instructions_of_any_processor", "test_nothing_is_compiled_once_the_clock_runs",
+        "test_ctrl_c_early_leaves_no_traceback")
 
 
 def pytest_collection_modifyitems(items):

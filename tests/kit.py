@@ -364,6 +364,12 @@ def changed(**constants):
     return egg_config.make(**{**CFG.constants(), **constants})
 
 
+def differing(cfg):
+    """{name: value}: the constants of cfg, without the local ones, that are not as in egg_config.py."""
+    default = egg_config.make()
+    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+
+
 def card(cfg=CFG, **values):
     return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
             "config": history.kept(cfg), "data": "", **values}

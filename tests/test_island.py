@@ -39,7 +39,7 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, Coordinator, FakeEngine, Lines, Server, free_port, until, work_in_thread
+from kit import CFG, HERE, SECRET, Coordinator, FakeEngine, Lines, Server, differing, free_port, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -849,7 +849,7 @@ class Archipelago:
                 self.workers.append(subprocess.Popen(
                     [sys.executable, "egg.py", "worker", "127.0.0.1", "--port", str(self.ports[i]), "--threads", "1",
                      "--preset", "laptop",
-                     *(f"-D{k}={egg_config.text(v)}" for k, v in egg_config.changed(self.cfgs[i]).items()),
+                     *(f"-D{k}={egg_config.text(v)}" for k, v in differing(self.cfgs[i]).items()),
                      "-DDEVICE=cpu"],
                     cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             else:

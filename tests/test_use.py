@@ -33,14 +33,13 @@ from cluster import snapshots
 from tools import train
 from tools import use
 from tools.debug import Reading
-from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, drawn, feed,
+from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, differing, drawn, feed,
                  hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
-DEFINES = [x for name, value in CFG.shared().items() if value != getattr(egg_config.make(), name)
-           for x in ("-D", f"{name}={egg_config.text(value)}")]
+DEFINES = [x for name, value in differing(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
