@@ -1,44 +1,45 @@
 """The recurrent model (engine.cpu_gru) on CUDA, with the interface of egg_kernels.Forward and the same bits as the CPU.
 
 A layer reads the whole window before the next begins. Then only two of its six products follow the positions one by
-one; the others are plain matrix products over all members times positions, whose weights are fetched once for 128 rows.
-Position after position they would be fetched for every token: 4.8 MB times 100 positions a block of members, far beyond
-what the second-level cache can give. The products with the state are one kernel a layer: a block has the states of some
-sequences in shared memory and takes them through all positions; U_f and U_h (128 KB at H = 256) come from the caches,
-tile by tile in the order of the tensor cores.
+one; the others are plain products over all members times positions. So a layer is: a norm, W_f and W_h ("gates" and
+"candidates"), the recurrence, a norm, up ("inner") and down; at the end a norm, the logits and their losses. Products
+are those of kernels.transformer (Shape, product_functions): 64 rows a warpgroup, with wgmma or mma.sync.
 
-Row = (pair, member, position), as in egg_kernels: a pair ("unit") is 2 n consecutive rows for n positions, without
-noise two sequences. x, the gates, the candidates and the logits lie row by row; what is multiplied lies as core
-matrices (kernels.ptx). What is not recurrent runs over some units at a time, so that what passes between its kernels
-stays in the second-level cache. """
+Rows     Two members share everything but the sign of their noise: those of a pair, or, without noise, two windows. With
+         P = pair * n + position, row P / 8 * 16 + P % 8 is the even member's, 8 further the odd member's: what a thread
+         holds of a tile (rows g and g + 8, see Fragment in kernels.transformer) has one position and one noise.
+Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
+         byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
+
+Where rows are narrow, kernels.gru_narrow has the noisy pass. """
 
 import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float32, float64, int16, int32, int64, types, uint32
+from numba import cuda, float32, float64, int32, int64, types, uint32
 
 from kernels import gru_hopper
 from kernels import gru_narrow
+from kernels import gru_parts
 from kernels import products
 from kernels import ptx
-from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, TILE, aligned, blocks, byte, clip, pack4, quad_sum,
-                           unrolled, vector_function)
-from kernels.products import Pass, block_sum, chunk, matrix_vector, ranges, tile_functions, units_in_tile
+from kernels import transformer
+from kernels.gru_parts import both
+from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
+                           quad_sum, unrolled, vector_function, written_out)
+from kernels.products import Pass, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device, loss_function
+from kernels.transformer import BARRIER_WORDS, GROUPS, TALLEST, THREADS, members_of
 from model import parameters
 
-A16 = types.Array(int16, 1, "C")
-# rows that go through products, sums and norms together: 4 H times as many bytes fit the cache at H = 256
-SLICE = 40960
-# sequences a block of the recurrence may take, the most that shared memory allows; 32 leave room for a second block
-STATE_ROWS = (32, 16)
-
-
-# --- small device functions -------------------------------------------------------------------------------------------
+# bytes of activations that pass from a product to the next; the pass is cut into slices of so many
+SLICE = 1 << 28
 
 quotient, open_gate, gated, next_state = NORMS.quotient, NORMS.gate, NORMS.gated, NORMS.next_state
 
+
+# --- device functions -------------------------------------------------------------------------------------------------
 
 def divide_function(d):
     """Device function: clip(y / d rounded down) for a constant d; a shift where d is a power of two."""
@@ -55,22 +56,57 @@ def divide_function(d):
     return divide
 
 
-@device
-def two_bytes(a, b):
-    return int16(int32(int32(a & int32(255)) | int32(b << int32(8))))
+def _registers(cfg, card):
+    """Decorator of device functions with loops over registers and noise within. Every compiler leaves those of mode 2;
+    of the others no compiler leaves the inner ones, over d and g."""
+    if cfg.ADAPTIVE_NOISE_MODE == 2:
+        return lambda function: device(written_out(function))
+    return device if card.unrolls else lambda function: device(written_out(function, {"i", "j"}))
 
 
 @device
-def low(pair):
-    return int32(int32(int32(pair) << int32(24)) >> int32(24))
+def row_of(place):
+    """The even member's row of P; the odd member's is 8 further."""
+    return (int64(place >> 3) << 4) + (place & 7)
 
 
-@device
-def high(pair):
-    return int32(int32(pair) >> int32(8))
+def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
+    """Device functions of a product over `inputs` whose accumulators begin with their noise:
+
+    row(s), column(n)    a signed sb and a column noise as `begin` wants them
+    begin(s, n)          the accumulator before the product
+    word(acc, i)         four columns from acc[i] on as bytes: add + the quotient, rounded down and clipped
+    pairs(acc, i)        the same as two words of two int16
+    """
+    D = parameters.divisor(cfg, inputs)
+    row, column, begun, FLOATS = transformer.begin_functions(cfg, nz, inputs)
+    START, A, C = gru_parts.floor_constants(D, add)
+    BASE = START if FLOATS or nz.silent else 0
+    LEAST, MOST = BASE + lowest * D, BASE + 127 * D + D - 1
+
+    @device
+    def begin(s, n):
+        return begun(s, n, int32(BASE))
+
+    @device
+    def divided(v):
+        """The bits of a float whose second byte is the quotient."""
+        v = min(max(int32(v), int32(LEAST)), int32(MOST))
+        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + int32(START - BASE))), float32(A), float32(C)))
+
+    @device
+    def word(acc, i):
+        return transformer.pack_rounded(divided(acc[i]), divided(acc[i + 1]), divided(acc[i + 4]), divided(acc[i + 5]))
+
+    @device
+    def pairs(acc, i):
+        return (ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591),
+                ptx.byte_permute(divided(acc[i + 4]), divided(acc[i + 5]), 0xD591))
+
+    return SimpleNamespace(row=row, column=column, begin=begin, word=word, pairs=pairs)
 
 
-# --- everything but the recurrence ------------------------------------------------------------------------------------
+# --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _gather_kernel():
     """The tokens from which the state of every group is made. Launch blocks of 256 over streams * n; stream g is the
@@ -85,463 +121,713 @@ def _gather_kernel():
     return gather
 
 
-def _embed_kernel(cfg, nz, noisy):
-    """x = the embedding, a warp a row. Launch [units, ceil(2 n / 8)], 256 threads. plan: 0 packed, 1 and 2 seeds, 3 and
-    4 overlays of the token's and of the hidden side. Position p of window i is tokens[i * width + skip + p]."""
-    H, SHIFT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT
-    noise, factor = nz.noise, nz.factor
+def _embed_kernel(cfg, nz, clean):
+    """x = the embedding. Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position.
+
+    plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the token's and of the hidden side. Position p of window i is
+    tokens[i * width + skip + p]. clean: a unit is two windows, else a pair."""
+    H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, nz.silent
+    noise, factor, WORDS = nz.noise, nz.factor, 2 * H if MODE else H
 
     @device
-    def value(v, i, own, own_factor, stream, overlay, at_overlay, sign):
-        """Element i, v without noise."""
-        if not noisy:
-            return v
-        d = float32(float32(int32(own * noise(stream, i))) * own_factor)
-        d = ptx.trunc_f32(float32(d * factor(overlay[at_overlay + i], stream, i)))
+    def disturbed(v, other, f, own, own_factor, sign):
+        """An element v of the embedding with its noise."""
+        d = int32(own * other)
+        if MODE:
+            d = ptx.trunc_f32(float32(float32(float32(d) * own_factor) * ptx.bits_float(f)))
         return clip(int32(v + int32(int32(d * sign) >> int32(SHIFT))))
+
+    @device
+    def four(word, at, own, own_factor, sign):
+        """A word of x; the noise of its columns is at a shared address."""
+        if SILENT:
+            return int32(word ^ int32(SIGNS))
+        n = ptx.load_shared4(int32(at))
+        f = ptx.load_shared4(int32(at + 4 * H)) if MODE else n
+        a = disturbed(byte(word, 0), n[0], f[0], own, own_factor, sign)
+        b = disturbed(byte(word, 1), n[1], f[1], own, own_factor, sign)
+        c = disturbed(byte(word, 2), n[2], f[2], own, own_factor, sign)
+        d = disturbed(byte(word, 3), n[3], f[3], own, own_factor, sign)
+        return int32(pack4(a, b, c, d) ^ int32(SIGNS))
 
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, packed, overlay, tokens, width, skip, n, count, job, offset, x, losses):
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        here, lane, p = cuda.blockIdx.y * 8 + (t >> 5), t & 31, call * PLAN
-        if noisy and cuda.blockIdx.y == 0 and t < 2:
+        noises = cuda.shared.array(WORDS, int32, 16)         # and factors
+        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(noises, 0)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        if not SILENT:
+            stream = uint32(seed + uint32(plan[p + 2]))
+            for i in range(t, H, 256):
+                noises[i] = noise(stream, i)
+                if MODE:
+                    noises[H + i] = ptx.float_bits(factor(overlay[plan[p + 4] + i], stream, i))
+        if not clean and cuda.blockIdx.y == 0 and t < 2:
             losses[2 * unit + t] = 0
-        if here < 2 * n:
-            member = 1 if here >= n else 0
-            window = unit if noisy else min(2 * unit + member, count - 1)
-            token = tokens[window * width + skip + here - member * n]
-            sign = int32(1 - 2 * member)
-            seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-            own, own_factor, stream = int32(0), float32(0), uint32(seed + uint32(plan[p + 2]))
-            if noisy:
-                own = noise(uint32(seed + uint32(plan[p + 1])), token)
-                own_factor = factor(overlay[plan[p + 3] + token], uint32(seed + uint32(plan[p + 1])), token)
-            for word in range(lane, H // 4, 32):
-                e = packed[plan[p] + (token >> 3) * (2 * H) + (word >> 2) * 32 + (token & 7) * 4 + (word & 3)]
-                i, over = word * 4, plan[p + 4]
-                a = value(byte(e, 0), i, own, own_factor, stream, overlay, over, sign)
-                b = value(byte(e, 1), i + 1, own, own_factor, stream, overlay, over, sign)
-                c = value(byte(e, 2), i + 2, own, own_factor, stream, overlay, over, sign)
-                d = value(byte(e, 3), i + 3, own, own_factor, stream, overlay, over, sign)
-                x[(unit * (2 * n) + here) * (H // 4) + word] = pack4(a, b, c, d)
+        cuda.syncthreads()
+        if position < n:
+            row, window = row_of(int64(unit) * n + position) * (H // 4) + q * 2, 2 * unit if clean else unit
+            token = tokens[window * width + skip + position]
+            own, own_factor = int32(0), float32(0)
+            if not SILENT:
+                stream = uint32(seed + uint32(plan[p + 1]))
+                own, own_factor = noise(stream, token), factor(overlay[plan[p + 3] + token], stream, token)
+            at = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q
+            at_odd = at
+            if clean:
+                token = tokens[min(window + 1, count - 1) * width + skip + position]
+                at_odd = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q
+            for b in range(H // 32):
+                at_n = base + b * 128 + q * 16
+                ptx.store2(x, row + b * 8, four(packed[at + b * 64], at_n, own, own_factor, int32(1)),
+                           four(packed[at + b * 64 + 32], at_n + 64, own, own_factor, int32(1)))
+                ptx.store2(x, row + 2 * H + b * 8, four(packed[at_odd + b * 64], at_n, own, own_factor, int32(-1)),
+                           four(packed[at_odd + b * 64 + 32], at_n + 64, own, own_factor, int32(-1)))
+
     return embed
 
 
-def _norm_kernel(cfg, nz, noisy, streams):
-    """out = ln(x) as core matrices, and its sums sb with `streams` input noises. Launch [units, ceil(2 n / 128)], 256
-    threads; four lanes share a row. plan: 0 ln (vector_function), 4.. seed and overlay of each stream."""
-    H, MODE = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
-    STREAMS = streams if noisy else 0
-    AT_F = (2 + streams) * H
-    vector, factor = vector_function(cfg, nz, noisy), nz.factor
-    input_coefficient, input_term = nz.input_coefficient, nz.input_term
+def _norm_kernel(cfg, nz, cc, streams):
+    """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
+    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. out and sb begin with pair
+    `first`.
 
-    @device
-    def term(sm, smf, v, s, i):
-        """Of element i, v, in the sum of stream s."""
-        if s >= STREAMS:
-            return int32(0)
-        return input_term(v, sm[(2 + s) * H + i], smf[AT_F + s * H + i] if MODE == 2 else float32(0))
+    plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
+    H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
+    SIZE = gru_parts.input_bytes(cfg, H, 4)
+    fill_norm, normed = gru_parts.norm_functions(cfg, nz, cc, 1)[0], gru_parts.normed_function(cfg, cc)
+    fill_input, add = gru_parts.input_functions(cfg, nz, H, 4)
 
     @cuda.jit(launch_bounds=256)
-    def norm(call, plan, weights, overlay, job, offset, n, stride, x, out, sb):
-        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p, first = call * PLAN, cuda.blockIdx.y * 128
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+    def norm(call, plan, weights, overlay, job, offset, first, n, stride, x, out, sb):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, types.int8)
+        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first + unit))
         for i in range(t, H, 256):
-            even, odd = vector(weights, overlay, plan, p, seed, i)
-            sm[i], sm[H + i] = clip(even), clip(odd)
-            for k in range(STREAMS):
-                stream = uint32(seed + uint32(plan[p + 4 + 2 * k]))
-                entry = overlay[plan[p + 5 + 2 * k] + i]
-                sm[(2 + k) * H + i] = input_coefficient(entry, stream, i)
-                if MODE == 2:
-                    smf[AT_F + k * H + i] = factor(entry, stream, i)
+            fill_norm(words, 0, weights, overlay, plan, p, seed, i)
+            if not SILENT:
+                for s in range(streams):
+                    stream, entry = uint32(seed + uint32(plan[p + 4 + 2 * s])), overlay[plan[p + 5 + 2 * s] + i]
+                    fill_input(words, bytes_, 16 * H + s * SIZE, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
         cuda.syncthreads()
-        lane, q = t & 31, t & 3
-        for group in range(t >> 5, 16, 8):
-            if first + group * 8 < 2 * n:
-                here = first + group * 8 + (lane >> 2)
-                inside = here < 2 * n
-                here = min(here, 2 * n - 1)
-                member, row = 1 if here >= n else 0, unit * (2 * n) + here
-                at_x, at_out = row * (H // 4) + q, (row >> 3) * (2 * H) + (row & 7) * 4 + q
-                total = int32(0)
-                for piece in range(H // 16):
-                    word = x[at_x + piece * 4]
-                    for k in range(4):
-                        total = int32(total + abs(byte(word, k)))
-                mean = int32(max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1)))
-                reciprocal = float32(float32(1) / float32(mean))
-                first_sum, second_sum = int32(0), int32(0)
-                for piece in range(H // 16):
-                    word, i = x[at_x + piece * 4], piece * 16 + q * 4
-                    a = quotient(int32(byte(word, 0) * sm[member * H + i]), mean, reciprocal)
-                    b = quotient(int32(byte(word, 1) * sm[member * H + i + 1]), mean, reciprocal)
-                    c = quotient(int32(byte(word, 2) * sm[member * H + i + 2]), mean, reciprocal)
-                    d = quotient(int32(byte(word, 3) * sm[member * H + i + 3]), mean, reciprocal)
-                    first_sum = int32(int32(first_sum + int32(term(sm, smf, a, 0, i) + term(sm, smf, b, 0, i + 1)))
-                                      + int32(term(sm, smf, c, 0, i + 2) + term(sm, smf, d, 0, i + 3)))
-                    second_sum = int32(int32(second_sum + int32(term(sm, smf, a, 1, i) + term(sm, smf, b, 1, i + 1)))
-                                       + int32(term(sm, smf, c, 1, i + 2) + term(sm, smf, d, 1, i + 3)))
-                    if inside:
-                        out[at_out + piece * 32] = pack4(a, b, c, d)
-                if STREAMS > 0:
-                    first_sum, second_sum = quad_sum(first_sum), quad_sum(second_sum)
-                    if q == 0 and inside:
-                        sb[row] = first_sum
-                        if STREAMS > 1:
-                            sb[stride + row] = second_sum
+        inside = int32(1) if position < n else int32(0)
+        position = min(position, n - 1)
+        here = int64(unit) * n + position
+        at_x, to = row_of(here + int64(first) * n) * (H // 4) + q * 2, row_of(here)
+        for member in range(2):
+            total = int32(0)
+            for b in range(STEPS):
+                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
+                total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
+            mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
+            reciprocal = ptx.reciprocal(float32(mean))
+            sum0, sum1 = int32(0), int32(0)
+            at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
+            for b in range(STEPS):
+                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
+                for i in range(2):
+                    k = 2 * b + i
+                    v = normed(word[i], member, k, base, q, reciprocal)
+                    if not SILENT:
+                        sum0 = add(v, int32(base + 16 * H), k, q, sum0)
+                        if streams > 1:
+                            sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
+                    if ptx.here(inside) != 0:
+                        out[at_n + k * 32] = v
+            if not SILENT:
+                sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+                if q == 0 and inside != 0:
+                    sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
+                    sb[2 * stride + to + 8 * member] = 0
 
-    return norm, 4 * H * (2 + streams * (2 if MODE == 2 else 1))
+    return norm, 16 * H + streams * SIZE
 
 
-def _inner_sums_kernel(cfg, nz):
-    """sb of u, the inside of the MLP, core matrices of 4 H bytes a row. Launch as _norm_kernel. plan: 0 seed, 1
-    overlay."""
-    K, MODE = 4 * cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE
-    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+# --- products over all positions --------------------------------------------------------------------------------------
 
-    @cuda.jit(launch_bounds=256)
-    def inner_sums(call, plan, overlay, job, offset, n, u, sb):
-        sm, smf = cuda.shared.array(0, int32), cuda.shared.array(0, float32)
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p, first = call * PLAN, cuda.blockIdx.y * 128
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[p]))
-        for i in range(t, K, 256):
-            entry = overlay[plan[p + 1] + i]
-            sm[i] = input_coefficient(entry, stream, i)
-            if MODE == 2:
-                smf[K + i] = factor(entry, stream, i)
+def _columns(cfg, kind):
+    """Columns of a product."""
+    return {"inner": 4 * cfg.HIDDEN_DIM, "logits": cfg.VOCAB_SIZE}.get(kind, cfg.HIDDEN_DIM)
+
+
+def _slots(cfg):
+    """Pairs that the 64 rows of a warpgroup can touch."""
+    return members_of(32, cfg.SEQ_LEN)
+
+
+def _table(cfg, kind):
+    """Words of a pair's tables for 128 columns: column noise; of "inner" also the input noise of w_down."""
+    return 128 + (gru_parts.input_bytes(cfg, 128, 4) // 4 if kind == "inner" else 0)
+
+
+def _shapes(cfg, card):
+    """{kind: Shape} of the products over all positions, with and without noise."""
+    H, out = cfg.HIDDEN_DIM, {}
+    for kind in "gates", "inner", "down", "logits":
+        budget = card.shared - 4 * GROUPS * 2 * _slots(cfg) * _table(cfg, kind) - 1024
+        out[kind] = (transformer.full_shape(budget, 4 * H, H, 32) if kind == "down"
+                     else transformer.wide_shape(budget, H, _columns(cfg, kind)))
+    return out
+
+
+def line_of(cfg):
+    """Bytes of a row of logits."""
+    return blocks(cfg.VOCAB_SIZE, 16) * 16
+
+
+def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
+    """A product over all positions of some pairs from `first` on, divided and clipped. "gates": out, of the second
+    matrix `beyond` words further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
+    columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
+    H. "logits": out = q + 128, rows of line_of(cfg) bytes in the order of the columns.
+
+    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
+    plan, 4 entries a matrix: 0 packed words, 1 seed A, 2 overlay A; call_sums: 0 seed B, 1 overlay B of w_down. sb:
+    [3][stride], 0 and 1 of the inputs, 2 of u. places: pairs times positions."""
+    H, N, RG, CG, PASSES = cfg.HIDDEN_DIM, shape.N, shape.RG, shape.CG, shape.passes
+    GATES, INNER, DOWN, LOGITS = (kind == name for name in ("gates", "inner", "down", "logits"))
+    MATRICES, COLUMNS, K = 2 if GATES else 1, _columns(cfg, kind), shape.K
+    SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
+    STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
+    AT_TABLES, BUFFER, SB_AT, LINE = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0, line_of(cfg) // 4
+    P = transformer.product_functions(card, shape)
+    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
+    start, done, leave = P.start, P.done, P.leave
+    noise, scaled = nz.noise, nz.scaled
+    fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
+    Q = quotient_functions(cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
+    as_row, as_column, begin, quotients, pairs = Q.row, Q.column, Q.begin, Q.word, Q.pairs
+    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
+    add2, min2, max2, HIGHEST, LOWEST = two.add2, two.min2, two.max2, both(255), both(1)
+
+    @card.device
+    def prepare(words, bytes_, at, c, column, unit, call_sums, plan, p, overlay, seed):
+        """Tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128. Without a
+        branch, which would make the products wait for each other."""
+        col = min(column + c, COLUMNS - 1)
+        for slot in range(SLOTS):
+            mine, here = uint32(seed + uint32(unit + slot)), at + slot * TABLE
+            stream = uint32(mine + uint32(plan[p + 1]))
+            words[here + c] = as_column(scaled(noise(stream, col), overlay[plan[p + 2] + col], stream, col))
+            if INNER:
+                stream, entry = uint32(mine + uint32(plan[call_sums])), overlay[plan[call_sums + 1] + col]
+                fill_input(words, bytes_, 4 * (here + 128), c >> 4, (c >> 2) & 3, c & 3, stream, entry, col)
+
+    @card.device
+    def begin_tile(acc, at, s0, s1):
+        """Accumulators before the product, from the noise of their columns at a shared address."""
+        for j in range(N // 16):
+            if SILENT:
+                n = (int32(0), int32(0), int32(0), int32(0))
+            else:
+                n = ptx.load_shared4(int32(at + j * 64))
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                acc[i], acc[i + 2] = begin(s0, n[k]), begin(s1, n[k])
+
+    @card.device
+    def added(acc, i, old):
+        """A word of x after the addition of four quotients."""
+        y, z = pairs(acc, i)
+        y, z = add2(ptx.byte_permute(old, 0, 0x4140), y), add2(ptx.byte_permute(old, 0, 0x4342), z)
+        return ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
+
+    @card.device
+    def store_rows(acc, out, to, col, q):
+        """32 columns a time of both rows, in the order of the threads."""
+        for j in range(N // 32):
+            if not RAGGED or col + 32 * j < COLUMNS:
+                for half in range(2):
+                    at, i = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, 16 * j + 2 * half
+                    if DOWN:
+                        old = ptx.load2(out, at)
+                        ptx.store2(out, at, added(acc, i, old[0]), added(acc, i + 8, old[1]))
+                    else:
+                        ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
+
+    @card.device
+    def store_logits(acc, out, row, col, q):
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < COLUMNS:
+                for half in range(2):
+                    out[(row + 8 * half) * LINE + (col + 16 * j) // 4 + q] = quotients(acc, 8 * j + 2 * half)
+
+    @registers
+    def store_inner(acc, out, row, col, q, at_noise, sums):
+        """Both rows as core matrices of `pieces` columns; sums + what they add to sb."""
+        to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < COLUMNS:
+                c = col + 16 * j
+                for d in range(2):
+                    word = quotients(acc, 8 * j + 2 * d)
+                    out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
+                    if not SILENT:
+                        sums[d] = add(word, at_noise, j, q, sums[d])
+
+    @cuda.jit(launch_bounds=THREADS)
+    @card.written
+    def product(call, call_sums, at, plan, packed, overlay, job, offset, first, n, places, stride, x, sb, out, beyond):
+        words, bytes_ = cuda.shared.array(0, int32, 128), cuda.shared.array(0, types.int8, 128)
+        barriers = cuda.shared.array(BARRIER_WORDS, int64)
+        t = cuda.threadIdx.x
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side, rg = lane & 3, group % CG, group // CG
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        which, begun, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        p, at, tiles = call * PLAN + which * 4, at + which * MATRIX_WORDS, (2 * places - 1) // (64 * RG) + 1
+        count = (tiles - 1 - begun) // every + 1 if begun < tiles else 0
+        steps = count * (PASSES * PIECES)
+        init(bar, t)
         cuda.syncthreads()
-        lane, q = t & 31, t & 3
-        for group in range(t >> 5, 16, 8):
-            if first + group * 8 < 2 * n:
-                here = first + group * 8 + (lane >> 2)
-                row = unit * (2 * n) + min(here, 2 * n - 1)
-                total = int32(0)
-                for piece in range(K // 16):
-                    word = u[(row >> 3) * (2 * K) + piece * 32 + (row & 7) * 4 + q]
-                    for k in range(4):
-                        i = piece * 16 + q * 4 + k
-                        f = smf[K + i] if MODE == 2 else float32(0)
-                        total = int32(total + input_term(byte(word, k), sm[i], f))
-                total = quad_sum(total)
-                if q == 0 and here < 2 * n:
-                    sb[row] = total
+        if count > 0:
+            rows(base, bar, 0, begun, x, t)
+        for i in range(min(STAGES, steps)):
+            fill(base, bar, i, begun, every, x, packed, at, t)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first))
+        tables = AT_TABLES + group * (2 * BUFFER)
+        acc, sums = cuda.local.array(ACC, int32), cuda.local.array(2, int32)
+        for i in range(ACC):
+            acc[i] = 0
+        step, odd, unit = 0, 0, int32(uint32((begun * RG + rg) * 32) // uint32(n))
+        if not SILENT:
+            prepare(words, bytes_, tables, c, side * N, unit, call_sums * PLAN, plan, p, overlay, seed)
+            ptx.named_barrier(1 + group, 128)
+        for turn in range(count):
+            tile = begun + turn * every
+            row = (tile * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
+            place = (row >> 4) * 8 + (lane >> 2)
+            slot, s0, s1 = int32(0), int32(0), int32(0)
+            if not SILENT:
+                unit = int32(uint32((tile * RG + rg) * 32) // uint32(n))
+                slot = int32(int32(uint32(place) // uint32(n)) - unit)
+                s0 = as_row(sb[(SB_AT + which) * stride + row])
+                s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]))
+            to, sums[0], sums[1] = row_of(place + int64(first) * n), 0, 0
+            wait_rows(bar, turn, t)
+            for ahead in range(PASSES):
+                here = tables + odd * BUFFER + slot * TABLE
+                begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1)
+                for piece in range(PIECES - 1):
+                    start(acc, base, bar, step, piece, 1, t)
+                    done(acc)
+                    leave(bar, step, t)
+                    refill(base, bar, step, steps, begun, every, x, packed, at, t)
+                    step += 1
+                start(acc, base, bar, step, PIECES - 1, 1, t)
+                if not SILENT:                               # while the tensor cores work: the tables of the next pass
+                    last = ahead == PASSES - 1
+                    coming = int32(uint32(((tile + every) * RG + rg) * 32) // uint32(n)) if last else unit
+                    prepare(words, bytes_, tables + (1 - odd) * BUFFER, c, ((0 if last else ahead + 1) * CG + side) * N,
+                            coming, call_sums * PLAN, plan, p, overlay, seed)
+                    ptx.named_barrier(1 + group, 128)
+                done(acc)
+                leave(bar, step, t)
+                if ahead == PASSES - 1:
+                    leave_rows(bar, t)
+                    if turn + 1 < count:
+                        rows(base, bar, turn + 1, tile + every, x, t)
+                refill(base, bar, step, steps, begun, every, x, packed, at, t)
+                step += 1
+                col = (ahead * CG + side) * N
+                if ptx.here(int32(place)) < places:          # here: the branch stays out of the loop of products
+                    if INNER:
+                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
+                    elif LOGITS:
+                        store_logits(acc, out, int64(row), col, q)
+                    else:
+                        store_rows(acc, out, to * (H // 4) + which * beyond, col, q)
+                odd = 1 - odd
+                if INNER and not SILENT:
+                    ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
+            if INNER and not SILENT:
+                for half in range(2):
+                    total = quad_sum(sums[half])
+                    if q == 0 and place < places:
+                        cuda.atomic.add(sb, 2 * stride + row + 8 * half, total)
 
-    return inner_sums, 4 * K * (2 if MODE == 2 else 1)
+    return product, 4 * (AT_TABLES + (0 if SILENT else GROUPS * 2 * BUFFER))
 
 
-def _product_kernel(cfg, nz, noisy, kind):
-    """q = x W with noise, divided and clipped. kind "rows": out[z * beyond + row * line + c], for any number of columns
-    up to `line`; "inner": 4 H columns as core matrices, MLP_RELU; "down": from 4 H inputs, out = clip(out + q) in rows
-    of H.
-
-    Launch [row tiles, column tiles, matrices z], 256 threads. plan, 4 entries a matrix: 0 packed words, 1 seed A, 2
-    overlay A. rows: those of `out` that there are. beyond, line in bytes. sb int32 [z][stride]."""
-    H, T, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT
-    K, N = (4 * H, H) if kind == "down" else (H, 4 * H)
-    UNITS, KC, LOWEST = units_in_tile(cfg), chunk(K), 0 if cfg.MLP_RELU and kind == "inner" else -127
-    STAGE, NOISE_SIZE = 2 * TILE * KC, UNITS * TILE if noisy else 1
-    INNER, DOWN = kind == "inner", kind == "down"
-    noise, scaled, divide = nz.noise, nz.scaled, divide_function(parameters.divisor(cfg, K))
-    fetch, _, walk = tile_functions(K, KC)
-
-    # A thread has rows r = 0..3, 8 apart, of 16 columns.
+def _losses_kernel(cfg, cc):
+    """Adds the losses of rows of logits, bytes z + 128 in rows of `line` words from pair `first` on, to losses int64
+    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]. Launch [blocks], 256 threads; a warp takes eight
+    rows of a member at a time, four lanes a row."""
+    V, TABLE = cfg.VOCAB_SIZE, 256 * 32
+    position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
 
     @device
-    def finish(r, acc, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line):
-        """From sums to what is kept of row r."""
-        row, first = row0 + (warp >> 1) * 32 + r * 8 + (lane >> 2), (warp & 1) * 64 + (lane & 3) * 2
-        s, at = int32(0), int64(0)
-        if noisy:
-            unit = row // (2 * T)
-            s = int32(sb[z * stride + row] * int32(1 - 2 * (1 if row - unit * (2 * T) >= T else 0)))
-            at = (unit - unit0) * TILE + first
-        for j in range(8):
-            m, c = (r >> 1) * 32 + (r & 1) * 2 + j * 4, col0 + first + j * 8
-            a, b = acc[m], acc[m + 1]
-            if noisy:
-                a = int32(a + int32(int32(s * column[at + j * 8]) >> int32(NOISE_SHIFT)))
-                b = int32(b + int32(int32(s * column[at + j * 8 + 1]) >> int32(NOISE_SHIFT)))
-            a, b = int32(max(divide(a), int32(LOWEST))), int32(max(divide(b), int32(LOWEST)))
-            if INNER:
-                out[(row >> 3) * (4 * N) + (c >> 4) * 64 + (row & 7) * 8 + ((c & 15) >> 1)] = two_bytes(a, b)
-            elif row < rows and c < line:
-                here = (z * beyond + row * line + c) >> 1
-                if DOWN:
-                    old = out[here]
-                    out[here] = two_bytes(clip(int32(low(old) + a)), clip(int32(high(old) + b)))
-                else:
-                    out[here] = two_bytes(a, b)
+    def larger(tops, word):
+        return max2(max2(tops, ptx.byte_permute(word, 0, 0x4140)), ptx.byte_permute(word, 0, 0x4342))
 
-    finish_all = unrolled(4, finish)
+    @device
+    def weight(d, k, at):
+        return ptx.load_shared(int32(at + int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(128))))
+
+    @device
+    def weights(most, word, at):
+        """The sum of the exponentials of four logits."""
+        d = int32(most - word)
+        return int32(int32(weight(d, 0, at) + weight(d, 1, at)) + int32(weight(d, 2, at) + weight(d, 3, at)))
 
     @cuda.jit(launch_bounds=256)
-    def product(call, plan, packed, overlay, job, offset, columns, rows, stride, x, sb, out, beyond, line):
-        sm = cuda.shared.array(0, int32)
-        column = cuda.shared.array(NOISE_SIZE, int32)
-        t, z = cuda.threadIdx.x, cuda.blockIdx.z
-        lane, warp = t & 31, t >> 5
-        row0, col0 = cuda.blockIdx.x * TILE, cuda.blockIdx.y * TILE
-        p = call * PLAN + z * 4
-        at = ptx.shared_address(sm, 0)
-        at_a, at_b = int64(row0) * (K // 4), plan[p] + int64(col0) * (K // 4)
-        fetch(at, x, at_a, packed, at_b, 0, t)
-        ptx.copy_commit()
-        unit0 = row0 // (2 * T)
-        if noisy:
-            base = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit0)) + uint32(plan[p + 1]))
-            for i in range(t, UNITS * TILE, 256):
-                c = col0 + (i & (TILE - 1))
-                if c < columns:
-                    stream = uint32(base + uint32(i // TILE))
-                    column[i] = scaled(noise(stream, c), overlay[plan[p + 2] + c], stream, c)
-        acc = cuda.local.array(64, int32)
-        walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
-        finish_all(acc, row0, col0, warp, lane, unit0, column, sb, z, rows, stride, out, beyond, line)
-
-    return product, 2 * STAGE
-
-
-def _losses_kernel(cfg, noisy):
-    """The loss of every row of logits, int8 [rows, line]; a warp a row, blocks of eight. With noise it is added to
-    losses int64 [pairs, 2]; without, losses float64 [rows] is set to its cross-entropy in nats. The target of position
-    p is tokens[... + skip + p + 1]."""
-    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
-    SUM = int64 if noisy else float64
-    position_loss = loss_function(cfg)
-
-    @cuda.jit(launch_bounds=256)
-    def position_losses(z, line, exps, tokens, width, skip, n, rows, count, losses):
-        lane, row = cuda.threadIdx.x & 31, cuda.blockIdx.x * 8 + (cuda.threadIdx.x >> 5)
-        if row < rows:
-            top = int32(-128)
-            for v in range(lane, V, 32):
-                top = int32(max(top, int32(z[row * line + v])))
-            top = ptx.warp_max(top)
-            total = SUM(0)
-            for v in range(lane, V, 32):
-                total += exps[int32(top - int32(z[row * line + v]))]
-            for k in (16, 8, 4, 2, 1):
-                total += cuda.shfl_xor_sync(0xFFFFFFFF, total, k)
-            if lane == 0:
-                sequence = row // n
-                window = sequence >> 1 if noisy else sequence
-                if noisy or window < count:
-                    target = int32(z[row * line + tokens[window * width + skip + row - sequence * n + 1]])
-                    if noisy:
-                        cuda.atomic.add(losses, sequence, position_loss(total, top, target))
-                    else:
-                        losses[row] = math.log(total) + float(int32(top - target)) / SCALE
+    def position_losses(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
+        table = cuda.shared.array(TABLE, int32)              # [entry][lane]: a look-up has no bank conflicts
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        q, at = lane & 3, ptx.shared_address(table, lane)
+        for i in range(cuda.threadIdx.x, TABLE, 256):
+            table[i] = exps[i >> 5]
+        cuda.syncthreads()
+        for eight in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 2, cuda.gridDim.x * 8):
+            place, member, row = (eight >> 1) * 8 + (lane >> 2), eight & 1, int64(eight * 8 + (lane >> 2)) * line
+            unit = int32(uint32(min(place, places - 1)) // uint32(n))
+            tops, rest = int32(0), V // 16 * 16 + q
+            for i in range(q, V // 16, 4):
+                word = ptx.load4(z, row + 4 * i)
+                tops = larger(larger(larger(larger(tops, word[0]), word[1]), word[2]), word[3])
+            for v in range(rest, V, 4):
+                tops = max2(tops, int32(int32(bytes_[4 * row + v]) & int32(255)))
+            top = quad_max(max(int32(tops & int32(0xFFFF)), int32(uint32(tops) >> uint32(16))))
+            most, total = ptx.byte_permute(top, 0, 0), int64(0)
+            for i in range(q, V // 16, 4):
+                word = ptx.load4(z, row + 4 * i)
+                total += int64(weights(most, word[0], at)) + int64(weights(most, word[1], at))
+                total += int64(weights(most, word[2], at)) + int64(weights(most, word[3], at))
+            for v in range(rest, V, 4):
+                total += int64(weight(int32(top - int32(int32(bytes_[4 * row + v]) & int32(255))), 0, at))
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1)
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 2)
+            position = min(place, places - 1) - unit * n
+            token = tokens[(first + unit) * width + skip + position + 1]
+            loss = int64(0)
+            if q == 0 and place < places:
+                target = int32(int32(bytes_[4 * row + token]) & int32(255))
+                loss = position_loss(total, int32(top - target), 0)
+            to = 2 * (int64(first) + unit) + member
+            if cuda.all_sync(0xFFFFFFFF, unit == cuda.shfl_sync(0xFFFFFFFF, unit, 0)):
+                for k in (4, 8, 16):
+                    loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
+                if lane == 0:
+                    cuda.atomic.add(losses, to, loss)
+            elif q == 0:
+                cuda.atomic.add(losses, to, loss)
 
     return position_losses
 
 
-# --- the recurrence ---------------------------------------------------------------------------------------------------
-
-def recur_bytes(cfg, noisy, rows):
-    """Dynamic shared memory of a block: state, gated state, two biases a sequence; four noise streams a pair."""
-    return (4 + (2 if noisy else 0)) * rows * cfg.HIDDEN_DIM
-
-
-def _recur_kernel(cfg, nz, noisy, rows_a_block):
-    """One layer's state through n positions, rows_a_block sequences a block: x = clip(x + h) in place. Launch [blocks],
-    256 threads.
-
-    gates, candidates: W_f n and W_h n, rows of H; what f + 127 becomes is kept in place of the gates until the state
-    needs it. plan: 0 b_f, 4 b_h (vector_function); 8, 12: packed words, seed A, overlay A, seed B of U_f and U_h; 16,
-    17 their overlays B. states int8 [sequences or groups, H]: where `begin`, sequence s begins with that of its group
-    (per_group pairs; the first pair is job[1] + offset); where `keep`, it goes there in the end."""
-    H, MODE, SHIFT, ROWS = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, rows_a_block
-    TILES, PAIRS, COLUMNS = ROWS // 16, ROWS // 2, (H + 255) // 256
-    # bytes: where they begin in shared memory
-    PAST, BIAS, NOISE = ROWS * H, 2 * ROWS * H, 4 * ROWS * H
-    divide = divide_function(parameters.divisor(cfg, H))
-    vector, noise, factor, scaled, input_term = vector_function(cfg, nz,
-                                                                noisy), nz.noise, nz.factor, nz.scaled, nz.input_term
-    ACC = TILES * 16
-
-    @device
-    def place(row, col):
-        """Byte of an element of core matrices."""
-        return (row >> 3) * (8 * H) + (col >> 4) * 128 + (row & 7) * 16 + (col & 15)
-
-    @device
-    def sums(words, bytes_, at_x, which, seed, overlay, at_overlay, sb, t):
-        """sb[row] of the matrix at at_x (bytes) with input noise `which`; four lanes a row."""
-        if t < 4 * ROWS:
-            row, q = t >> 2, t & 3
-            total = int32(0)
-            at_noise = NOISE + (which * PAIRS + (row >> 1)) * H
-            stream = uint32(seed + uint32(row >> 1))
-            for piece in range(H // 16):
-                word = words[(at_x + place(row, piece * 16)) // 4 + q]
-                if MODE == 0:
-                    total = ptx.dp4a(word, words[at_noise // 4 + piece * 4 + q], total)
-                else:
-                    for k in range(4):
-                        i = piece * 16 + q * 4 + k
-                        c, entry = int32(bytes_[at_noise + i]), overlay[at_overlay + i]
-                        if MODE == 1:
-                            c = int32(c * min(max(int32(entry), int32(0)), int32(64)))
-                        total = int32(total + input_term(byte(word, k), c, factor(entry, stream, i)))
-            total = quad_sum(total)
-            if q == 0:
-                sb[row] = int32(total * int32(1 - 2 * (row & 1)))
-
-    @device
-    def multiply(acc, address, packed, at, lane):
-        """acc[(i * 4 + j) * 4 + ...] = rows 16 i of the matrix at a shared address times columns 8 j of the packed one
-        from word `at`."""
-        matrix = int32(lane >> 3)
-        a_at = int32(address + int32(lane & 7) * 16 + (matrix & 1) * (8 * H) + (matrix >> 1) * 128)
-        for i in range(ACC):
-            acc[i] = 0
-        b = cuda.local.array(8, int32)
-        for k in range(H // 32):
-            for j in range(4):
-                b[2 * j] = packed[at + j * (2 * H) + k * 64 + lane]
-                b[2 * j + 1] = packed[at + j * (2 * H) + k * 64 + 32 + lane]
-            for i in range(TILES):
-                a = ptx.load_matrix4(int32(a_at + i * (16 * H) + k * 256))
-                for j in range(4):
-                    m = (i * 4 + j) * 4
-                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], acc[m], acc[m + 1], acc[m + 2],
-                                   acc[m + 3])
-                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
-
-    # A thread has rows 16 i + g and 8 further, of 8 columns, of every i < TILES.
-
-    @device
-    def disturbed(v, row, c, s, which, bytes_, stream, overlay, at_overlay):
-        """The quotient of a product v of row and column c."""
-        if noisy:
-            a = scaled(int32(bytes_[NOISE + (which * PAIRS + (row >> 1)) * H + c]), overlay[at_overlay + c],
-                       uint32(stream + uint32(row >> 1)), c)
-            v = int32(v + int32(int32(s * a) >> int32(SHIFT)))
-        return divide(v)
-
-    @device
-    def gate(i, acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position, lane):
-        """f + 127 in place of the gates, and the gated state."""
-        for half in range(2):
-            row = i * 16 + half * 8 + (lane >> 2)
-            s, live = sb[row] if noisy else int32(0), first + row < sequences
-            at = (min(first + row, sequences - 1) * n + position) * (H // 2)
-            for j in range(4):
-                m, c = (i * 4 + j) * 4 + half * 2, col0 + j * 8 + (lane & 3) * 2
-                y = disturbed(acc[m], row, c, s, 0, bytes_, stream, overlay, at_overlay)
-                y2 = disturbed(acc[m + 1], row, c + 1, s, 0, bytes_, stream, overlay, at_overlay)
-                old, here = gates[at + (c >> 1)], place(row, c)
-                f = open_gate(int32(low(old) + y), int32(bytes_[BIAS + row * H + c]))
-                f2 = open_gate(int32(high(old) + y2), int32(bytes_[BIAS + row * H + c + 1]))
-                if live:
-                    gates[at + (c >> 1)] = two_bytes(f, f2)
-                bytes_[PAST + here] = gated(f, int32(bytes_[here]))
-                bytes_[PAST + here + 1] = gated(f2, int32(bytes_[here + 1]))
-
-    @device
-    def step(h, f, new):
-        return int32(h + int32(int32(int32(f & int32(255)) * int32(new - h)) >> int32(8)))
-
-    @device
-    def advance(i, acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first, sequences, n,
-                position, lane):
-        """The new state, and x."""
-        for half in range(2):
-            row = i * 16 + half * 8 + (lane >> 2)
-            s, live = sb[row] if noisy else int32(0), first + row < sequences
-            at = (min(first + row, sequences - 1) * n + position) * (H // 2)
-            for j in range(4):
-                m, c = (i * 4 + j) * 4 + half * 2, col0 + j * 8 + (lane & 3) * 2
-                y = disturbed(acc[m], row, c, s, 2, bytes_, stream, overlay, at_overlay)
-                y2 = disturbed(acc[m + 1], row, c + 1, s, 2, bytes_, stream, overlay, at_overlay)
-                f, old, here = int32(gates[at + (c >> 1)]), candidates[at + (c >> 1)], place(row, c)
-                new = clip(int32(int32(low(old) + y) + int32(bytes_[BIAS + (ROWS + row) * H + c])))
-                new2 = clip(int32(int32(high(old) + y2) + int32(bytes_[BIAS + (ROWS + row) * H + c + 1])))
-                h = step(int32(bytes_[here]), f, new)
-                h2 = step(int32(bytes_[here + 1]), int32(f >> int32(8)), new2)
-                bytes_[here], bytes_[here + 1] = h, h2
-                if live:
-                    both = x[at + (c >> 1)]
-                    x[at + (c >> 1)] = two_bytes(clip(int32(low(both) + h)), clip(int32(high(both) + h2)))
-
-    gate_all, advance_all = unrolled(TILES, gate), unrolled(TILES, advance)
+def _nats_kernel(cfg):
+    """losses float64 [count, n] = the cross-entropies of rows of logits in nats; arguments as of _losses_kernel, tokens
+    of `count` windows, exps float64. Launch [blocks], 256 threads; a warp takes a row at a time."""
+    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
 
     @cuda.jit(launch_bounds=256)
-    def recur(call, plan, weights, packed, overlay, tokens, width, skip, n, sequences, count, job, offset, gates,
-              candidates, x, states, per_group, begin, keep):
-        bytes_, words = cuda.shared.array(0, types.int8), cuda.shared.array(0, int32)
-        sb = cuda.shared.array(ROWS, int32)
-        t, first, p = cuda.threadIdx.x, cuda.blockIdx.x * ROWS, call * PLAN
-        lane, warp = t & 31, t >> 5
-        address = ptx.shared_address(words, 0)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + (first >> 1)))     # of the block's first pair
-        group0 = (int64(job[1]) + offset) // per_group
-        for i in range(t, PAIRS * H, 256):
-            pair, c = i // H, i % H
-            for which in range(2):
-                even, odd = vector(weights, overlay, plan, p + 4 * which, uint32(seed + uint32(pair)), c)
-                bytes_[BIAS + (which * ROWS + 2 * pair) * H + c] = clip(even)
-                bytes_[BIAS + (which * ROWS + 2 * pair + 1) * H + c] = clip(odd)
-            if noisy:
-                for which in range(2):
-                    at = p + 8 + 4 * which
-                    bytes_[NOISE + (2 * which * PAIRS + pair) * H
-                           + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 1])), c)
-                    bytes_[NOISE + ((2 * which + 1) * PAIRS + pair) * H
-                           + c] = noise(uint32(seed + uint32(pair) + uint32(plan[at + 3])), c)
-        for i in range(t, ROWS * H, 256):
-            row, c = i // H, i % H
-            sequence, h = min(first + row, sequences - 1), int32(0)
-            if begin:
-                group = (int64(job[1]) + offset + (sequence >> 1)) // per_group - group0
-                h = int32(states[group * H + c])
-            bytes_[place(row, c)] = h
-        cuda.syncthreads()
-        acc = cuda.local.array(ACC, int32)
-        mine = min(first + t, sequences - 1)                 # of thread t < ROWS: whose token it looks at
-        window = mine >> 1 if noisy else min(mine, count - 1)
-        for position in range(n):
-            zero = int32(1) if t < ROWS and tokens[window * width + skip + position] == 0 else int32(0)
-            if cuda.syncthreads_or(zero):
-                if zero:
-                    for piece in range(H // 16):
-                        for k in range(4):
-                            words[place(t, piece * 16) // 4 + k] = 0
-                cuda.syncthreads()
-            if noisy:
-                sums(words, bytes_, 0, 1, uint32(seed + uint32(plan[p + 11])), overlay, plan[p + 16], sb, t)
-                cuda.syncthreads()
-            for column in range(COLUMNS):
-                col0 = column * 256 + warp * 32
-                if col0 < H:
-                    multiply(acc, address, packed, plan[p + 8] + (col0 >> 3) * (2 * H), lane)
-                    stream, at_overlay = uint32(seed + uint32(plan[p + 9])), plan[p + 10]
-                    gate_all(acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, first, sequences, n, position,
-                             lane)
-            cuda.syncthreads()
-            if noisy:
-                sums(words, bytes_, PAST, 3, uint32(seed + uint32(plan[p + 15])), overlay, plan[p + 17], sb, t)
-                cuda.syncthreads()
-            for column in range(COLUMNS):
-                col0 = column * 256 + warp * 32
-                if col0 < H:
-                    multiply(acc, int32(address + PAST), packed, plan[p + 12] + (col0 >> 3) * (2 * H), lane)
-                    stream, at_overlay = uint32(seed + uint32(plan[p + 13])), plan[p + 14]
-                    advance_all(acc, col0, bytes_, stream, overlay, at_overlay, sb, gates, candidates, x, first,
-                                sequences, n, position, lane)
-            cuda.syncthreads()
-        if keep:
-            for i in range(t, ROWS * H, 256):
-                row, c = i // H, i % H
-                if first + row < sequences:
-                    states[(first + row) * H + c] = bytes_[place(row, c)]
+    def position_nats(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        for row in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 16, cuda.gridDim.x * 8):
+            place = (row >> 4) * 8 + (row & 7)
+            window, position = 2 * (first + place // n) + ((row >> 3) & 1), place % n
+            if place < places and window < count:
+                at, top, total = int64(row) * (4 * line), int32(0), float64(0)
+                for v in range(lane, V, 32):
+                    top = max(top, int32(int32(bytes_[at + v]) & int32(255)))
+                top = ptx.warp_max(top)
+                for v in range(lane, V, 32):
+                    total += exps[int32(top - int32(int32(bytes_[at + v]) & int32(255)))]
+                for k in (16, 8, 4, 2, 1):
+                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, k)
+                if lane == 0:
+                    target = int32(int32(bytes_[at + tokens[window * width + skip + position + 1]]) & int32(255))
+                    losses[int64(window) * n + position] = math.log(total) + float(int32(top - target)) / SCALE
 
-    return recur, recur_bytes(cfg, noisy, ROWS)
+    return position_nats
+
+
+# --- the recurrence ---------------------------------------------------------------------------------------------------
+
+def _recurrence(cfg, card):
+    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence."""
+    H = cfg.HIDDEN_DIM
+    passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
+    N = blocks(H, 128 * passes) * 32
+    ways = []
+    for rows in 64, 32:
+        for resident in True, False:
+            states = 2 * rows * H
+            budget = card.shared - 2816 - states - (N * passes * 1024 if resident else 0)
+            for rank, shape in transformer._shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
+                if not shape.stream:
+                    shape.at_ring, shape.bytes = states, shape.bytes - 64 * H + states
+                    ways.append((rank, shape, rows, resident))
+    rank = min(way[0] for way in ways)
+    rows, resident = next(way[2:] for way in ways if way[0] == rank)
+    best = max((way[1] for way in ways if way[0] == rank and way[2:] == (rows, resident)), key=lambda s: s.KP)
+    return best, rows, resident
+
+
+def _recur_kernel(cfg, nz, card, cc, clean):
+    """One layer's state through n positions, some pairs a block: x = clip(x + h) in place. Launch [blocks] of 512
+    threads. A warp has eight pairs, a warpgroup N columns of each of its passes; what a thread needs of its columns it
+    finds in `own`, 16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
+    other matrix.
+
+    at: packed word of U_f; U_h follows. plan: 0 b_f, 4 b_h (vector_function); 8, 12: packed words, seed A, overlay A,
+    seed B of U_f and U_h; 16, 17 their overlays B. states words of int8 [sequences or groups, H]: where `begin`, a pair
+    begins with that of its group (per_group pairs; the first pair is job[1] + offset); where `keep`, states go there in
+    the end."""
+    H, MODE, SILENT, BULK = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.silent, card.wgmma
+    shape, ROWS, RESIDENT = _recurrence(cfg, card)
+    N, PER, PIECES, STAGES = shape.N, shape.passes // 2, H // shape.KP, shape.stages
+    KS, ACC, PAST, RAGGED = N // 16, N // 2, ROWS * H // (8 * shape.KP), GROUPS * N * PER != H
+    ALL, AT_PAST, AT_OWN = KS * PER, ROWS * H, shape.bytes
+    OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
+    P = transformer.product_functions(card, shape, matrices=2)
+    init, fill, refill, start, done, leave = P.init, P.fill, P.refill, P.start, P.done, P.leave
+    noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz, True)
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+    Q = quotient_functions(cfg, nz, H)
+    as_row, as_column, begin_acc, pairs = Q.row, Q.column, Q.begin, Q.pairs
+    gated2, next2 = gru_parts.state_functions(cc)
+    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
+    add2, min2, max2 = two.add2, two.min2, two.max2
+    FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
+
+    if RESIDENT:
+        @device
+        def load_own(base, own, which, k, t):
+            return ptx.load_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16))
+
+        @device
+        def store_own(base, own, which, k, t, a, b, c, d):
+            ptx.store_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16), a, b, c, d)
+    else:
+        @device
+        def load_own(base, own, which, k, t):
+            return ptx.load4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4)
+
+        @device
+        def store_own(base, own, which, k, t, a, b, c, d):
+            ptx.store4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, a, b, c, d)
+
+    @device
+    def column_of(k, t):
+        """First column of the thread's 16 columns k."""
+        return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
+
+    @device
+    def make_own(weights, overlay, plan, p, seed, which, k, t):
+        """The four words of 16 columns."""
+        a, b = uint32(seed + uint32(plan[p + 9 + 4 * which])), uint32(seed + uint32(plan[p + 15 - 4 * which]))
+        column = min(column_of(k, t), H - 4)
+        w0, w1, w2, w3 = int32(0), int32(0), int32(0), int32(0)
+        for e in range(4):
+            even, odd = vector(weights, overlay, plan, p + 4 * which, seed, column + e)
+            more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign
+            w0 = int32(w0 | int32(int32(noise(a, column + e) + 128) << shift))
+            w1 = int32(w1 | int32(int32(int32(clip(even) + more) & int32(255)) << shift))
+            w2 = int32(w2 | int32(int32(int32(clip(odd) + more) & int32(255)) << shift))
+            w3 = int32(w3 | int32(int32(noise(b, column + e) & int32(255)) << shift))
+        return w0, w1, w2, w3
+
+    @device
+    def column_noise(word, e, overlay, at_overlay, stream, column):
+        if MODE == 0:
+            return as_column(int32(byte(int32(word ^ int32(SIGNS)), e)))
+        return as_column(scaled(byte(int32(word ^ int32(SIGNS)), e), overlay[at_overlay + column + e], stream,
+                                column + e))
+
+    @device
+    def add_inputs(total, word, noises, overlay, at_overlay, stream, column):
+        """total + what four inputs add to sb."""
+        if SILENT:
+            return total
+        if MODE == 0:
+            return ptx.dp4a(word, noises, total)
+        for e in range(4):
+            entry, i = overlay[at_overlay + column + e], column + e
+            f = factor(entry, stream, i) if MODE == 2 else float32(0)
+            total = int32(total + input_term(byte(word, e), input_coefficient(entry, stream, i), f))
+        return total
+
+    @device
+    def store_sums(sums, which, row, side, s0, s1, q):
+        if not SILENT:
+            s0, s1 = quad_sum(s0), quad_sum(s1)
+            if q == 0:
+                sums[(which * 64 + row) * GROUPS + side], sums[(which * 64 + row + 8) * GROUPS + side] = s0, s1
+
+    @device
+    def whole_sum(address, which, row):
+        if SILENT:
+            return int32(0)
+        s = ptx.load_shared4(int32(address + (which * 64 + row) * (4 * GROUPS)))
+        return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
+
+    @registers
+    def multiply(ahead, acc, which, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t):
+        """acc = the product of a pass, with its noise."""
+        for j in range(KS):
+            if SILENT:
+                for i in range(8):
+                    acc[8 * j + i] = begin_acc(int32(0), int32(0))
+            else:
+                column, stream = column_of(ahead * KS + j, t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
+                word = load_own(base, own, which, ahead * KS + j, t)[0]
+                for g in range(4):
+                    i = 8 * j + (g >> 1) * 4 + (g & 1)
+                    n = column_noise(word, g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
+                    acc[i], acc[i + 2] = begin_acc(s0, n), begin_acc(s1, n)
+        for piece in range(PIECES):
+            start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
+            done(acc)
+            leave(bar, step + piece, t)
+            refill(base, bar, step + piece, steps, 0, 1, packed, packed, at, t)
+
+    @registers
+    def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
+        """f, and the gated states of both rows to shared memory."""
+        q, stream = t & 3, uint32(seed + uint32(plan[p + 15]))
+        for j in range(KS // 2):
+            column = column_of(ahead * KS + 2 * j, t)
+            if not RAGGED or column < H:
+                at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
+                old0, old1 = ptx.load2(gates, at_row), ptx.load2(gates, at_row + 2 * H)
+                for g in range(2):
+                    i = 2 * j + g
+                    w = load_own(base, own, 0, ahead * KS + i, t)
+                    at_h = int32(at_word + (column - q * 4 + g * 16) * 8)
+                    for d in range(2):
+                        y, z = pairs(acc, 8 * i + 2 * d)
+                        word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
+                        y = add2(add2(y, ptx.low2(word)), ptx.byte_permute(bias, 0, 0x4140))
+                        z = add2(add2(z, ptx.high2(word)), ptx.byte_permute(bias, 0, 0x4342))
+                        y, z = max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
+                        f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
+                        past = gated2(y, z, ptx.read_shared(int32(at_h + d * (8 * H))))
+                        if works:
+                            ptx.store_shared(int32(at_h + AT_PAST + d * (8 * H)), past)
+                        sums[d] = add_inputs(sums[d], past, w[3], overlay, plan[p + 17], stream, column + g * 16)
+
+    @registers
+    def advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
+                keeps0, keeps1):
+        """The new states of both rows, and x."""
+        q, stream = t & 3, uint32(seed + uint32(plan[p + 11]))
+        for j in range(KS // 2):
+            column = column_of(ahead * KS + 2 * j, t)
+            if not RAGGED or column < H:
+                at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
+                w0 = load_own(base, own, 1, ahead * KS + 2 * j, t)
+                w1 = load_own(base, own, 1, ahead * KS + 2 * j + 1, t)
+                for d in range(2):
+                    old, both_x = ptx.load2(candidates, at_row + d * (2 * H)), ptx.load2(x, at_row + d * (2 * H))
+                    out = cuda.local.array(2, int32)
+                    for g in range(2):
+                        i, bias, noises = 2 * j + g, w0[1] if d == 0 else w0[2], w0[3]
+                        if g == 1:
+                            bias, noises = w1[1] if d == 0 else w1[2], w1[3]
+                        at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
+                        y, z = pairs(acc, 8 * i + 2 * d)
+                        y = max2(min2(add2(add2(y, ptx.low2(old[g])), ptx.low2(bias)), HIGHEST), LOWEST)
+                        z = max2(min2(add2(add2(z, ptx.high2(old[g])), ptx.high2(bias)), HIGHEST), LOWEST)
+                        y, z = next2(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
+                        h = ptx.bytes4(y, z)
+                        y = add2(ptx.byte_permute(both_x[g], 0, 0x4140), y)
+                        z = add2(ptx.byte_permute(both_x[g], 0, 0x4342), z)
+                        out[g] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
+                        h = h if (keeps1 if d else keeps0) else int32(0)
+                        if works:
+                            ptx.store_shared(at_h, h)
+                        sums[d] = add_inputs(sums[d], h, noises, overlay, plan[p + 16], stream, column + g * 16)
+                    if live:
+                        ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
+
+    @device
+    def columns(ahead, which, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t,
+                gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
+        """One pass of a matrix."""
+        multiply(ahead, acc, which, step + ahead * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay,
+                 seed, t)
+        if which == 0:
+            gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
+        else:
+            advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works,
+                    live, keeps0, keeps1)
+
+    all_columns = unrolled(PER, columns)
+
+    @cuda.jit(launch_bounds=THREADS)
+    @card.written
+    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, count, job, offset, gates,
+              candidates, x, states, own, per_group, begin, keep):
+        words = cuda.shared.array(0, int32, 128)
+        parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
+        barriers = cuda.shared.array(BARRIER_WORDS, int64)
+        t, p = cuda.threadIdx.x, call * PLAN
+        group, lane, warp, q = t >> 7, t & 31, (t & 127) >> 5, t & 3
+        row = warp * 16 + (lane >> 2)
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        at_parts = ptx.shared_address(parts, 0)
+        pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
+        live = int32(1) if works and pair < units else int32(0)     # `here` keeps branches on it out of the loops
+        pair = min(pair, units - 1)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
+        steps = n * (2 * PER * PIECES)
+        init(bar, t)
+        cuda.syncthreads()
+        for i in range(min(STAGES, steps)):
+            fill(base, bar, i, 0, 1, packed, packed, at, t)
+        at_token0 = int64(min(2 * pair, count - 1) if clean else pair) * width + skip
+        at_token1 = int64(min(2 * pair + 1, count - 1) if clean else pair) * width + skip
+        keeps0, keeps1 = tokens[at_token0] != 0, tokens[at_token1] != 0
+        at_state = ((int64(job[1]) + offset + pair) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4)
+        at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
+        acc, f, sums = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(2, int32)
+        sums[0], sums[1] = 0, 0
+        stream = uint32(seed + uint32(plan[p + 11]))
+        for k in range(ALL):
+            column = column_of(k, t)
+            for which in range(2):
+                w0, w1, w2, w3 = make_own(weights, overlay, plan, p, seed, which, k, t)
+                store_own(base, own, which, k, t, w0, w1, w2, w3)
+                if which == 1 and works and (not RAGGED or column < H):
+                    at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
+                    if begin:
+                        state = states[at_state + column // 4]
+                    h0, h1 = state if keeps0 else int32(0), state if keeps1 else int32(0)
+                    ptx.store_shared(at_h, h0)
+                    ptx.store_shared(int32(at_h + 8 * H), h1)
+                    sums[0] = add_inputs(sums[0], h0, w3, overlay, plan[p + 16], stream, column)
+                    sums[1] = add_inputs(sums[1], h1, w3, overlay, plan[p + 16], stream, column)
+        store_sums(parts, 0, row, group, sums[0], sums[1], q)
+        if BULK:
+            ptx.proxy_fence()
+        cuda.syncthreads()
+        for position in range(n):
+            row0, writes = row_of(int64(pair) * n + position), ptx.here(live) != 0
+            following = min(position + 1, n - 1)             # what follows the window says nothing to its last state
+            keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
+            keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
+            for which in range(2):
+                s0 = as_row(whole_sum(at_parts, which, row))
+                s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)))
+                sums[0], sums[1] = 0, 0
+                all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, base, bar, own,
+                            plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
+                            keeps0, keeps1)
+                store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
+                if BULK:
+                    ptx.proxy_fence()
+                cuda.syncthreads()
+        if keep and live != 0:
+            for k in range(ALL):
+                column = column_of(k, t)
+                if not RAGGED or column < H:
+                    for half in range(2):
+                        states[(2 * int64(pair) + half) * (H // 4) + column // 4] = ptx.read_shared(
+                            int32(at_word + (column - q * 4) * 8 + half * (8 * H)))
+
+    return recur, AT_OWN + (2 * OWN if RESIDENT else 0)
 
 
 # --- one token at a time, without noise -------------------------------------------------------------------------------
@@ -624,14 +910,14 @@ def _token_kernel(cfg):
 
 GATHER_TYPES = (A32, int64, int64, int64, int64, int64, AU32, int64, A32)
 EMBED_TYPES = (int64, A32, A32, A8, A32, int64, int64, int64, int64, AU32, int64, A32)              # and losses
-NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, int64, A32, A32, A32)
-SUMS_TYPES = (int64, A32, A8, AU32, int64, int64, A32, A32)
-PRODUCT_TYPES = (int64, A32, A32, A8, AU32, int64, int64, int64, int64, A32, A32, A16, int64, int64)
-LOSSES_TYPES = (A8, int64)                                                                          # and exps,
-LOSSES_MORE = (A32, int64, int64, int64, int64, int64)                                               # ... and losses
-RECUR_TYPES = (int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, AU32, int64, A16, A16, A16, A8, int64,
-               int64, int64)
+NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, int64, int64, A32, A32, A32)
+PRODUCT_TYPES = (int64, int64, int64, A32, A32, A8, AU32, int64, int64, int64, int64, int64, A32, A32, A32, int64)
+LOSSES_TYPES = (A32, A8, int64)                                                                     # and exps,
+LOSSES_MORE = (A32, int64, int64, int64, int64, int64, int64)                                        # ... and losses
+RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, AU32, int64, A32, A32, A32, A32,
+               A32, int64, int64, int64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, A8, A8)
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")       # w_h lies behind w_f, u_h behind u_f
 
 
 class _Plan(products.Plan):
@@ -668,99 +954,104 @@ class _Plan(products.Plan):
         return self._add(entries + [0] * (16 - len(entries)) + [self._tensors[ln, layer].weights])
 
 
-class _Pass(Pass):
-    """The forward pass with or without noise: its kernels and their launches."""
+def padded_rows(places):
+    """Rows of `places` pairs times positions, with those that fill the tallest tile."""
+    return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST
 
-    def __init__(self, cfg, noisy, shared_limit, silent=False):
+
+class Rows(Pass):
+    """The forward pass, with noise or `clean`: its kernels and their launches. Both are given the same packing."""
+
+    def __init__(self, cfg, cc, card, packing, clean, silent=False):
         super().__init__(cfg)
-        self.noisy, nz, losses, add = noisy, build_noise(cfg, silent), A64 if noisy else AF64, self.add
-        self.state_rows = next(rows for rows in STATE_ROWS if recur_bytes(cfg, noisy, rows) + 1024 <= shared_limit)
-        self.embed = add(_embed_kernel(cfg, nz, noisy), EMBED_TYPES + (losses,))
-        self.norm_two, self.norm_one = (add(_norm_kernel(cfg, nz, noisy, streams), NORM_TYPES) for streams in (2, 1))
-        self.to_rows, self.to_inner, self.to_down = (add(_product_kernel(cfg, nz, noisy, kind), PRODUCT_TYPES)
-                                                     for kind in ("rows", "inner", "down"))
-        if noisy:
-            self.sums = add(_inner_sums_kernel(cfg, nz), SUMS_TYPES)
-        self.recur = add(_recur_kernel(cfg, nz, noisy, self.state_rows), RECUR_TYPES)
-        self.losses = add(_losses_kernel(cfg, noisy),
-                          LOSSES_TYPES + (A32 if noisy else AF64,) + LOSSES_MORE + (losses,))
+        self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
+        self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
+        self.own_bytes = shape.columns() * 128               # 16 a thread, matrix and 16 columns
+        self.embed = add(_embed_kernel(cfg, nz, clean), EMBED_TYPES + (losses,))
+        self.norm_one = add(_norm_kernel(cfg, nz, cc, 1), NORM_TYPES)
+        self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2), NORM_TYPES)
+        self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP), PRODUCT_TYPES)
+                         for kind, of in self.shapes.items()}
+        self.recur = add(_recur_kernel(cfg, nz, card, cc, clean), RECUR_TYPES)
+        self.losses = add(_nats_kernel(cfg) if clean else _losses_kernel(cfg, cc),
+                          LOSSES_TYPES + (AF64 if clean else A32,) + LOSSES_MORE + (losses,))
+        self.at = packing.placed if hasattr(packing, "placed") else self._pack(packing, shape)
+        packing.placed = self.at
+
+    def _pack(self, packing, recur):
+        of = dict(w_up=self.shapes["inner"], w_down=self.shapes["down"], head=self.shapes["logits"],
+                  w_f=self.shapes["gates"], w_h=self.shapes["gates"])
+        at, tensors = {}, [t for t in parameters.tensors(self.cfg) if t.name in MATRICES]
+        for t in sorted(tensors, key=lambda t: (t.layer, MATRICES.index(t.name))):
+            columns, width = (of[t.name].columns(), of[t.name].KP) if t.name in of else (recur.columns() // 2, recur.KP)
+            at[t.name, t.layer] = packing.add(t, products.QUADS, columns, width)
+        return at
 
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, rows of a slice (of whole units), and last
-        the total of bytes."""
-        H, V = self.cfg.HIDDEN_DIM, self.cfg.VOCAB_SIZE
-        rows, some = units * 2 * n, max(1, min(units, SLICE // (2 * n)))
-        padded = blocks(some * 2 * n, TILE) * TILE
-        out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H,
-                               u=max(padded * 4 * H, some * 2 * n * blocks(V, TILE) * TILE), sb=8 * padded))
-        return out, some, padded, end
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, pairs of a slice, of a slice of logits,
+        rows of a slice, and last the total of bytes."""
+        H, rows, line = self.cfg.HIDDEN_DIM, padded_rows(units * n), line_of(self.cfg)
+        some = max(1, min(units, SLICE // (10 * n * H)))
+        few = max(1, min(some, SLICE // (2 * n * line)))
+        padded = padded_rows(some * n)
+        own = 4 if self.resident else blocks(units, self.state_rows // 2) * self.own_bytes
+        out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H, sb=12 * padded, own=own,
+                               u=max(padded * 4 * H, padded_rows(few * n) * line)))
+        return out, some, few, padded, end
 
     def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
                scratch, states, per_group, begin, keep, losses):
-        """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (without noise of two rows each).
+        """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (`clean`: of two rows each).
         losses None: no head. states int8 [L, streams, H]: see _recur_kernel; per_group is then that of the noisy
         pass."""
-        cfg, H = self.cfg, self.cfg.HIDDEN_DIM
-        layout, some, padded, _ = self.layout(units, n)
-        part = {name: scratch[a:b] for name, (a, b) in layout.items()}
-        words, packed, rows_a_unit = {name: a.view(np.int32) for name, a in part.items()}, packed.view(np.int32), 2 * n
-        dummy = tables.no_floats if not self.noisy else tables.no_ints
+        cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
+        layout, some, few, stride, _ = self.layout(units, n)
+        part, packed = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}, packed.view(np.int32)
+        dummy = tables.no_floats if self.clean else tables.no_ints
+        beyond = (layout["candidates"][0] - layout["gates"][0]) // 4
+        both_gates = scratch[layout["gates"][0]:layout["candidates"][1]].view(np.int32)
 
-        def slices():
-            for first in range(0, units, some):
-                yield first, min(some, units - first)
+        def slices(size):
+            for first in range(0, units, size):
+                yield first, min(size, units - first)
 
-        def norm(which, call, first, count_):
+        def norm(which, call, first, pairs):
             kernel, shared = which
-            kernel[(count_, blocks(rows_a_unit, 128)), 256, stream, shared](
-                call, tables.plan, weights, overlay, job, offset + first, n, padded,
-                words["x"][first * rows_a_unit * (H // 4):], words["n"], words["sb"])
+            kernel[(pairs, blocks(n, 64)), 256, stream, shared](call, tables.plan, weights, overlay, job, offset, first,
+                                                                n, stride, part["x"], part["n"], part["sb"])
 
-        def product(which, call, first, count_, x, columns, matrices, out, beyond, line):
-            kernel, shared = which
-            rows = count_ * rows_a_unit
-            kernel[(blocks(rows, TILE), blocks(columns, TILE), matrices), 256, stream, shared](
-                call, tables.plan, packed, overlay, job, offset + first, columns, rows, padded, x, words["sb"], out,
-                beyond, line)
+        def product(kind, call, name, layer, first, pairs, x, out, call_sums=0):
+            (kernel, shared), shape, matrices = self.products[kind], self.shapes[kind], 1 + (kind == "gates")
+            tiles = blocks(2 * pairs * n, 64 * shape.RG)
+            kernel[min(tiles, processors // matrices) * matrices, THREADS, stream, shared](
+                call, call_sums, self.at[name, layer], tables.plan, packed, overlay, job, offset, first, n, pairs * n,
+                stride, part[x], part["sb"], out, beyond)
 
-        def rows_of(name, first):
-            return part[name][first * rows_a_unit * H:].view(np.int16)
-
-        self.embed[0][(units, blocks(rows_a_unit, 8)), 256, stream](
-            plan.embed, tables.plan, packed, overlay, tokens, width, skip, n, count, job, offset, words["x"],
+        self.embed[0][(units, blocks(n, 64)), 256, stream](
+            plan.embed, tables.plan, packed, overlay, tokens, width, skip, n, count, job, offset, part["x"],
             dummy if losses is None else losses)
         for i, layer in enumerate(plan.layers):
-            beyond = layout["candidates"][0] - layout["gates"][0]
-            for first, count_ in slices():
-                norm(self.norm_two, layer.norm_1, first, count_)
-                both = scratch[layout["gates"][0] + first * rows_a_unit * H:layout["candidates"][1]].view(np.int16)
-                product(self.to_rows, layer.gates, first, count_, words["n"], H, 2, both, beyond, H)
+            for first, pairs in slices(some):
+                norm(self.norm_two, layer.norm_1, first, pairs)
+                product("gates", layer.gates, "w_f", i, first, pairs, "n", both_gates)
             kernel, shared = self.recur
-            mine = states[i * (states.size // cfg.N_LAYERS):(i + 1) * (states.size // cfg.N_LAYERS)]
-            kernel[blocks(2 * units, self.state_rows), 256, stream, shared](
-                layer.recur, tables.plan, weights, packed, overlay, tokens, width, skip, n, 2 * units, count, job,
-                offset, rows_of("gates", 0),
-                rows_of("candidates", 0), rows_of("x", 0), mine, per_group, begin, keep)
-            for first, count_ in slices():
-                norm(self.norm_one, layer.norm_2, first, count_)
-                product(self.to_inner, layer.inner, first, count_, words["n"], 4 * H, 1, part["u"].view(np.int16), 0,
-                        4 * H)
-                if self.noisy:
-                    kernel, shared = self.sums
-                    kernel[(count_, blocks(rows_a_unit, 128)), 256, stream, shared](layer.sums, tables.plan, overlay,
-                                                                                    job, offset + first, n,
-                                                                                  words["u"], words["sb"])
-                product(self.to_down, layer.down, first, count_, words["u"], H, 1, rows_of("x", first), 0, H)
-        for first, count_ in slices() if losses is not None else ():
-            line, rows = blocks(cfg.VOCAB_SIZE, TILE) * TILE, count_ * rows_a_unit
-            norm(self.norm_one, plan.norm_f, first, count_)
-            product(self.to_rows, plan.head, first, count_, words["n"], cfg.VOCAB_SIZE, 1, part["u"].view(np.int16), 0,
-                    line)
-            done = first if self.noisy else 2 * first
-            self.losses[0][blocks(rows, 8), 256, stream](
-                part["u"], line, tables.exps if self.noisy else tables.clean_exps, tokens[done * width:], width, skip,
-                n, rows, count - done,
-                losses[2 * first if self.noisy else first * rows_a_unit:])
+            size = states.size // cfg.N_LAYERS
+            mine = states[i * size:(i + 1) * size].view(np.int32) if begin or keep else tables.plan
+            kernel[blocks(units, self.state_rows // 2), THREADS, stream, shared](
+                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, n, units,
+                count, job, offset, part["gates"], part["candidates"], part["x"], mine, part["own"], per_group, begin,
+                keep)
+            for first, pairs in slices(some):
+                norm(self.norm_one, layer.norm_2, first, pairs)
+                product("inner", layer.inner, "w_up", i, first, pairs, "n", part["u"], layer.sums)
+                product("down", layer.down, "w_down", i, first, pairs, "u", part["x"])
+        for first, pairs in slices(few) if losses is not None else ():
+            norm(self.norm_one, plan.norm_f, first, pairs)
+            product("logits", plan.head, "head", 0, first, pairs, "n", part["u"])
+            self.losses[0][min(blocks(2 * pairs * n, 64), 8 * processors), 256, stream](
+                part["u"], scratch[slice(*layout["u"])], line_of(cfg) // 4,
+                tables.clean_exps if self.clean else tables.exps, tokens, width, skip, n, first, pairs * n, count,
+                losses)
 
 
 class Forward(products.Forward):
@@ -770,13 +1061,14 @@ class Forward(products.Forward):
         super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES,
                          divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
         self._plan, self._gather = _Plan(cfg, self._packing), _gather_kernel()
+        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
         elif gru_narrow.fits(cfg, cc, shared_limit):
             self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
         else:
-            self._noisy = _Pass(cfg, True, shared_limit, silent)
-        self._clean = _Pass(cfg, False, shared_limit)
+            self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
+        self._clean = Rows(cfg, cc, card, self._packing, True)
         self._serve([(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else [])
 
     def tables(self):

@@ -1,6 +1,8 @@
 """The noisy forward pass of narrow recurrent models on every card: a warp owns rows, and no warp waits for another.
 
-`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of. A layer is three
+`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of. The general path
+made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256, T 100, H200, commit
+e65f980). A layer is three
 kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down); the head ends the pass.
 The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16 rows at a
 time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position. A thread
@@ -605,7 +607,7 @@ HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, in
 
 
 class Narrow(gru_parts.RowsPass):
-    """The noisy forward pass; the interface is that of kernels.gru._Pass."""
+    """The noisy forward pass; the interface is that of kernels.gru.Rows."""
 
     def __init__(self, cfg, cc, shared_limit, packing, silent):
         super().__init__(cfg, packing, 32, 8)

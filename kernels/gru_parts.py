@@ -196,6 +196,25 @@ def input_functions(cfg, nz, inputs, lanes):
     return fill, add
 
 
+def normed_function(cfg, cc):
+    """Device function: ln of a word of x, of columns 16 k + 4 q... of member m's row; the table of the weights is at a
+    shared address."""
+    H, clipped = cfg.HIDDEN_DIM, clip_functions(cc, True)[1](-127, 127)
+
+    @device
+    def normed(word, m, k, address, q, reciprocal):
+        at = int32(address + m * (4 * H) + k * 64 + q * 16)
+        w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
+        u = cuda.local.array(4, float32)
+        for e in range(4):
+            f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]),
+                         ptx.bits_float(v[e]))
+            u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
+        y, z = clipped(u[0], u[1], u[2], u[3])
+        return ptx.bytes4(y, z)
+    return normed
+
+
 def norm_functions(cfg, nz, cc, streams):
     """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
 
@@ -204,7 +223,7 @@ def norm_functions(cfg, nz, cc, streams):
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
     vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
-    clipped = clip_functions(cc, True)[1](-127, 127)
+    normed = normed_function(cfg, cc)
 
     @device
     def fill(words, at, weights, overlay, plan, p, seed, i):
@@ -213,19 +232,6 @@ def norm_functions(cfg, nz, cc, streams):
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
-
-    @device
-    def part(x, n, first, m, k, address, q, reciprocal):
-        """n[first + ...] of 16 columns of row m."""
-        word, at = x[2 * k + m], int32(address + m * (4 * H) + k * 64 + q * 16)
-        w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
-        u = cuda.local.array(4, float32)
-        for e in range(4):
-            f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]),
-                         ptx.bits_float(v[e]))
-            u[e] = ptx.fma_down(f, reciprocal, float32(BASE + 1 / 256))
-        y, z = clipped(u[0], u[1], u[2], u[3])
-        n[first + 2 * k + m] = ptx.bytes4(y, z)
 
     @device
     def norm(x, n, at_n, m, address, at_inputs, q):
@@ -237,7 +243,7 @@ def norm_functions(cfg, nz, cc, streams):
         reciprocal = ptx.reciprocal(float32(mean))
         first, second = int32(0), int32(0)
         for k in range(2 * STEPS):
-            part(x, n, at_n, m, k, address, q, reciprocal)
+            n[at_n + 2 * k + m] = normed(x[2 * k + m], m, k, address, q, reciprocal)
             first = add(n[at_n + 2 * k + m], at_inputs, k, q, first)
             if streams > 1:
                 second = add(n[at_n + 2 * k + m], int32(at_inputs + SIZE), k, q, second)

@@ -28,15 +28,16 @@ def aligned(n):
 
 # --- loops over registers ---------------------------------------------------------------------------------------------
 
-class _WriteOut(ast.NodeTransformer):
-    """Replaces loops over ranges of constants, with a variable of LOOPS, by their bodies, once for each value."""
-    LOOPS = {"d", "g", "i", "j", "n", "sub"}           # the inner ones, over e, half and k, are short enough
+LOOPS = {"d", "g", "i", "j", "n", "sub"}    # the inner ones, over e, half and k, are short enough
 
-    def __init__(self, constants):
-        self._constants = constants
+
+class _WriteOut(ast.NodeTransformer):
+    """Replaces loops over ranges of constants, with one of these variables, by their bodies, once for each value."""
+    def __init__(self, constants, loops):
+        self._constants, self._loops = constants, loops
 
     def visit_For(self, node):
-        if isinstance(node.target, ast.Name) and node.target.id in self.LOOPS:
+        if isinstance(node.target, ast.Name) and node.target.id in self._loops:
             try:
                 values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, self._constants)
             except NameError:                                # a bound that only the running kernel knows
@@ -62,13 +63,13 @@ def _constant(node, name, value):
     return ast.Constant(value) if read else node
 
 
-def written_out(function):
+def written_out(function, loops=LOOPS):
     """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
     indexed, so the arrays would lie in local memory."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     tree.body[0].decorator_list = []
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    tree = _WriteOut({name: value for name, value in names.items() if isinstance(value, int)}).visit(tree)
+    tree = _WriteOut({name: value for name, value in names.items() if isinstance(value, int)}, loops).visit(tree)
     exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), names)
     return names[function.__name__]
 

@@ -17,12 +17,6 @@ LOGITS_TYPES = (int64, A32, A32, A32)
 PACK_TYPES = (A32, A32) + 7 * (int64,)
 
 
-def units_in_tile(cfg):
-    """Pairs that TILE consecutive rows, starting at a multiple of TILE, can touch."""
-    rows = 2 * cfg.SEQ_LEN
-    return max(1, TILE // rows) if TILE % rows == 0 or rows % TILE == 0 else (TILE - 2 + rows) // rows + 1
-
-
 def tile_functions(K, KC):
     """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row)
     into shared memory, that add its product to acc, and that do both for one chunk after the other: eight warps, each

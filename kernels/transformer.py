@@ -175,17 +175,18 @@ def wide_shape(budget, K, columns):
     return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
 
-def full_shape(budget, K, H):
-    """Shape of a product whose block has whole rows of H columns."""
+def full_shape(budget, K, H, unit=16):
+    """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
     found = []
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
-        found += _shapes(budget, K, CG, blocks(H, 16 * CG * passes) * 16, passes, True, K > H)
+        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H)
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
-def product_functions(card, shape, repeat=1):
-    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows:
+def product_functions(card, shape, repeat=1, matrices=1):
+    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows, and are
+    those of so many matrices, one behind the other:
 
     init(bar, t)                                        barriers, before a barrier of the block
     rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
@@ -198,7 +199,8 @@ def product_functions(card, shape, repeat=1):
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, COLUMNS, ALL_COLUMNS, PIECED = K // KP, CG * N, shape.columns(), shape.pieced
+    PIECES, COLUMNS, PIECED, PER = K // KP, CG * N, shape.pieced, PASSES // matrices
+    ALL_COLUMNS = PER * COLUMNS
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)      # steps by which warps may drift, about
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
@@ -279,6 +281,8 @@ def product_functions(card, shape, repeat=1):
             if STREAM:
                 tile = first + step // (PIECES * PASSES * repeat) * every
                 fetch_piece(to, x, tile, piece, full, t)
+            if matrices > 1:
+                at, ahead = at + ahead // PER * (ALL_COLUMNS * K // 4), ahead % PER
             fetch_columns(to + A_PART, w, at + (int64(piece) * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
             if not BULK:
                 ptx.copy_arrive(full)

@@ -27,7 +27,7 @@ COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 # kernels that are one loop nest, each with the function that builds it
 LONG_KERNELS = {
     "egg_kernels.py": {"_token_kernel"},
-    "kernels/gru.py": {"_recur_kernel"},
+    "kernels/gru.py": {"_product_kernel", "_recur_kernel"},
     "kernels/gru_head.py": {"head_kernel"},
     "kernels/gru_hopper.py": {"_mlp_kernel", "_recur_kernel", "_wide_kernel"},
     "kernels/gru_narrow.py": {"_gates_kernel", "_head_kernel", "_recur_kernel"},
