@@ -61,8 +61,7 @@ def number(kind, low, high, what):
 
 
 def parsed_by(module, name, what):
-    """A type for argparse: the result of module.name(text), which raises ValueError; loads the module when it is
-    used."""
+    """A type for argparse: module.name(text), which raises ValueError; the module is loaded when it is used."""
     def parse(text):
         try:
             return getattr(importlib.import_module(module), name)(text)
@@ -73,7 +72,7 @@ def parsed_by(module, name, what):
 
 def sampling(name, what):
     """A type for argparse: a value that the constant SAMPLING_`name` may have."""
-    return number(float, *egg_config.bounds("SAMPLING_" + name), what)
+    return number(float, *egg_config.FACTS["SAMPLING_" + name].allowed, what)
 
 
 def option(name, help, metavar=None, type=None, **more):
@@ -97,7 +96,7 @@ COMMON = dict([
     option("--load-dir", "start from the run in DIR", "DIR"),
     option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
            "password if there is a secret", "[HOST:]PORT",
-           parsed_by("tools.live_page", "parse_address", "PORT or HOST:PORT")),
+           parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
     option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
     option("--threads", "cores that the CPU engine uses (default: all)", "N",
@@ -124,8 +123,8 @@ COMMANDS = []                  # (function, options, source of the saved constan
 
 def command(*options, saved=lambda args: ({}, None)):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
-    `option`s, or a str that titles the options after it; saved(args): the constants of the saved run that it is about,
-    and the directory of that run if they must stay as they are."""
+    `option`s, or a title of those that follow; saved(args): the constants of the saved run that it is about, and its
+    directory if they must stay as they are."""
     def register(function):
         COMMANDS.append((function, options, saved))
         return function
@@ -371,8 +370,8 @@ def debug(cfg, args):
       EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines"""
     from tools import debug
     from model import data_files
-    tokens, saved = data_files.open_tokens(cfg, cfg.INPUT_FILE), load(cfg, args)
-    debug.report(cfg, saved.engine, tokens, printer(), args.json)
+    tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+    debug.report(cfg, load(cfg, args), tokens, printer(), args.json)
 
 
 @command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
@@ -456,12 +455,12 @@ def page(args, access):
 
 
 def load(cfg, args):
-    """The use.Saved of the arguments."""
+    """An engine in the state of the saved run."""
     from tools import use
     told = printer(sys.stderr)
-    saved = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
-    told.line(f"egg: {args.load_dir}, step {saved.step}")
-    return saved
+    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
+    told.line(f"egg: {args.load_dir}, step {engine.step}")
+    return engine
 
 
 def printer(stream=None):
@@ -514,8 +513,7 @@ def installation():
 
 
 def invite_to_continue(argv, directory, console):
-    """Prints the command that goes on with the run in `directory` (None: it is not kept): the one of argv, without its
-    limits and without the constants that the run has kept."""
+    """Prints the command that goes on with the run in `directory`: argv, without limits and constants that are kept."""
     if directory is None:
         return
     args = vars(parser(typed=False).parse_args(argv))

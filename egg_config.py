@@ -2,10 +2,10 @@
 
 Edit the assignments below, or override them for one run: by an environment variable EGG_<NAME>=value, or by
 -D NAME=VALUE after a subcommand. The later wins: this file, preset, environment, -D. FACTS says of each constant what
-it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config; the rest of
-egg reads the constants from there. SPEC: the numeric contract with d-eggs.
+it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -236,8 +236,7 @@ DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 
 
 class EggError(Exception):
-    """A message for the user, in one line: what was wrong, what to do. The base of all such errors of the program.
-    status: the exit status of a command that ends with it."""
+    """A message for the user, in one line: what was wrong, what to do. status: the exit status of a command."""
     status = 1
 
 
@@ -248,6 +247,15 @@ class UsageError(EggError):
 
 class ConfigError(UsageError):
     """One line: which constant, what was wrong, what is allowed."""
+
+
+@contextlib.contextmanager
+def explained(kind, place, advice=""):
+    """An OSError in the block becomes a `kind` of EggError: the place, what the system says, the advice."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
 
 
 class Config(types.SimpleNamespace):
@@ -303,25 +311,11 @@ def given(preset=None, defines=(), environ=os.environ):
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
     saved: the constants of a saved run, as JSON gives them back, which replace those of this file; run: the directory
-    of that run, if it cannot go on with others.
-
-    Raises ConfigError with one line that names the constant and the rule."""
+    of that run, if it cannot go on with others. Raises ConfigError with one line that names the constant and the
+    rule."""
     values = {**_DEFAULTS, **{name: _tuples(value) for name, value in dict(saved).items()}}
-    found = given(preset, defines, environ)
-    if run:
-        _need_equal(values, found, run)
-    return make(**{**values, **{name: value for name, (_, value) in found.items()}})
-
-
-def _tuples(value):
-    """A value with tuples in place of the lists of JSON."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _need_equal(values, found, run):
-    """Raises ConfigError where `given` constants differ from those (`values`) on which a run depends."""
-    differ = {}
-    for name, (source, value) in found.items():
+    found, differ = given(preset, defines, environ), {}
+    for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
         if FACTS[name].saved and value != values[name]:
@@ -331,6 +325,12 @@ def _need_equal(values, found, run):
                          for source, texts in differ.items())
         raise ConfigError(f"{run} holds a run of another configuration: {what}; leave that out, or name another "
                           "directory")
+    return make(**{**values, **{name: value for name, (_, value) in found.items()}})
+
+
+def _tuples(value):
+    """A value with tuples in place of the lists of JSON."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def make(**values):
@@ -357,7 +357,7 @@ def validate(cfg):
         if allowed and kind is str:
             need(value in allowed, name, f"must be one of {', '.join(allowed)}")
         elif allowed:
-            need(type(value) is kind or kind is float and type(value) is int, name, f"must be {_kind(name)}")
+            need(type(value) is kind or kind is float and type(value) is int, name, f"must be {KINDS[kind]}")
             need(allowed[0] <= value <= allowed[1], name, f"must be from {allowed[0]} to {allowed[1]}")
         need(fact.model in (None, cfg.MODEL) or value == _DEFAULTS[name], name,
              f"says nothing to MODEL = {cfg.MODEL}: leave it at {_DEFAULTS[name]}")
@@ -408,20 +408,9 @@ def loss_unit(constants):
     return bits, "bits/byte" if constants["VOCAB_SIZE"] == 256 else "bits/token"
 
 
-def bounds(name):
-    """(lowest, highest) that a constant may be."""
-    return FACTS[name].allowed
-
-
 def may_differ(name):
     """Whether islands that gossip may differ in a constant; not in one that this program does not know."""
     return name in FACTS and FACTS[name].agree == ISLAND
-
-
-def changed(cfg):
-    """{name: value}: the constants of cfg, without the local ones, that are not as in this file."""
-    default = make()
-    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
 
 
 def text(value):
@@ -429,9 +418,7 @@ def text(value):
     return ",".join(f"{step}:{rate!r}" for step, rate in value) if isinstance(value, tuple) else str(value)
 
 
-def _kind(name):
-    kinds = {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}
-    return kinds[type(_DEFAULTS[name])]
+KINDS = {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}
 
 
 def _no_such(name):
@@ -453,5 +440,5 @@ def _parse(name, text, source):
         else:
             value = kind(text)
     except ValueError:
-        raise ConfigError(f"{source}: {text!r} is not {_kind(name)}") from None
+        raise ConfigError(f"{source}: {text!r} is not {KINDS[kind]}") from None
     return value

@@ -4,15 +4,10 @@ Members of a population come in pairs; a pair's fitness is one ternary digit. A 
 asks for a chunk of the population (JOB_REQUEST), evaluates it on its engine and sends five digits a byte (RESULT). The
 coordinator gathers the chunks of a step (cluster.leases), appends the step to the history (cluster.history) and answers
 the next request of every worker with the fitness of all pairs (JOB_RESPONSE), from which the worker's engine makes the
-same update everywhere. So fitness and losses are all that training sends over the network; a worker that joins late
-takes a snapshot (cluster.snapshots) and replays the steps after it.
+same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and replays the steps after it.
 
-A frame is "JOBS", version u8, opcode u8, bytes of payload u32 (cluster.wire); it leaves in one send and without Nagle's
-delay, because every exchange is a small question and a small answer. Each side is one process with one loop and no
-threads (cluster.hub at the coordinator, cluster.link at the worker). What an island or the live page adds to a
-coordinator is plugged in (cluster.hooks).
-
-To follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
+Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker). To
+follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
 Coordinator._answer, Worker._apply.
 """
 
@@ -62,11 +57,11 @@ class Worker:
         self.reported_step = -1            # the last step that was validated and sampled
         self.digest = None                 # (step, digest of the state then)
         self.speed, self.slice = None, FIRST_SLICE        # members a second, at a time
-        self.chunks = 0
+        self.chunks = self.answers = 0
         self.foresight, self.expected = Foresight(cfg), (None, 0)      # (first member, members) of the next evaluation
 
-    def serve(self, link, answered):
-        """Asks for work and does it until the coordinator is gone (OSError). answered() follows every answer."""
+    def serve(self, link):
+        """Asks for work and does it until the coordinator is gone (OSError)."""
         engine = self.engine
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
@@ -82,7 +77,7 @@ class Worker:
             while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
                 self._send_state(link, opcode, link.unpack_step(payload))
                 opcode, payload = link.any_of(answers)
-            answered()
+            self.answers += 1
             if opcode == REBUILD:
                 self._rebuild_from(link, link.unpack_step(payload))
                 continue
@@ -267,8 +262,7 @@ class Foresight:
 
 
 def due(every, step):
-    """Whether a step has a sample, or a validation: every so many have one, and a few early ones, so that the beginning
-    of learning shows."""
+    """Whether a step has a sample or a validation: every so many, and a few early ones, to show learning begin."""
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
@@ -283,13 +277,12 @@ def sample(cfg, engine, tokens, decoding):
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
                validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
-    coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to.
-
-    tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding
-    or None; validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for
-    2 and then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines,
-    default host and device; inspect(engine): called before chunk 0 of a step is evaluated.
-    Raises NetError where no coordinator can be, or one that does not fit or refuses this worker."""
+    coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
+    training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
+    validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for 2 and
+    then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
+    host and device; inspect(engine): called before chunk 0 of a step is evaluated. Raises NetError where no coordinator
+    can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):
@@ -301,13 +294,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     version = protocol or V2
     connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
-
-    def answered():
-        nonlocal pause, log_arrival, log_loss
-        pause, log_arrival, log_loss = BACK_OFF[0], True, True
-
     while True:
-        link, line = None, None
+        link, line, answers = None, None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
@@ -316,7 +304,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 spoken = " (protocol 1)" if link.version == V1 else ""
                 console.line(f"worker: {engine.name}, connected to {host}:{port}{spoken}")
             connected = True
-            worker.serve(link, answered)
+            worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
@@ -337,6 +325,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
         finally:
             if link is not None:
                 link.close()
+        if worker.answers > answers:
+            pause, log_arrival, log_loss = BACK_OFF[0], True, True
         if log_loss:
             console.line(line)
         log_loss = False
@@ -354,11 +344,10 @@ LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. run: a history.Run; steps: the run ends when it has so
-    many (None: never), minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and
-    go; access: an auth.Access; events: an event_log.Events, default: one for `console` and a coordinator.log in
-    `log_dir`; http, island: what cluster.hooks describes, or None. Raises an EggError for what cannot be used of
-    these."""
+    """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; events: an
+    event_log.Events, default: one for `console` and a coordinator.log in `log_dir`; http, island: see cluster.hooks.
+    Raises an EggError for what cannot be used of these."""
 
     def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
                  access=auth.Access(), events=None, http=None, island=None):
@@ -416,7 +405,9 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        self.events.emit("stop", farewell(self.run), step=self.run.step)
+        kept = "they are not kept (--save-dir keeps them)" if self.run.directory is None else \
+            f"the run lies in {self.run.directory}"
+        self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
         if self.page:
             self.page.farewell()
 
@@ -443,9 +434,6 @@ class Coordinator:
         self.collector.shelf.close()
         if self._own_events:
             self.events.close()
-
-    def summary(self):
-        return self.progress.summary()
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
@@ -656,8 +644,7 @@ class Coordinator:
 
 
 def room_for_connections(*plugged):
-    """The number of connections that a coordinator may hold open beside its files, and what cluster.hooks lists. Raises
-    NetError where that is too few."""
+    """How many connections a coordinator may hold open beside files and what is plugged in. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
@@ -670,11 +657,9 @@ def room_for_connections(*plugged):
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in the list `stopped`.
-
-    host: default see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see event_log.Events; http,
-    island: see cluster.hooks. Returns a progress.Summary. Raises HistoryError, NetError, AuthError, IslandError,
-    WatchError; the completed steps are kept whatever happens."""
+    or an element in the list `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
+    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps
+    are kept whatever happens."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
@@ -698,11 +683,4 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)
-        return coordinator.summary()
-
-
-def farewell(run):
-    """What has become of the run."""
-    if run.directory is None:
-        return f"stopped after {run.step} steps; they are not kept (--save-dir keeps them)"
-    return f"stopped after {run.step} steps; the run lies in {run.directory}"
+        return coordinator.progress.summary()

@@ -1,5 +1,6 @@
 """Who comes in: limits on connections, bans, and the checks that a peer passes before it may take part."""
 
+import collections
 import contextlib
 import errno
 import hashlib
@@ -23,8 +24,8 @@ NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapsho
 
 
 class Author(NamedTuple):
-    """Who is responsible for results, through all its connections. key: the `id` of a greeting.Card; certificate:
-    SHA-256 (hex) of the one that it showed for TLS, "" without."""
+    """Who is responsible for results, through all its connections. key: `id` of its greeting.Card; certificate: its
+    SHA-256 (hex), "" without one."""
     host: str
     key: str
     name: str
@@ -54,25 +55,23 @@ class Door:
     def __init__(self, total, per_address, events):
         self.arrivals = Crowd(min(ARRIVALS, total // 4))
         self.total, self.per_address, self.events = total - self.arrivals.most, per_address, events
-        self.by_host = {}                      # host -> connections that were let in
+        self.by_host = collections.Counter()   # connections that were let in
         self._logged = {}                      # host -> reasons
 
     def let_in(self, session):
         """An arrival has proved who it is. Raises Refused where there can be no more."""
-        if sum(self.by_host.values()) >= self.total:
+        if self.by_host.total() >= self.total:
             raise Refused(f"{self.total} connections are open, as many as can be", FULL)
-        if self.by_host.get(session.host, 0) >= self.per_address:
+        if self.by_host[session.host] >= self.per_address:
             raise Refused(f"{self.per_address} connections from one address are open, as many as may be "
                           "(CONNECTIONS_PER_ADDRESS)", FULL)
         self.arrivals.discard(session)
-        self.by_host[session.host] = self.by_host.get(session.host, 0) + 1
+        self.by_host[session.host] += 1
         session.become_known()
 
     def leave(self, session):
         if not self.arrivals.discard(session):
-            self.by_host[session.host] -= 1
-            if not self.by_host[session.host]:
-                del self.by_host[session.host]
+            self.by_host -= {session.host: 1}        # which forgets a host without connections
 
     def report(self, host, title, why):
         """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
@@ -86,9 +85,8 @@ class Door:
 
 
 class Bans:
-    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, so that a restart forgets none. The
-    file is read whenever a peer comes in; removing a line lifts that ban. A ban that cannot be written, or without a
-    directory, lasts as long as this object."""
+    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever a peer comes
+    in. A ban that cannot be written lasts as long as this object."""
 
     def __init__(self, directory=None):
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
@@ -181,8 +179,6 @@ class Admission:
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
             self.coordinator.worker_joined(session, author, card.device, card.data)
-        elif card.role == "status":
-            session.role = StatusReader(session, self.cfg.IDLE_TIMEOUT)
         session.reply(*host.welcome(self.coordinator.welcome()))
         if card.role == "status":
             session.reply(wire.STATUS, self._status())
@@ -208,8 +204,8 @@ class Admission:
             self._check_data(author, card.data)
 
     def _check_data(self, author, digest):
-        """A worker that comes in states the digest of its training data. Raises Refused if most have other data; if
-        others are proved to have, they are refused."""
+        """The digest of the data of a worker that comes in. Raises Refused if most have others; refuses who has not
+        what most have."""
         run, trust = self.coordinator.run, self.coordinator.trust
         why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
                f"on with other data, remove {history.DATA_FILE} from the save directory")
@@ -221,7 +217,7 @@ class Admission:
 
 
 class Arrival(Role):
-    """The role of a session until its peer is let in."""
+    """The role of a session until its peer is let in, and after that of one that reads the status, once."""
 
     def __init__(self, session, admission):
         super().__init__(session)
@@ -230,6 +226,8 @@ class Arrival(Role):
 
     def handle(self, opcode, payload):
         session = self.session
+        if self.host.card:
+            raise wire.FrameError("a status was asked for, and nothing else is answered")
         if session.version == V1:
             self.admission.let_in_version_1(session)
             return session.role.handle(opcode, payload)
@@ -240,8 +238,11 @@ class Arrival(Role):
         return True
 
     def check(self, now):
-        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+        idle = self.admission.cfg.IDLE_TIMEOUT
+        if not self.session.known and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
+        elif self.session.known and now - self.session.heard > idle:
+            self.session.refuse(f"said nothing for {idle:g} s")
 
     def closed(self):
         if self.host.proved and not self.session.known:
@@ -249,16 +250,3 @@ class Arrival(Role):
                                        "another secret?")
 
 
-class StatusReader(Role):
-    """The role of a session whose peer has asked for the status and got it."""
-
-    def __init__(self, session, idle_seconds):
-        super().__init__(session)
-        self.idle_seconds = idle_seconds
-
-    def handle(self, opcode, payload):
-        raise wire.FrameError("a status was asked for, and nothing else is answered")
-
-    def check(self, now):
-        if now - self.session.heard > self.idle_seconds:
-            self.session.refuse(f"said nothing for {self.idle_seconds:g} s")

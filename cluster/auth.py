@@ -1,11 +1,4 @@
-"""The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on.
-
-Both sides send 32 random bytes and prove with HMAC-SHA256 over both, and over what the caller states about itself, that
-they know the secret. Fresh random bytes on either side make a recorded proof worthless. The side is part of what is
-signed, so a proof cannot be sent back as one's own. The coordinator proves itself first, with a key on which every
-guess costs a scrypt, so a caller gives nothing to an impostor (docs/SECURITY.md). Without TLS whoever controls the line
-can read and, after the introduction, change what passes: use TLS on a network that others control.
-"""
+"""The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on (docs/SECURITY.md)."""
 
 import functools
 import hashlib
@@ -18,7 +11,7 @@ import stat
 import sys
 from typing import NamedTuple
 
-from egg_config import UsageError
+from egg_config import UsageError, explained
 
 LEAST_SECRET = 16          # bytes
 HANDSHAKE_SECONDS = 10.0   # a peer may take so long from connecting to being let in
@@ -39,14 +32,11 @@ def read_secret(path=None, environ=os.environ):
     """bytes of the secret in the file `path`, or else in EGG_SECRET; b"" where neither is given. Raises AuthError."""
     source = path if path is not None else "EGG_SECRET"
     if path is not None:
-        try:
-            with open(path, "rb") as file:
-                secret = file.read(1 << 16).strip()
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    print(f"egg: others on this machine may read or change {path}: chmod 600 {shlex.quote(str(path))}",
-                          file=sys.stderr, flush=True)
-        except OSError as error:
-            raise AuthError(f"--secret-file {path}: {error.strerror}: name a file that can be read") from None
+        with explained(AuthError, f"--secret-file {path}", "name a file that can be read"), open(path, "rb") as file:
+            secret = file.read(1 << 16).strip()
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                print(f"egg: others on this machine may read or change {path}: chmod 600 {shlex.quote(str(path))}",
+                      file=sys.stderr, flush=True)
     elif "EGG_SECRET" in environ:
         secret = environ["EGG_SECRET"].encode("utf-8", "surrogateescape").strip()
     else:
@@ -58,8 +48,7 @@ def read_secret(path=None, environ=os.environ):
 
 
 def proof(secret, side, hello, challenge, text):
-    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; hello, challenge: the random
-    bytes of both; text: the JSON of JOIN."""
+    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; text: the JSON of JOIN."""
     return hmac.digest(secret, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(), "sha256")
 
 
@@ -84,8 +73,7 @@ def page_password(secret):
 
 
 def user_key():
-    """Text that identifies this user on this machine to a coordinator, and that other users do not know; the same in
-    every process unless no file can keep it."""
+    """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory, fresh = os.path.join(cache, "egg"), os.urandom(16).hex()
     path = os.path.join(directory, "worker-key")
@@ -114,7 +102,6 @@ def is_loopback(host):
 
 def listen_host(host, access):
     """The address a coordinator listens on: `host`; without one every address if there is a secret, else loopback.
-
     Raises AuthError where anybody could connect and --insecure was not given."""
     if host is None:
         return "0.0.0.0" if access.secret or access.insecure else "127.0.0.1"

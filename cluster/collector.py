@@ -10,11 +10,9 @@ WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of
 class Collector:
     """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
     counts once another author has stated the same hash of the state, of another host where there are any; at once where
-    nobody else can. The digest that goes with every request is too weak for that (model.state_digest).
-
-    dispatcher: of the workers. Calls kept(upload), with one that counts; liar(author, why), with who sent another state
-    than others have; freed() when the next upload may begin. Raises HistoryError where the state with which an epoch
-    began is missing."""
+    nobody else can. The digest that goes with every request is too weak for that (model.state_digest). Calls
+    kept(upload) with one that counts, liar(author, why) with who sent another state than others have, freed() when the
+    next upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
 
     def __init__(self, cfg, run, events, dispatcher, kept, liar, freed):
         self.cfg, self.run, self.events, self.dispatcher = cfg, run, events, dispatcher
@@ -123,8 +121,8 @@ class Collector:
 
     def _refuse(self, why):
         self.worker.sends_snapshots = False
-        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
-                         f"{why}")
+        step, title = self.upload.step, self.worker.session.title
+        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}")
         self.drop()
 
     def _voice(self, worker):
@@ -170,5 +168,5 @@ class Collector:
     def _stop(self, error):
         """The run is more than its snapshots: it goes on without them."""
         self.drop()
-        self.shelf.stop()
+        self.shelf.stopped = True
         self.events.warn(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")

@@ -19,9 +19,8 @@ OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
 class Printer:
-    """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR.
-
-    Every text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
+    """Prints lines and, on a terminal, a progress line below them. Colours only there, and not with NO_COLOR. Every
+    text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
 
     PROGRESS_EVERY = 0.1       # seconds
 
@@ -92,12 +91,10 @@ class Printer:
 
 
 class Console(Printer):
-    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: lines for which there
-    is no room, or no disk, are lost, which is said once.
-
-    On a terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or
-    every LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where
-    the run will end, for its bar; None: nowhere."""
+    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: see Lossy. On a
+    terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or every
+    LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where the run
+    will end, or None."""
 
     LINE_EVERY = 10.0
     BAR = 8                    # columns
@@ -204,10 +201,8 @@ class Console(Printer):
 
 
 class Lossy:
-    """Writes to a stream without waiting for whoever reads it. What cannot be written is lost; `write` never raises.
-
-    The descriptor itself stays as it is, for it is shared with other processes: a pipe or a terminal is opened anew to
-    be written without blocking."""
+    """Writes to a stream without waiting for its reader. What cannot be written is lost, which is said once; `write`
+    never raises. The descriptor is shared with other processes: a pipe or a terminal is opened anew, non-blocking."""
 
     MOST = 1 << 16             # bytes that wait for room
 
@@ -270,8 +265,7 @@ def clean(text):
 
 
 def printable(text):
-    """Text from a peer made safe for a log: clean, and indented, so that no line of it looks like one of this
-    program."""
+    """Text from a peer made safe for a log: clean, and indented, so that no line looks like one of this program."""
     return "\n".join("  " + line for line in clean(text).split("\n"))
 
 
@@ -302,8 +296,7 @@ def _bytes_text(n):
 
 @contextlib.contextmanager
 def stop_signals(stopped=None):
-    """Yields a list, `stopped` if given, that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as
-    usual."""
+    """Yields a list (`stopped`) that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
     stopped = [] if stopped is None else stopped
 
     def on_signal(number, _):
@@ -311,12 +304,24 @@ def stop_signals(stopped=None):
             raise KeyboardInterrupt
         stopped.append(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with handling({signal.SIGINT: on_signal, signal.SIGTERM: on_signal}):
         yield stopped
-        return
-    before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@contextlib.contextmanager
+def handling(handlers):
+    """{signal: handler} for the length of the block; in the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if main else {}
     try:
-        yield stopped
+        yield
     finally:
-        for number, handler in before:
+        for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def table(head, rows, words):
+    """[line]: rows under their head; the first columns, of words, are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    return ["  ".join(cell.ljust(n) if i < words else cell.rjust(n)
+                      for i, (cell, n) in enumerate(zip(row, widths))).rstrip() for row in (head, *rows)]

@@ -158,9 +158,8 @@ class Dispatcher:
         self.waiting.append(worker)
 
     def answer_waiting(self):
-        """First come, first served, when something has changed; who let a lease expire comes last. Not all at once:
-        when a step ends a thousand workers are sent its fitness, and the next request of the first one shall not wait
-        for the last."""
+        """First come, first served, when something has changed; who let a lease expire comes last. Not all at once, so
+        that the next request of the first worker does not wait for a thousand others."""
         if self.changed:
             self.changed = self._passed_over = False
             self.waiting = deque(sorted(self.waiting, key=lambda worker: (True, None, False).index(worker.punctual)))
@@ -245,8 +244,7 @@ class Dispatcher:
             self.changed = True
 
     def distrust(self, author):
-        """Forgets what this author has computed in this step, also if it has left; the workers that are no longer
-        trusted."""
+        """Forgets what this author has computed in this step; the workers that are no longer trusted."""
         doubted = [w for w in self.workers if w.author == author and w.trusted]
         for worker in doubted:
             worker.trusted = False
@@ -299,8 +297,7 @@ class Dispatcher:
                    and not (self.by_host and w.author.voter == author.voter) for w in self.workers)
 
     def _active(self, worker, now):
-        """Whether a worker takes part in the present step and can be expected to do its share. One of a host that let
-        another worker be stuck has to deliver first."""
+        """Whether a worker can be expected to do its share; one of a host that had a stuck one has to deliver first."""
         return (worker.trusted and not worker.stuck and (worker.chunks or worker.author.voter not in self._stuck)
                 and worker.step is not None and self.run.step - worker.step <= 1
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
@@ -308,6 +305,8 @@ class Dispatcher:
     def _check_leases(self, worker, now):
         pace, heard, timeout = worker.pace or self.usual, worker.session.heard, self.cfg.STRAGGLER_TIMEOUT
         lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else timeout
+        if not worker.held or now - min(worker.held.values()) <= lease:
+            return
         longest = max(timeout, LEASE_FACTOR * lease) if pace else timeout
         silent = [c for c, since in worker.held.items() if now - max(since, heard) > lease]
         stuck = [c for c, since in worker.held.items() if now - since > longest and c not in silent]

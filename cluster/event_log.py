@@ -16,7 +16,7 @@ import time
 import egg_config
 from cluster.history import EVENTS
 from cluster.hub import Budget
-from egg_config import EggError
+from egg_config import EggError, explained
 
 # Events that peers cause: so many in a row and so many a second after that, of one host and of all together
 OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
@@ -35,11 +35,9 @@ class WatchError(EggError):
 
 class Events:
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: a line of text for the console, or None.
-
-    run: a cluster.history.Run; directory: of coordinator.log; log_json: a file, tensorboard: a directory, or None. As a
-    context manager it logs the error that ends the block. Raises WatchError if a file cannot be written or a library is
-    not installed."""
+    kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log; log_json: a file,
+    tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
+    a file that cannot be written or a library that is missing."""
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self.files = []
@@ -76,10 +74,9 @@ class Events:
         if host not in budgets and len(budgets) >= HOSTS:
             del budgets[next(iter(budgets))]
         budget = budgets.setdefault(host, Budget(OF_HOST[1], OF_HOST[0]))
-        if budget.refill() < 1 or not self._of_all.take():
+        if not (budget.take() and self._of_all.take()):
             self._left_out += 1
             return False
-        budget.take()
         if self._left_out and self._may_tell.take():
             count, self._left_out = self._left_out, 0
             self.warn(f"{count} lines about peers are left out: they came too fast")
@@ -123,10 +120,8 @@ class Lines:
 
     def __init__(self, path, advice, warn, links=False):
         self.path, self.warn, self.links, self.warned = path, warn, links, False
-        try:
+        with explained(WatchError, path, advice):
             self._open()
-        except OSError as error:
-            raise WatchError(f"{path}: {error.strerror}: {advice}") from None
 
     def _open(self):
         # non-blocking: a pipe without a reader must not stop the coordinator
@@ -206,8 +201,8 @@ class CoordinatorLog(Lines):
 
 
 class TensorBoard:
-    """Scalars and samples for TensorBoard. Uses only the record writer of tensorboardX: the thread of its SummaryWriter
-    dies when the disk is full, and then the run would hang."""
+    """Scalars and samples for TensorBoard, with the record writer of tensorboardX alone: the thread of its
+    SummaryWriter dies when the disk is full, and the run would hang."""
 
     def __init__(self, directory, warn):
         self.directory, self.warn, self.flush_at = directory, warn, 0.0
@@ -217,12 +212,9 @@ class TensorBoard:
         except ImportError:
             raise WatchError("--tensorboard needs tensorboardX: pip install tensorboardX") from None
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
-        try:
+        with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
             os.makedirs(directory, exist_ok=True)
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
-        except OSError as error:
-            why = error.strerror
-            raise WatchError(f"--tensorboard {directory}: {why}: give a directory that can be written") from None
 
     def emit(self, event, _):
         kind = event["event"]

@@ -1,8 +1,5 @@
-"""The introduction, HELLO, CHALLENGE, PROVE, PROVED, JOIN, WELCOME (docs/PROTOCOL.md), from both sides and without
-sockets.
-
-A worker, a reader of the status and an island that calls another are the Caller, whoever is called is the Host. Each
-takes the other's frames and returns what to send next.
+"""The introduction (docs/PROTOCOL.md) from both sides, without sockets. A worker, a reader of the status and an island
+that calls another are the Caller, whoever is called is the Host. Each takes the other's frames and returns its answer.
 """
 
 import json
@@ -23,9 +20,9 @@ class GreetingError(Exception):
 
 
 class Card(NamedTuple):
-    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, which begins
-    with auth.user_key() and "." if it is a worker that is not an old one; config:
-    {name: value} of its constants; data: SHA-256 of its training data, zeros where it does not state it."""
+    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, of a new
+    worker auth.user_key(), "." and more; config: {name: value} of its constants; data: SHA-256 of its training data, or
+    zeros."""
     role: str
     id: str
     name: str
@@ -54,8 +51,8 @@ def read_error(payload):
 
 
 class Welcome(NamedTuple):
-    """What a host states when it lets a caller in. config, data: SHA-256 (data: zeros while unknown); step: of the run;
-    snapshot: step of its newest snapshot, 0 without one."""
+    """What a host states when it lets a caller in. config, data: SHA-256 (data: zeros while unknown); step: of the
+    run; snapshot: step of the newest one, or 0."""
     config: bytes
     data: bytes
     step: int

@@ -1,15 +1,8 @@
-"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit.
+"""The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
+(SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
 
-FILE, in the save directory: "EGGHIST1", u32 length of the header, the header (JSON: the configuration), u32 CRC-32 of
-all that. Then a record for every completed step: RECORD (bytes of its body, step, sum of losses, updates reported,
-seed), u32 CRC-32 of these fields, the body (the packed fitness of all pairs, SPEC 8, compressed with zstd) and its u32
-CRC-32. Everything is little-endian. A record is on the disk before a worker sees the next step, so a completed step is
-never lost.
-
-A run that began from an imported model has a "start" in the header (step, seed and SHA-256 of the state; version 2).
-It has no record before that step, and is rebuilt from the snapshot of that step. An island that takes over another
-state begins a new epoch in the same way: its start also has an "origin" (version 3), and the file of the previous epoch
-stays beside it as OLD, with the number of that epoch.
+A run that began from an imported model, and each epoch of an island, is rebuilt from the snapshot of its Start. The
+file of the previous epoch stays beside the present one as OLD.
 """
 
 import contextlib
@@ -30,7 +23,7 @@ from typing import NamedTuple
 import pyzstd
 
 import egg_config
-from egg_config import EggError
+from egg_config import EggError, explained
 from model import fitness_digits
 from model import parameters
 from model import rules
@@ -64,8 +57,8 @@ class HistoryError(EggError):
 # --- files of a save directory ---------------------------------------------------------------------------------------
 
 def open_file(path, mode="rb"):
-    """An unbuffered file of a save directory, which may come from a stranger. Raises OSError for anything but a regular
-    file, such as a link to a file outside or a pipe that blocks. mode: "rb" or "r+b"."""
+    """An unbuffered file of a save directory, which may come from a stranger. mode: "rb" or "r+b". Raises OSError for
+    anything but a regular file, such as a link or a pipe."""
     def opener(path, flags):
         # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -83,33 +76,33 @@ def read_file(path, most):
         return file.read()
 
 
-def write_file(directory, name, data):
-    """Puts a file into a directory, whole and on the disk, in place of one that has the name. Returns it, still open.
-    Raises OSError; then nothing has changed."""
-    # under a name that nobody can know before; so a half written file never has the name
+@contextlib.contextmanager
+def replacing(directory, name):
+    """Yields a file that takes this name at the end of the block, whole and on the disk; after an error nothing has
+    changed."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
         try:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
-            kept = open_file(file.name, "r+b")
             os.replace(file.name, os.path.join(directory, name))
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
-    sync(directory)
-    return kept
-
-
-def sync(directory):
-    """Renames in the directory are on the disk when this returns."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(handle)                     # of the new name
     finally:
         os.close(handle)
+
+
+def write_file(directory, name, data):
+    """Writes a file like `replacing`. Returns it, open. Raises OSError; then nothing has changed."""
+    with replacing(directory, name) as file:
+        file.write(data)
+        return open_file(file.name, "r+b")
 
 
 def sizes(cfg):
@@ -126,9 +119,8 @@ def most_bytes(cfg):
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 class Start(NamedTuple):
-    """Where a run, or an epoch of it, begins: at step 0 with the random initial model, or with another state (`state`:
-    its SHA-256, hex). origin: of an epoch, a dict for JSON: its number (epoch), the digest of the state
-    (model.state_digest, hex), and more from islands.gossip."""
+    """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
+    SHA-256, hex). origin: of an epoch, for JSON: its number (epoch), the state's digest, and more of islands.gossip."""
     step: int
     seed: int
     state: str = ""
@@ -160,7 +152,11 @@ class Run:
             self._end = 0
             self._write(_header(cfg, self.start))
         else:
-            self._read_all(os.fstat(file.fileno()).st_size, writable)
+            self._read_all(writable)
+
+    @property
+    def owned(self):
+        return self._lock is not None
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
@@ -188,8 +184,8 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step: its packed fitness is in the file when this returns, and on the disk after the
-        next `sync`. Raises HistoryError; then the file and this object are unchanged."""
+        """Completes the current step: in the file when this returns, on the disk after the next `sync`. Raises
+        HistoryError; then nothing has changed."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -238,10 +234,6 @@ class Run:
                 with contextlib.suppress(OSError):
                     write_file(self.directory, DATA_FILE, (digest.hex() + "\n").encode()).close()
 
-    @property
-    def owned(self):
-        return self._lock is not None
-
     def close(self):
         self._file.close()
         if self._lock is not None:
@@ -273,35 +265,31 @@ class Run:
                                "this and start the same command again") from None
         self._end += len(data)
 
-    def _read_all(self, size, writable):
-        """Checks every record and stores its offset. An incomplete last record is ignored, and cut off if
-        `writable`."""
-        self._end, self.start = _check_header(self.cfg, self._pread, size, self._name)
+    def _read_all(self, writable):
+        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if `writable`."""
+        header = _read_header(self._file, self._name)
+        # a constant that is newer than the run counts as at its default
+        if differ := difference({**kept(egg_config.make()), **header.config}, kept(self.cfg)):
+            raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
+                               "give another --save-dir")
+        self._end, self.start = header.size, header.start or self.start
         self.step, self.seed = self.start[:2]
-        most = most_body(self.cfg)
-        while self._end < size:
-            head = self._pread(HEAD, self._end)
-            length = self._body_length(head, self.step, self.seed, most)
-            body = self._pread(length + 4, self._end + HEAD) if length else b""
-            crc = int.from_bytes(body[length:], "little")
-            if not length or len(body) != length + 4 or zlib.crc32(body[:length]) != crc:
-                self._cut_torn_record(size, HEAD + 4 + most, writable)
+        most, head = most_body(self.cfg), self._pread(HEAD, self._end)
+        while head:
+            length, its_step, _, _, its_seed = RECORD.unpack_from(head.ljust(HEAD))
+            good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most
+            rest = self._pread(length + 4 + HEAD, self._end + HEAD) if good else b""       # with the next head
+            body, crc, next_head = rest[:length], rest[length:length + 4], rest[length + 4:]
+            if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(body) != crc:
+                self._cut_torn_record(HEAD + 4 + most, writable)
                 return
             self._advance(self._end)
             self._end += HEAD + length + 4
+            head = next_head
 
-    @staticmethod
-    def _body_length(head, step, seed, most):
-        """Length of the body of this step's record, 0 if `head` is not its head or it is above `most`."""
-        if len(head) < HEAD or zlib.crc32(head[:RECORD.size]) != int.from_bytes(head[RECORD.size:], "little"):
-            return 0
-        length, its_step, _, _, its_seed = RECORD.unpack(head[:RECORD.size])
-        return length if (its_step, its_seed) == (step, seed) and length <= most else 0
-
-    def _cut_torn_record(self, size, longest, writable):
-        """Only the last record can be an interrupted write. Anything else is damage, and cutting it would lose
-        steps."""
-        at, rest = self._end, self._pread(longest + 1, self._end)
+    def _cut_torn_record(self, longest, writable):
+        """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
+        size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
         later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
                     and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest:
@@ -315,21 +303,19 @@ class Run:
 
 
 def open_run(cfg, save_dir=None, load_dir=None):
-    """The Run that a coordinator continues or begins, locked until it is closed.
-
-    save_dir: continue the run in this directory, or begin one. load_dir (a save directory, or C++ checkpoints): begin
-    with a copy of that run and continue in save_dir, without save_dir in load_dir itself. Neither: a temporary file,
-    removed at the end. Raises HistoryError: another configuration (naming the constants that differ), damage, a
-    directory in use or not writable."""
+    """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
+    begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, or in load_dir
+    itself. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants that differ),
+    damage, a directory in use or not writable."""
     if load_dir is None:
-        return _open(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
+        return open_directory(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
     if not os.path.isdir(load_dir):
         raise HistoryError(f"--load-dir {load_dir}: no such directory")
-    own = os.path.isfile(os.path.join(load_dir, FILE))
+    own = holds_run(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
-        return _open(cfg, load_dir)
+        return open_directory(cfg, load_dir)
     source = read_run(cfg, load_dir)
-    run = _open(cfg, save_dir if save_dir is not None else load_dir, source.start)
+    run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
     try:
         run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
     except HistoryError:
@@ -343,34 +329,27 @@ def open_run(cfg, save_dir=None, load_dir=None):
 
 
 def read_run(cfg, directory):
-    """The Run in a save directory, read-only, also while a coordinator continues it; C++ checkpoints as a temporary
-    Run. Raises HistoryError."""
-    if os.path.isfile(os.path.join(directory, FILE)):
-        return _open_to_read(cfg, directory)
+    """The Run in a save directory, to read, also while a coordinator continues it, or of C++ checkpoints. Raises
+    HistoryError."""
+    if holds_run(directory):
+        path = os.path.join(directory, FILE)
+        with explained(HistoryError, path):
+            return Run(cfg, open_file(path), directory, writable=False)
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
     run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
     return run
 
 
-def begin_run(cfg, directory, start):
-    """A new Run that begins with an imported model, whose snapshot must be in the directory. Raises HistoryError."""
-    if os.path.exists(os.path.join(directory, FILE)):
-        raise HistoryError(f"{directory} holds a run already: give a new --save-dir")
-    return _open(cfg, directory, start)
-
-
 def configuration(directory):
-    """{name: value}: the constants of the run in a save directory; {} for C++ checkpoints, which do not hold them.
-    Raises HistoryError."""
+    """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
-    name = os.path.join(directory, FILE)
-    if not os.path.isfile(name):
-        if any(CPP_NAME.fullmatch(x) for x in os.listdir(directory)):
-            return {}
-        raise _no_run(directory)
-    return {**_header_of(name).config, **_settings(directory)}
+    if holds_run(directory):
+        return {**_header_of(os.path.join(directory, FILE)).config, **_settings(directory)}
+    if any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+        return {}
+    raise _no_run(directory)
 
 
 def holds_run(directory):
@@ -410,8 +389,7 @@ def epochs(directory):
 
 
 def newest(pattern="ckpt*"):
-    """The directory that matches and whose run was written last; a run without a step only where there is no other.
-    Raises HistoryError if there is none."""
+    """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
@@ -441,43 +419,36 @@ def replay(run, engine, until=None):
 
 
 def read_cpp_checkpoints(cfg, directory):
-    """[bytes]: packed fitness of step 0, 1, ... from the checkpoint_%08d.bin files of the C++ system. Raises
-    HistoryError."""
+    """[bytes]: packed fitness of step 0, 1, ... from the files of the C++ system. Raises HistoryError."""
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
-    for step, its_step in enumerate(sorted(found), 1):
-        if its_step != step:
-            raise HistoryError(f"{directory}: checkpoint_{step:08d}.bin is missing, and without it the model cannot be "
-                               "rebuilt")
     out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
+
+    def need(ok, what):
+        if not ok:
+            raise HistoryError(f"{path}{what}")
+
     for step in range(1, len(found) + 1):
-        path = os.path.join(directory, found[step])
+        path = os.path.join(directory, found.get(step, f"checkpoint_{step:08d}.bin"))
+        need(step in found, " is missing, and without it the model cannot be rebuilt")
         seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         try:
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
-        except OSError as error:
-            raise HistoryError(f"{path}: {error.strerror}") from None
-        if len(data) < CPP_CHECKPOINT.size:
-            raise HistoryError(f"{path} is cut short: {len(data)} bytes")
-        magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
-        packed = data[CPP_CHECKPOINT.size:]
-        if (magic, version) != (CPP_MAGIC, 1):
-            raise HistoryError(f"{path} is not a checkpoint of the C++ system: it begins with {magic:#010x}, "
-                               f"version {version}")
-        if its_step != step:
-            raise HistoryError(f"{path} holds step {its_step}, its name says {step}")
-        if its_size != size or len(packed) != size:
-            raise HistoryError(f"{path} holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, "
-                               f"POPULATION_SIZE = {cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and "
-                               "CHUNK_SIZE to those of the run")
-        if its_seed != seed:
-            raise HistoryError(f"{path}: seed {its_seed} where step {step} has {seed}: this is another kind of run")
-        try:
+            need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
+            magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
+            packed = data[CPP_CHECKPOINT.size:]
+            need((magic, version) == (CPP_MAGIC, 1),
+                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+            need(its_step == step, f" holds step {its_step}, its name says {step}")
+            need(its_size == len(packed) == size,
+                 f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
+                 f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
+            need(its_seed == seed, f": seed {its_seed} where step {step} has {seed}: this is another kind of run")
             fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
-        except ValueError as error:
-            raise HistoryError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         out.append(packed)
     return out
 
@@ -487,8 +458,9 @@ def _no_run(directory):
                         "saved run")
 
 
-def _open(cfg, directory, start=None):
-    """The Run in `directory`, created if there is none; locked against a second coordinator."""
+def open_directory(cfg, directory, start=None):
+    """The Run in `directory`, locked against a second coordinator; begun at `start` if there is none. Raises
+    HistoryError."""
     path, lock = os.path.join(directory, FILE), None
     try:
         os.makedirs(directory, exist_ok=True)
@@ -512,8 +484,8 @@ def _open(cfg, directory, start=None):
 
 
 def _copy_rest(cfg, source, target):
-    """Copies snapshots, events and earlier epochs, for a run that continues in another directory. Files that cannot be
-    copied, that are larger than they can be or that have holes, which would fill the disk, are left out."""
+    """Copies snapshots, events and earlier epochs, but no file that is too large or has holes: it would fill the
+    disk."""
     for name in os.listdir(source):
         most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
             MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
@@ -524,14 +496,6 @@ def _copy_rest(cfg, source, target):
                 if data == size <= most:
                     with open(os.path.join(target, name), "xb") as copy:
                         shutil.copyfileobj(file, copy, 1 << 20)
-
-
-def _open_to_read(cfg, directory):
-    path = os.path.join(directory, FILE)
-    try:
-        return Run(cfg, open_file(path), directory, writable=False)
-    except OSError as error:
-        raise HistoryError(f"{path}: {error.strerror}") from None
 
 
 def _read_data(directory):
@@ -554,8 +518,7 @@ def most_body(cfg):
 
 
 def unzip(data, size):
-    """bytes [size] of one zstd frame from a stranger. Raises ValueError for anything else, before it takes more
-    memory."""
+    """bytes [size] of one zstd frame. Raises ValueError for anything else, before that takes more memory."""
     decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
     try:
         raw = decompressor.decompress(data, size + 1)
@@ -601,24 +564,21 @@ class Header(NamedTuple):
 
 def _header_of(path):
     """The Header of a history file. Raises HistoryError."""
-    try:
-        with open_file(path) as file:
-            handle = file.fileno()
-            return _read_header(lambda count, at: os.pread(handle, count, at), os.fstat(handle).st_size, path)
-    except OSError as error:
-        raise HistoryError(f"{path}: {error.strerror}") from None
+    with explained(HistoryError, path), open_file(path) as file:
+        return _read_header(file, path)
 
 
-def _read_header(pread, size, name):
-    """The Header of a file of `size` bytes. Raises HistoryError."""
-    start = pread(12, 0)
+def _read_header(file, name):
+    """The same of an open file."""
+    handle, size = file.fileno(), os.fstat(file.fileno()).st_size
+    start = os.pread(handle, 12, 0)
     if start[:8] != MAGIC[:len(start[:8])]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(start[8:], "little")
     if len(start) < 12 or 12 + length + 4 > size:
         raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
                            "it to begin again")
-    data = pread(12 + min(length, LONGEST_HEADER) + 4, 0)
+    data = os.pread(handle, 12 + min(length, LONGEST_HEADER) + 4, 0)
     if length > LONGEST_HEADER or _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {12 + length + 4}: restore it from a copy")
     try:
@@ -644,13 +604,3 @@ def _checked(start):
                  and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values()))):
         raise ValueError
     return start
-
-
-def _check_header(cfg, pread, size, name):
-    """(size of the header in bytes, Start). Raises HistoryError, also for another configuration."""
-    header = _read_header(pread, size, name)
-    # a constant that is newer than the run counts as at its default
-    if differ := difference({**kept(egg_config.make()), **header.config}, kept(cfg)):
-        raise HistoryError(f"{name} holds a run of another configuration: {differ}; set these as there, or give "
-                           "another --save-dir")
-    return header.size, header.start or beginning(cfg)

@@ -4,10 +4,12 @@ A Hub listens, accepts and calls. A Connection holds the bytes of one peer; a su
 (cluster.session.Session) or HTTP (tools.live_page.Client).
 """
 
+import collections
 import contextlib
 import errno
 import os
 import random
+import re
 import selectors
 import socket
 import ssl
@@ -28,6 +30,18 @@ class NetError(EggError):
 def reason(error):
     """The system's text for an OSError (Python adds addresses to some)."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
+def split_address(text):
+    """(host, port) of PORT, HOST:PORT or [IPV6]:PORT; host is "" where there is none. Raises ValueError."""
+    match = re.fullmatch(r"(?:(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):)?([0-9]{1,5})", text)
+    if not match or int(match[2]) > 65535:
+        raise ValueError(text)
+    return (match[1] or "").strip("[]"), int(match[2])
+
+
+def address_text(host, port):
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def tune(sock):
@@ -65,34 +79,28 @@ class Budget:
 
 
 class Crowd:
-    """Connections that have proved nothing yet, at most `most`. When they are so many, the oldest one of the host with
-    most of them makes room for the next, so that they keep nobody out."""
+    """Connections that have proved nothing yet, at most `most`, in the order of their arrival. When they are so many,
+    the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
 
     def __init__(self, most):
-        self.most, self.count, self.by_host = most, 0, {}
+        self.most, self.members = most, {}
 
     def room(self):
         """Whether there is room for another one, which may end an older one."""
-        if self.count >= self.most:
-            oldest = next(iter(max(self.by_host.values(), key=len)))
+        if len(self.members) >= self.most:
+            crowded = collections.Counter(one.host for one in self.members).most_common(1)[0][0]
+            oldest = next(one for one in self.members if one.host == crowded)
             if time.monotonic() - oldest.born < YOUNG:
                 return False
             oldest.close()
         return True
 
     def add(self, connection):
-        self.count += 1
-        self.by_host.setdefault(connection.host, {})[connection] = True
+        self.members[connection] = True
 
     def discard(self, connection):
         """Returns whether it was here."""
-        here = self.by_host.get(connection.host, {})
-        if not here.pop(connection, False):
-            return False
-        self.count -= 1
-        if not here:
-            del self.by_host[connection.host]
-        return True
+        return self.members.pop(connection, False)
 
 
 class Listener:
@@ -122,15 +130,13 @@ class Listener:
             self.hub.strangers.register(self.sock, READ, self)
 
     def broken(self, error):
-        pass                                         # no connection was made
+        """No connection was made."""
 
 
 class Hub:
     """The sockets of a process. connections: all that are open. `poll` waits and serves; `check` enforces deadlines.
-
-    Whatever a peer causes to be raised ends its connection and nothing else: see `guard`. In one turn of the loop every
-    known peer is served once. Strangers, connections that are not `known` and listeners, are served in random order, in
-    their share of the time."""
+    In one turn of the loop every known peer is served once; strangers, connections that are not `known` and listeners,
+    are served in random order, in their share of the time."""
 
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
@@ -139,9 +145,8 @@ class Hub:
         self._hears_strangers, self._dice = False, random.Random()
 
     def listen(self, host, port, accept, room, backlog):
-        """Listens; accept(sock, address) is called for each peer and makes a Connection, or closes the socket. room():
-        whether another one may come now; until then the system holds it. Returns the (host, port) that is listened on.
-        Raises OSError."""
+        """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
+        until then the system holds it. Returns the (host, port) that is listened on. Raises OSError."""
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                           flags=socket.AI_PASSIVE)[0]
@@ -184,8 +189,7 @@ class Hub:
         self._again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
-        """Calls something on behalf of a peer. An error ends its connection, unless it is one of this program's own
-        (EggError), such as a disk that is full."""
+        """Calls something on behalf of a peer. Only its connection ends by an error that is no EggError."""
         if connection.open:
             try:
                 call(*arguments)
@@ -214,25 +218,13 @@ class Hub:
         self.strangers.close()
 
 
-class Traffic:
-    """Bytes that a group of connections has sent and received."""
-
-    def __init__(self):
-        self.sent = self.received = 0
-
-
 class Connection:
     """The bytes of one peer: `inbox` has come and is not used yet, `outbox` waits to be sent. Nothing is read while
-    something waits to be sent, so a peer that does not read its answers cannot make them pile up; nor while `full()`
-    says that what has come waits to be used.
-
-    sock: non-blocking, accepted (as Hub.listen gives it) or new; tls: an ssl.SSLContext or None; call: for a new
-    socket, the host name that `address` stands for: the connection is begun to there. known: it is no stranger, see
-    Hub. Raises OSError.
-
-    A subclass overrides what happens: `opened`, once (a peer that called may send at once); `received`, when bytes have
-    come or all are sent; `check`, several times a second; `failed`, when TLS cannot be agreed on; `broken`, when a
-    method raised an error; `closed`, once."""
+    something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to be used.
+    sock: non-blocking, accepted or new; tls: an ssl.SSLContext or None; call: for a new socket, the host name that
+    `address` stands for, to which a connection is begun; known: it is no stranger, see Hub. Raises OSError. A subclass
+    overrides what happens: `opened`, once; `received`, when bytes have come or all are sent; `check`, several times a
+    second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
     known = False
@@ -294,27 +286,19 @@ class Connection:
             self.sock.close()
             self.closed()
 
-    def opened(self):
+    def _nothing(self, *_):
         pass
 
-    def received(self):
-        pass
+    opened = received = check = closed = _nothing
 
     def full(self):
         """Whether `inbox` holds enough to work on."""
         return False
 
-    def check(self, now):
-        pass
-
     def failed(self, why):
         self.close()
 
-    def broken(self, error):
-        self.close()
-
-    def closed(self):
-        pass
+    broken = failed
 
     # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
@@ -366,23 +350,21 @@ class Connection:
                 self.received()
 
     def _read(self):
-        if not self.open:
-            return
         try:
-            data = self.sock.recv(self.PIECE)
-            if self._tls and (pending := self.sock.pending()):
+            data = self.sock.recv(self.PIECE) if self.open else None
+            if data and self._tls and (pending := self.sock.pending()):
                 data += self.sock.recv(pending)          # no selector reports what TLS has decrypted already
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError:
             data = b""
-        if not data:
+        if data:
+            self.traffic.received += len(data)
+            self.heard = time.monotonic()
+            self.inbox += data
+            self.received()
+        else:
             self.close()
-            return
-        self.traffic.received += len(data)
-        self.heard = time.monotonic()
-        self.inbox += data
-        self.received()
 
     def _flush(self):
         if not self.open:

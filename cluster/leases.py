@@ -1,8 +1,7 @@
 """One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
 
-Evaluation is deterministic to the bit, so two honest results of a chunk are the same. A chunk that is audited, or whose
-results differ, is done when a result has at least two votes (trust.tally), and more than any other. The others have
-lied.
+Two honest results of a chunk are the same to the bit. A chunk that is audited, or whose results differ, is done when a
+result has at least two votes (trust.tally), and more than any other. The others have lied.
 """
 
 from collections import deque
@@ -37,7 +36,7 @@ class Step:
         return sum(loss for _, loss in self.done.values())
 
     def take(self, peer, author, now):
-        """The next chunk for this peer, None where there is none that it does not hold or has not done."""
+        """The next chunk that this peer has neither held nor delivered, or None."""
         skipped, found = [], None
         while self.queue and found is None:
             chunk = self.queue.popleft()

@@ -34,10 +34,9 @@ def check_address(host, port):
 
 
 class Link:
-    """Every method raises OSError when the coordinator is gone, NetError when it is no coordinator of this program or
-    refuses this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: for
-    JOIN, see greeting.Card; first: see greeting.Caller, whose `proves_first` is kept here; snapshot: step of the
-    coordinator's newest snapshot when it let us in, 0 without one."""
+    """Every method raises OSError when the coordinator is gone, NetError when it is none of this program or refuses
+    this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
+    greeting.Card; first, proves_first: see greeting.Caller; snapshot: step of the coordinator's newest one, or 0."""
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
         self.name, self.version, self.proves_first = f"{host}:{port}", version, first
@@ -100,8 +99,8 @@ class Link:
         return self.any_of((opcode,), timeout)[1]
 
     def any_of(self, opcodes, timeout=None):
-        """(opcode, payload) of the next frame with one of these opcodes; others are ignored; heartbeats are sent
-        meanwhile. Raises TimeoutError after `timeout` seconds."""
+        """(opcode, payload) of the next frame of these opcodes; others are ignored. Sends heartbeats meanwhile. Raises
+        TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -139,9 +138,12 @@ class Link:
         return step
 
     def check(self, seconds=0.0):
-        """Takes in what comes within so many seconds, unless a whole frame waits to be taken, and sends a heartbeat if
-        one is due."""
-        if not self._full():
+        """Takes in what comes within so many seconds, unless a whole frame is there, and sends a heartbeat if due."""
+        try:
+            full = whole_frame(self.inbox, self.limits)
+        except FrameError as error:
+            raise NetError(f"{self.name}: {error}") from None
+        if not full:
             self.sock.settimeout(seconds)
             try:
                 data = self.sock.recv(1 << 16)
@@ -152,12 +154,6 @@ class Link:
                 pass
         if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
             self.send(self.frame(HEARTBEAT))
-
-    def _full(self):
-        try:
-            return whole_frame(self.inbox, self.limits) is not None
-        except FrameError as error:
-            raise NetError(f"{self.name}: {error}") from None
 
     def close(self):
         self.sock.close()

@@ -3,10 +3,11 @@
 import math
 import statistics
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import egg_config
-from cluster.hub import Traffic
+from cluster.console import count_text
 from cluster.wire import FrameError
 
 
@@ -23,17 +24,23 @@ class Summary(NamedTuple):
     last_validation: object
     directory: object       # of the run, or None
 
+    def line(self):
+        speed = f" in {self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        return f"\nsteps {self.first_step} to {self.step}: {count_text(self.tokens)} tokens evaluated{speed}"
+
 
 class Progress:
-    """started: when the first chunk was handed out (time.monotonic), None before; loss (in the unit of d-eggs), speed
-    (tokens/s): of the last step; validations: [(step, figure, unit)], the first and the last three."""
+    """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
+    step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
+    figure, unit)], the first and the last three."""
 
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step, self.started, self._completed = run.step, None, None
         self.loss, self.speed, self.validations = None, 0.0, []
-        self.traffic, (self._bits, self._unit) = Traffic(), egg_config.loss_unit(cfg.constants())
+        self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
+        self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
     def begin_step(self):
         self._updates = []           # weights changed by the last update, of every worker that reports them
@@ -61,15 +68,15 @@ class Progress:
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
         a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
-        losses = [min(max(loss, 0), MOST_BITS / self._bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
+        losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
         middle = statistics.median(losses)
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:
             self.events.warn(f"step {step}: workers report different numbers of changed weights, "
                              f"{sorted(set(self._updates))}: a replica has drifted; restart the workers")
-        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self._bits, 7),
-                "unit": self._unit, "updates": self.updates, "reports": len(self._updates),
+        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
+                "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
                 "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
@@ -102,6 +109,6 @@ class Progress:
     def status(self):
         """Its part of `egg.py status`."""
         validation = dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None
-        loss = None if self.loss is None else self.loss * self._bits
-        return {"tokens_per_second": self.speed, "loss": loss, "loss_unit": self._unit, "validation": validation,
+        loss = None if self.loss is None else self.loss * self.bits
+        return {"tokens_per_second": self.speed, "loss": loss, "loss_unit": self.unit, "validation": validation,
                 "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0}

@@ -8,7 +8,7 @@ import contextlib
 import time
 
 from cluster import hub, wire
-from cluster.wire import BAD_FRAME, ERROR, FrameError, ITSELF, V2, next_frame
+from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, OTHER_LIMIT, V2, next_frame
 
 FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
@@ -19,20 +19,17 @@ FLOOD_SECONDS = 10.0
 
 
 class Role:
-    """What a peer is to this process. Every role has handle(opcode, payload), which takes a frame and returns whether
-    it was of use; where that raises an error, the session is refused."""
+    """What a peer is to this process. handle(opcode, payload) of a role takes a frame and returns whether it was of
+    use; an error refuses the session."""
 
     def __init__(self, session):
         self.session = session
 
-    def begin(self):
-        """The connection that was begun here stands."""
+    def _nothing(self, *_):
+        pass
 
-    def check(self, now):
-        """Enforces deadlines; several times a second."""
-
-    def closed(self):
-        """The connection has ended; once."""
+    # a connection that was begun here stands; deadlines, several times a second; the connection has ended
+    begin = check = closed = _nothing
 
 
 class Session(hub.Connection):
@@ -87,8 +84,9 @@ class Session(hub.Connection):
             if code != ITSELF:                 # an island that has called itself is nothing to report
                 self.door.report(self.host, self.title, why)
             if self.version == V2 and not self.outbox:
+                payload = FAILED.pack(code) + why.encode("utf-8", "replace")         # `why` may quote the peer
                 with contextlib.suppress(OSError):
-                    self.sock.send(wire.frame(ERROR, wire.error_payload(code, why), version=V2))
+                    self.sock.send(wire.frame(ERROR, payload[:OTHER_LIMIT], version=V2))
             self.close()
 
     failed = refuse

@@ -1,9 +1,7 @@
-"""The state of the model as a file, with which a late worker starts; digests that identify configurations and data.
+"""The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
 
-A snapshot file: HEAD (magic, step, seed, SHA-256 of the state, of the configuration, of the fitness before it, bytes of
-the body), u32 CRC-32 of these, then weights, moments and overlay, one after the other, compressed with zstd. All
-little-endian. A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing
-has to wait for the disk: a file that was only half written is detected and removed.
+A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing has to wait for
+the disk: a file that was only half written is detected and removed.
 """
 
 import contextlib
@@ -26,28 +24,25 @@ from model import parameters
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
+HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
-UNPACK_SECONDS = 0.005     # in which a state from another island is decompressed before other work
 SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
-def state_sha256(state):
+def state_sha256(state, kind=hashlib.sha256):
     """bytes [32]: SHA-256 over the same bytes as model.state_digest (without the zeros at its end)."""
-    sha256 = _begin(state.step, state.seed)
+    digest = _begin(state.step, state.seed, kind)
     for part in _parts(state):
-        sha256.update(part)
-    return sha256.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def state_hash(state):
     """bytes [32]: BLAKE2b over the same, by which a second worker confirms a snapshot."""
-    blake2b = _begin(state.step, state.seed, BLAKE2B)
-    for part in _parts(state):
-        blake2b.update(part)
-    return blake2b.digest()
+    return state_sha256(state, BLAKE2B)
 
 
 def _begin(step, seed, kind=hashlib.sha256):
@@ -60,8 +55,7 @@ def _parts(state):
 
 
 def data_digest(tokens):
-    """bytes [32] that identify training data: over its size and all of it, or 256 evenly spread pieces of large
-    data."""
+    """bytes [32] that identify training data: its size and all of it, or 256 evenly spread pieces of large data."""
     if tokens is None:
         return bytes(32)
     digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
@@ -82,7 +76,6 @@ def pack(state):
 
 
 def _packed(state):
-    """The same in pieces."""
     compressor = pyzstd.ZstdCompressor(LEVEL)
     for part in _parts(state):
         for at in range(0, len(part), SLICE):
@@ -101,10 +94,10 @@ def unpack(cfg, data):
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
         raise ValueError(f"snapshot of step {step} is of another configuration")
-    if len(data) != HEAD.size + 4 + body:
-        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD.size + 4 + body}")
+    if len(data) != HEAD_SIZE + body:
+        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
     try:
-        state = from_body(cfg, data[HEAD.size + 4:], step, seed)
+        state = from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
     if state_sha256(state) != sha256:
@@ -112,12 +105,8 @@ def unpack(cfg, data):
     return state
 
 
-def from_body(cfg, body, step, seed):
-    """The State in the body of a snapshot. Raises ValueError."""
-    return _from_raw(cfg, history.unzip(body, sum(sizes(cfg))), step, seed)
-
-
-def _from_raw(cfg, raw, step, seed):
+def from_raw(cfg, raw, step, seed):
+    """The State in the unpacked body of a snapshot. Raises ValueError."""
     n, m, _ = sizes(cfg)
     raw = np.frombuffer(raw, np.int8)
     state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
@@ -126,9 +115,9 @@ def _from_raw(cfg, raw, step, seed):
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of the state, of the configuration, of the fitness before, bytes of the body) from the first
-    bytes of a snapshot file. Raises ValueError."""
-    if len(data) < HEAD.size + 4 or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD.size + 4]:
+    """(step, seed, SHA-256 of state, configuration and fitness before, bytes of the body) of a head. Raises
+    ValueError."""
+    if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
@@ -146,26 +135,16 @@ def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
     sha256, size = state_sha256(state), 0
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False) as file:
-        try:
-            file.write(bytes(HEAD.size + 4))
-            for piece in [body] if body else _packed(state):
-                file.write(piece)
-                file.flush()
-                size += len(piece)
-                if hasattr(os, "posix_fadvise"):     # the disk writes while the next piece is compressed
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
+    with history.replacing(directory, f"snapshot-{state.step:08d}.egg") as file:
+        file.write(bytes(HEAD_SIZE))
+        for piece in [body] if body else _packed(state):
+            file.write(piece)
             file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, os.path.join(directory, f"snapshot-{state.step:08d}.egg"))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
-    history.sync(directory)
+            size += len(piece)
+            if hasattr(os, "posix_fadvise"):         # the disk writes while the next piece is compressed
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
     return sha256
 
 
@@ -178,7 +157,7 @@ class Upload:
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
         self.total, self.finished, self.pending, self._data = None, False, False, b""
-        self._raw = bytearray() if remember else None
+        self.remembered, self._raw = remember, bytearray()
         self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
         self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
         self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
@@ -186,11 +165,7 @@ class Upload:
         self._file = None
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
-            self._file.write(bytes(HEAD.size + 4))
-
-    @property
-    def remembered(self):
-        return self._raw is not None
+            self._file.write(bytes(HEAD_SIZE))
 
     def add(self, total, offset, data):
         """Takes a piece and unpacks all of it."""
@@ -199,8 +174,7 @@ class Upload:
             self.unpack()
 
     def feed(self, total, offset, data):
-        """Takes a piece; as long as `pending`, it must be unpacked before the next one: a few bytes of zstd can unpack
-        to very many, and training goes on meanwhile."""
+        """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
         if self.total is None:
             self.total = total
         most = most_bytes(self._cfg)
@@ -246,8 +220,7 @@ class Upload:
         self._overlay += raw[max(weights + moments - at, 0):]
 
     def overlay(self):
-        """{"mean", "min", "max"} of the noise-scale overlay of a finished upload, None if the configuration has
-        none."""
+        """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
         values = np.frombuffer(self._overlay, np.int8)
@@ -262,75 +235,37 @@ class Upload:
         os.replace(self._file.name, path)
 
     def state(self):
-        """The State of a finished upload that was not dropped, and not kept unless remembered. Raises OSError."""
-        if self.remembered:
-            return _from_raw(self._cfg, self._raw, self.step, self.seed)
-        self._file.seek(HEAD.size + 4)
-        return from_body(self._cfg, self._file.read(), self.step, self.seed)
+        """The State of a finished upload before `keep` and `drop`. Raises OSError."""
+        raw = self._raw
+        if not self.remembered:
+            self._file.seek(HEAD_SIZE)
+            raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
+        return from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
-        if self.remembered:
-            return
-        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._file.name)
+        if not self.remembered:
+            with contextlib.suppress(OSError):       # writing the buffer may fail on a full disk
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._file.name)
 
 
-class Download:
-    """A snapshot file that is being received from another coordinator, in order from byte `got`; `upload`: its Upload
-    once the head is complete. sha256: of its state. Raises ValueError for data that cannot be right, OSError of the
-    disk."""
-
-    def __init__(self, cfg, sha256, directory):
-        self.sha256, self.got, self.upload = sha256, 0, None
-        self._cfg, self._directory, self._head = cfg, directory, b""
-
-    @property
-    def finished(self):
-        return self.upload is not None and self.upload.finished
-
-    @property
-    def pending(self):
-        return self.upload is not None and self.upload.pending
-
-    def feed(self, total, offset, data):
-        """See Upload.feed."""
-        size = HEAD.size + 4
-        if offset != self.got or not data or offset + len(data) > total:
-            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got}")
-        self.got += len(data)
-        if self.upload is None:
-            self._head, data = (self._head + data)[:size], (self._head + data)[size:]
-            if len(self._head) < size:
-                return
-            step, seed, sha256, _, _, body = read_head(self._head)
-            if sha256 != self.sha256 or body + size != total:
-                raise ValueError("it is not the state that was stated")
-            self.upload = Upload(self._cfg, step, seed, None, self._directory, sha256)
-        if data:
-            self.upload.feed(total - size, self.got - len(data) - size, data)
-
-    def unpack(self):
-        """Unpacks for a moment what is pending."""
-        until = time.monotonic() + UNPACK_SECONDS
-        while self.pending and time.monotonic() < until:
-            self.upload.unpack()
-
-    def drop(self):
-        if self.upload is not None:
-            self.upload.drop()
+def upload_of_file(cfg, head, total, sha256, directory):
+    """The Upload of a snapshot file, from its head. sha256: of its state. Raises ValueError, OSError."""
+    step, seed, stated, _, _, body = read_head(head)
+    if stated != sha256 or body + HEAD_SIZE != total:
+        raise ValueError("it is not the state that was stated")
+    return Upload(cfg, step, seed, None, directory, sha256)
 
 
 class Shelf:
-    """The snapshots in a save directory that belong to the current epoch of `run`. The links `latest` and `best` name
-    two of them; older ones are removed."""
+    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed."""
 
     def __init__(self, cfg, run):
         self.cfg, self.run, self.directory = cfg, run, run.directory
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
-        self._open, self._stopped = (None, None), False
+        self._open, self.stopped = (None, None), False         # stopped: no more, they cannot be written
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
                 with contextlib.suppress(OSError):
@@ -338,24 +273,20 @@ class Shelf:
                         os.unlink(os.path.join(self.directory, name))
             elif match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
-        if run.owned and run.start.epoch and run.start.step in self.files:
-            self._clear()
-
-    def _clear(self):
-        """Removes the snapshots of earlier epochs."""
-        for name in os.listdir(self.directory):
-            match = history.SNAPSHOT.fullmatch(name)
-            if match and int(match[1]) <= self.run.start.step and name != self.files[self.run.start.step]:
-                self.remove(name)
+        if run.owned and run.start.epoch and (first := self.files.get(run.start.step)):
+            for name in os.listdir(self.directory):          # those of earlier epochs
+                match = history.SNAPSHOT.fullmatch(name)
+                if match and int(match[1]) <= run.start.step and name != first:
+                    self.remove(name)
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
         with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
-            data = file.read(HEAD.size + 4)
+            data = file.read(HEAD_SIZE)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
             if (step == int(match[1]) and config == config_digest(self.cfg)
-                    and max(1, start.step) <= step <= self.run.step and size == HEAD.size + 4 + body
+                    and max(1, start.step) <= step <= self.run.step and size == HEAD_SIZE + body
                     and (step != start.step or sha256.hex() == start.state)
                     and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
                 self.files[step], self.sha256[step] = name, sha256
@@ -394,11 +325,7 @@ class Shelf:
     def wanted(self, step):
         every = self.cfg.SNAPSHOT_EVERY
         return bool(self.directory and every and step and step % every == 0 and step not in self.files
-                    and not self._stopped)
-
-    def stop(self):
-        """No more snapshots: they cannot be written."""
-        self._stopped = True
+                    and not self.stopped)
 
     def put(self, upload):
         """Adds a finished upload. Raises OSError."""

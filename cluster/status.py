@@ -5,7 +5,7 @@ import os
 import socket
 
 from cluster import auth
-from cluster.console import one_line, path_text, printable
+from cluster.console import one_line, path_text, printable, table
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
 from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
@@ -81,8 +81,8 @@ def describe_status(status):
     rows = [(*(_cell(w[k]) for k in ("name", "device", "address", "state", "step", "chunks")),
              f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s")
             for w in status["workers"]]
-    table = _table(("worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"), rows, 4)
-    lines = facts + (["", *table] if rows else ["no workers"])
+    head = "worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"
+    lines = facts + (["", *table(head, rows, 4)] if rows else ["no workers"])
     more = status.get("connected", 0) - len(rows)
     lines += [f"and {more} more"] * (more > 0)
     lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
@@ -109,15 +109,8 @@ def _describe_island(island):
                ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
                ("last seen", "last_seen", "{:.1f} s"))
     rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
-    return lines + (["", *_table([title for title, _, _ in columns], rows, 5)] if rows else [])
+    return lines + (["", *table([title for title, _, _ in columns], rows, 5)] if rows else [])
 
 
 def _cell(value):
     return one_line(str(value), CELL)
-
-
-def _table(head, rows, words):
-    """[line]: rows under their head; the first columns, of words, are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    return ["  ".join(cell.ljust(n) if i < words else cell.rjust(n)
-                      for i, (cell, n) in enumerate(zip(row, widths))).rstrip() for row in (head, *rows)]

@@ -28,8 +28,7 @@ class Verdict(NamedTuple):
 
 
 class Trust:
-    """votes: {step: {digest: authors}}, of the last steps; figures: {step: [(author, figure)]} of validations; data:
-    {digest: voters} of the training data."""
+    """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data: {digest: voters}."""
 
     def __init__(self):
         self.votes, self.figures, self.data, self._tied, self._told = {}, {}, {}, set(), False
@@ -84,14 +83,12 @@ class Trust:
         self._tied.clear()
 
     def confirms(self, step, author, figure, several, by_host):
-        """Whether the figure of a validation counts that this author states: where several authors are at work, two
-        must state the same. figure: (tokens, bytes, nats)."""
+        """Whether the (tokens, bytes, nats) of a validation count: of several authors two must state the same."""
         stated = self.figures.setdefault(step, [])
         while len(self.figures) > 2:
             del self.figures[min(self.figures)]
         stated.append((author, figure))
-        same = {a for a, other in stated
-                if other[:2] == figure[:2] and abs(other[2] - figure[2]) <= CLOSE * figure[2]}
+        same = {a for a, other in stated if other[:2] == figure[:2] and abs(other[2] - figure[2]) <= CLOSE * figure[2]}
         if confirmed := not several or tally({figure: same}, by_host)[figure] > 1:
             stated.clear()
         return confirmed

@@ -1,9 +1,5 @@
-"""Frames: what coordinators, workers and islands send to each other, byte by byte (docs/PROTOCOL.md).
-
-Version 1 (SPEC section 10) is for C++ peers. Version 2 has the same header and the same work frames. It adds an
-introduction in which both sides prove that they know the secret, digests of the model's state, heartbeats, snapshots,
-errors in words, and the frames of islands (islands.gossip).
-"""
+"""Frames: what coordinators, workers and islands send to each other, byte by byte (docs/PROTOCOL.md). Version 1 is for
+C++ peers; version 2 adds what a cluster among strangers needs."""
 
 import json
 import math
@@ -108,11 +104,6 @@ def read_json(data):
     if level:
         raise ValueError("too many levels")
     return found
-
-
-def error_payload(code, why):
-    """The payload of an ERROR; whatever `why` quotes, it fits."""
-    return (FAILED.pack(code) + why.encode("utf-8", "replace"))[:OTHER_LIMIT]
 
 
 def frame(opcode, *parts, version=V1):

@@ -1,9 +1,8 @@
 """`egg.py ray`: a training run on a Ray cluster.
 
 The coordinator is an actor on the node that holds the save directory. Workers are actors, one on every GPU or with some
-CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret; training itself speaks
-egg's protocol, as on any cluster. Everything belongs to this process, the driver: when it ends, so do the actors, and
-the same command continues from the save directory.
+CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret. Everything belongs to
+this process, the driver: when it ends, so do the actors, and the same command continues from the save directory.
 """
 
 import collections
@@ -29,7 +28,7 @@ except ModuleNotFoundError as missing:
 import egg_config
 import egg_net
 from cluster import auth, history
-from cluster.console import count_text, one_line, stop_signals
+from cluster.console import one_line, stop_signals
 from egg_config import EggError, UsageError
 from model import data_files
 
@@ -89,8 +88,7 @@ class CoordinatorActor:
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
 
     def run(self, cfg, **options):
-        """What egg_net.run_coordinator does with these options. The coordinator of a driver that was killed may hold
-        the directory for a moment."""
+        """Does egg_net.run_coordinator. The coordinator of a killed driver may hold the directory for a moment."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -128,8 +126,8 @@ class WorkerActor:
         """Answers as soon as Ray has found a place for this actor."""
 
     def run(self, cfg, files, address, secret, number, threads):
-        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; after another
-        error the process ends, and Ray starts it again."""
+        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; Ray restarts the
+        process after another error."""
         from engine import hardware
         from tools import train
         gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}
@@ -246,16 +244,9 @@ def home(save_dir):
     return holding[0]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 def train(cfg, args, access, http, console):
-    """What `egg.py ray` does; args: its arguments. Returns the directory of the run.
-
-    Raises UsageError, RayError, DataError, HistoryError, NetError; the completed steps are kept in every case."""
+    """What `egg.py ray` does; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
+    DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
     load_dir = os.path.abspath(args.load_dir) if args.load_dir else None
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # what is wrong with it is said here, not on every node
@@ -267,7 +258,8 @@ def train(cfg, args, access, http, console):
         secret, node = access.secret or os.urandom(32), home(save_dir)
         there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
         port = cfg.PORT if args.port is None else args.port
-        port = port or ray.get(ray.remote(free_port).options(**there).remote())
+        free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
+        port = port or ray.get(free_port.options(**there).remote())
         log_json, tensorboard = (path and os.path.abspath(path) for path in (args.log_json, args.tensorboard))
         actor = ray.remote(CoordinatorActor).options(
             **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
@@ -282,7 +274,10 @@ def train(cfg, args, access, http, console):
                 follow(actor, finish, workers, args.wait or WAIT_MINUTES, stopped, console)
         finally:
             console.clear()
-        summarise(ray.get(finish), console)
+        done = ray.get(finish)
+        console.line(done.line())
+        if done.last_validation:
+            console.line("validation: {1:.3f} {2} at step {0}".format(*done.last_validation))
     finally:
         ray.shutdown()
     return save_dir
@@ -340,11 +335,3 @@ def needs(workers):
     free, kinds = ray.available_resources(), workers.wanted()
     need = "1 GPU and 1 CPU" if "num_gpus" in kinds[0][0] else f"{workers.cpus} CPUs"
     return f"a worker needs {need}, free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
-
-
-def summarise(done, console):
-    speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
-    console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
-    if done.last_validation:
-        step, figure, unit = done.last_validation
-        console.line(f"validation: {figure:.3f} {unit} at step {step}")

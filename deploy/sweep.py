@@ -1,8 +1,7 @@
 """`egg.py sweep`: trains with a table of settings on a Ray cluster, through Ray Tune, and ranks them by validation.
 
-A trial is what `egg.py train` does, in a directory of its own. ASHA ends trials early whose validation is worse than
-that of others after as many steps. An interrupted sweep continues: finished trials stay as they are, the others go on
-from their directories.
+A trial is what `egg.py train` does, in a directory of its own. ASHA ends bad trials early. An interrupted sweep
+continues: finished trials stay as they are, the others go on from their directories.
 """
 
 import contextlib
@@ -25,9 +24,9 @@ from ray.tune.schedulers import ASHAScheduler
 
 import egg_config
 from cluster import event_log
-from cluster.console import Console, one_line
+from cluster.console import Console, handling, one_line, table
 from cluster.history import configuration as configuration_of, holds_run
-from egg_config import UsageError
+from egg_config import UsageError, explained
 from model import data_files
 from tools import curves
 
@@ -57,10 +56,8 @@ def read_table(path):
             raise UsageError(f"{path}: {what}")
 
     try:
-        with open(path, "rb") as file:
+        with explained(UsageError, path, "give a table of settings (docs/CLUSTERS.md)"), open(path, "rb") as file:
             table = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}: give a table of settings (docs/CLUSTERS.md)") from None
     except ValueError as error:
         raise UsageError(f"{path} is not TOML: {one_line(str(error))}") from None
     unknown = sorted(table.keys() - set(Table._fields))
@@ -93,11 +90,6 @@ def space(constants):
         return (tune.loguniform if log else tune.uniform)(low, high)
     return {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
             for name, value in constants.items()}
-
-
-def varied(constants):
-    """The names of the constants that differ between trials."""
-    return [name for name, value in constants.items() if isinstance(value, dict) or len(value) > 1]
 
 
 def title(trial, names):
@@ -176,19 +168,16 @@ def problem(error):
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
-def environment():
-    """The constants in the environment; the secret has no business in the files of Ray Tune."""
-    return {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
-
-
 def sweep(path, preset, defines, directory, address):
     """What `egg.py sweep` does. path: of the table; preset, defines: for every trial; directory: of the trials.
     Returns their directories, the best first. Raises UsageError, RayError, DataError."""
     table = read_table(path)
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
-    base = preset or table.preset, defines, environment()
+    # without the secret, which has no business in the files of Ray Tune
+    environ = {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
+    base = preset or table.preset, defines, environ
     files = check(table, base)
-    names = varied(table.constants)
+    names = [name for name, value in table.constants.items() if isinstance(value, dict) or len(value) > 1]
     remember(directory, json.dumps([table._asdict(), *base[:2]], indent=1))
 
     def trial(values):
@@ -234,13 +223,12 @@ def check(table, base):
 def remember(directory, text):
     """Keeps what a sweep tries. Raises UsageError where the directory holds another sweep."""
     os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, "sweep.json")
-    if os.path.exists(path):
-        with open(path) as file:
-            if file.read() != text:
-                raise UsageError(f"{directory} holds a sweep of other settings: give another --save-dir")
-    with open(path, "w") as file:
-        file.write(text)
+    with open(os.path.join(directory, "sweep.json"), "a+") as file:
+        file.seek(0)
+        before = file.read()
+        if before not in ("", text):
+            raise UsageError(f"{directory} holds a sweep of other settings: give another --save-dir")
+        file.write(text[len(before):])
 
 
 def make_tuner(trainable, table, directory, count, name):
@@ -266,18 +254,13 @@ def interruptible():
         stopped.append(number)
         signal.raise_signal(signal.SIGUSR1)          # which Tune takes for the wish to stop
 
-    before = [(number, signal.signal(number, handler)) for number, handler in (
-        (signal.SIGUSR1, signal.SIG_IGN), (signal.SIGINT, stop), (signal.SIGTERM, stop))]
-    try:
+    with handling({signal.SIGUSR1: signal.SIG_IGN, signal.SIGINT: stop, signal.SIGTERM: stop}):
         yield stopped
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def rank(directory, names):
-    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows, the last column of which is
-    the directory of the run."""
+    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows; the last column is the
+    directory."""
     rows = []
     for run in sorted(filter(holds_run, (os.path.join(directory, name) for name in os.listdir(directory)))):
         with contextlib.suppress(event_log.WatchError):
@@ -289,7 +272,5 @@ def rank(directory, names):
     head = ["validation", "unit", "at step", "steps", *names]
     with open(os.path.join(directory, "ranking.csv"), "w", newline="") as file:
         csv.writer(file).writerows([["rank", *head, "directory"], *([i, *row] for i, row in enumerate(rows, 1))])
-    cells = [[str(cell) for cell in row] for row in [head, *(row[:-1] for row in rows)]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells))
+    print("\n".join(table(head, [[str(cell) for cell in row[:-1]] for row in rows], len(head))))
     return rows

@@ -20,13 +20,16 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise, fill_noise, i64,
-                                inner, input_side, largest, njit, noise, output_side, perturbed, product, project)
-from engine.cpu_rules import clip, f32, factor, gate, gated, i32, loss, next_state, quotient, table_term, u32
-from engine.simd import PANEL, ROWS, exp_sum
+from engine.cpu_kernels import (CLEAN, GROUP, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_losses, fill_noise,
+                                i64, inlined, inner, input_side, largest, member, njit, noise, noised, output_side,
+                                perturbed, product, project, sign)
+from engine.cpu_rules import (clip, divide, f32, factor, gate, gated, i32, next_state, quotient, shift_right,
+                              table_term, u32)
+from engine.simd import PANEL, ROWS, empty, exp_sum, zeros
 
 (EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN,
  LN_F) = map(i64, range(len(parameters.GRU_TABLE)))
+NONE, NO_LOSSES = np.empty(0), np.empty((0, 2), np.int64)
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
@@ -39,21 +42,22 @@ def vector(c, w, param, layer, S, noisy, out):
             out[m, i] = clip(out[m, i])
 
 
-@inner
-def divide(y, r, d, out, o, lowest):
-    """out[o] int8 = clip(y[r] / d rounded down), `lowest` at least."""
+@inlined
+def outputs(y, r, s, noise, shift, d, lowest, out, o, zero):
+    """out[o] = clip(y[r] with its noise / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
     for i in range(out.shape[1]):
-        out[o, i] = max(i32(lowest), quotient(y[r, i], i32(d), reciprocal))
+        q = quotient(noised(y[r, i], s, noise[i], shift), d, reciprocal)
+        out[o, i] = i32(max(i32(lowest), q) + i32(zero))
 
 
-@inner
+@inlined
 def norm(x, r, weight, m, n, o):
     """n[o] uint8 = ln(x[r]) + 128, x int8 rows, with the weights of member m."""
     total = i32(0)
     for i in range(x.shape[1]):
         total = i32(total + abs(i32(x[r, i])))
-    mean = i32(max(1, total // x.shape[1]))
+    mean = max(i32(1), divide(total, x.shape[1]))
     reciprocal = f32(f32(1) / f32(mean))
     for i in range(x.shape[1]):
         n[o, i] = np.uint8(i32(quotient(i32(i32(x[r, i]) * weight[m, i]), mean, reciprocal) + i32(128)))
@@ -64,7 +68,7 @@ def embed(c, w, S, noisy, tokens, members, n, x):
     """x int8 [sequences * n, H]: row s * n + t is token t of sequence s; tokens int32 [sequences / members, >= n]."""
     H, shift = c.H, i32(c.matrix_shift)
     t = w.table[EMBEDDING, NO_LAYER]
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     for q in range(tokens.shape[0]):
         seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
         if noisy:
@@ -72,14 +76,13 @@ def embed(c, w, S, noisy, tokens, members, n, x):
             for i in range(H):
                 scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for m in range(members):
-            sign = i32(1 - 2 * m)
             for position in range(n):
                 k, r = tokens[q, position], (q * members + m) * n + position
                 if noisy:
                     own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
                     for i in range(H):
                         p = table_term(own, own_scale, unit[i], scale[i])
-                        x[r, i] = clip(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)))
+                        x[r, i] = clip(i32(i32(w.tokens[k, i]) + shift_right(i32(p * sign(m)), shift)))
                 else:
                     for i in range(H):
                         x[r, i] = w.tokens[k, i]
@@ -93,21 +96,17 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     padded, shift, d = h.shape[0], i32(c.matrix_shift), i32(c.divisor)
     reciprocal = f32(f32(1) / f32(d))
     pairs = tokens.shape[0] if noisy else 1
-    a_f, a_h = np.empty((pairs, H), i32), np.empty((pairs, H), i32)
-    b_f, b_h = np.empty((pairs, H), i32), np.empty((pairs, H), i32)
-    s_f, s_h = np.empty((pairs, H), f32), np.empty((pairs, H), f32)
-    bias_f, bias_h = np.empty((pairs, 2, H), i32), np.empty((pairs, 2, H), i32)
+    a_f, a_h = empty((pairs, H), i32), empty((pairs, H), i32)
+    bias_f, bias_h = empty((pairs, 2, H), i32), empty((pairs, 2, H), i32)
     for q in range(pairs):
         seed = u32(S + q)
         vector(c, w, B_F, layer, seed, noisy, bias_f[q])
         vector(c, w, B_H, layer, seed, noisy, bias_h[q])
-        if noisy:
-            output_side(c, w, U_F, layer, seed, a_f[q])
-            input_side(c, w, U_F, layer, seed, b_f[q], s_f[q])
-            output_side(c, w, U_H, layer, seed, a_h[q])
-            input_side(c, w, U_H, layer, seed, b_h[q], s_h[q])
+        output_side(c, w, U_F, layer, seed, noisy, a_f[q])
+        output_side(c, w, U_H, layer, seed, noisy, a_h[q])
+    b_f, b_h = input_side(c, w, U_F, layer, S, noisy, pairs), input_side(c, w, U_H, layer, S, noisy, pairs)
     state, past = np.full((padded, H), 128, np.uint8), np.full((padded, H), 128, np.uint8)
-    open_, y = np.empty((padded, H), i32), np.empty((padded, H), i32)
+    open_, y = empty((padded, H), i32), empty((padded, H), i32)
     for t in range(n):
         for s in range(sequences):
             if tokens[s // members, t] == 0:
@@ -115,24 +114,22 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                     h[s, i] = 0
             for i in range(H):
                 state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
-        product(c, w, U_F, layer, state, sequences, y)
+        product(w, U_F, layer, state, sequences, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
-            if noisy:
-                sb = project(c, state, s, b_f[q], s_f[q])
-                add_noise(y, s, i32(-sb) if m else sb, a_f[q], shift)
+            sb = project(c, state, s, b_f, q, sign(m)) if noisy else i32(0)
             for i in range(H):
-                f = gate(i32(gates[r, i]), i32(quotient(y[s, i], d, reciprocal) + bias_f[q, m, i]))
+                into = quotient(noised(y[s, i], sb, a_f[q, i], shift), d, reciprocal)
+                f = gate(i32(gates[r, i]), i32(into + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
-        product(c, w, U_H, layer, past, sequences, y)
+        product(w, U_H, layer, past, sequences, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
-            if noisy:
-                sb = project(c, past, s, b_h[q], s_h[q])
-                add_noise(y, s, i32(-sb) if m else sb, a_h[q], shift)
+            sb = project(c, past, s, b_h, q, sign(m)) if noisy else i32(0)
             for i in range(H):
-                new = clip(i32(i32(candidates[r, i]) + i32(quotient(y[s, i], d, reciprocal) + bias_h[q, m, i])))
+                into = quotient(noised(y[s, i], sb, a_h[q, i], shift), d, reciprocal)
+                new = clip(i32(i32(candidates[r, i]) + i32(into + bias_h[q, m, i])))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
                 h[s, i] = after
                 x[r, i] = clip(i32(i32(x[r, i]) + after))
@@ -143,63 +140,51 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidate
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
     without noise)."""
     H, shift = c.H, i32(c.matrix_shift)
-    weight = np.empty((2, H), i32)
+    weight, a = empty((2, H), i32), empty(H, i32)
     vector(c, w, LN_1, layer, S, noisy, weight)
-    a, b, scale = np.empty((2, H), i32), np.empty((2, H), i32), np.empty((2, H), f32)
-    if noisy:
-        for k in range(2):
-            output_side(c, w, W_F if k == 0 else W_H, layer, S, a[k])
-            input_side(c, w, W_F if k == 0 else W_H, layer, S, b[k], scale[k])
-    n, y = np.empty((GROUP, H), np.uint8), np.empty((GROUP, H), i32)
-    for at in range(0, rows, GROUP):
-        count = min(GROUP, rows - at)
-        for r in range(count):
-            norm(x, first + at + r, weight, ((at + r) // per_member) & noisy, n, r)
-        for k in range(2):
-            product(c, w, W_F if k == 0 else W_H, layer, n, count, y)
-            out = gates if k == 0 else candidates
+    n, y = empty((rows + GROUP, H), np.uint8), empty((GROUP, H), i32)
+    for r in range(rows):
+        norm(x, first + r, weight, member(r, per_member) & noisy, n, r)
+    for k in range(2):
+        param, out = W_F if k == 0 else W_H, gates if k == 0 else candidates
+        output_side(c, w, param, layer, S, noisy, a)
+        b = input_side(c, w, param, layer, S, noisy, 1)
+        for at in range(0, rows, GROUP):
+            count, some = min(GROUP, rows - at), n[at:at + GROUP]
+            product(w, param, layer, some, count, y)
             for r in range(count):
-                if noisy:
-                    s = project(c, n, r, b[k], scale[k])
-                    add_noise(y, r, i32(-s) if (at + r) // per_member else s, a[k], shift)
-                divide(y, r, c.divisor, out, first + at + r, -127)
+                s = project(c, some, r, b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+                outputs(y, r, s, a, shift, i32(c.divisor), -127, out, first + at + r, 0)
 
 
 @inner
 def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
     """x = clip(x + W_down (W_up ln_2(x))) for the rows of gates_of, in place."""
     H, shift = c.H, i32(c.matrix_shift)
-    weight = np.empty((2, H), i32)
+    weight = empty((2, H), i32)
     vector(c, w, LN_2, layer, S, noisy, weight)
-    up_a, up_b, up_s = np.empty(4 * H, i32), np.empty(H, i32), np.empty(H, f32)
-    down_a, down_b, down_s = np.empty(H, i32), np.empty(4 * H, i32), np.empty(4 * H, f32)
-    if noisy:
-        output_side(c, w, W_UP, layer, S, up_a)
-        input_side(c, w, W_UP, layer, S, up_b, up_s)
-        output_side(c, w, W_DOWN, layer, S, down_a)
-        input_side(c, w, W_DOWN, layer, S, down_b, down_s)
-    n, u = np.empty((GROUP, H), np.uint8), np.empty((GROUP, 4 * H), np.uint8)
-    wide, y = np.empty((GROUP, 4 * H), i32), np.empty((GROUP, H), i32)
-    d_up, d_down, lowest = i32(c.divisor), i32(c.divisor_down), i32(c.lowest)
-    r_up, r_down = f32(f32(1) / f32(d_up)), f32(f32(1) / f32(d_down))
+    up_a, down_a = empty(4 * H, i32), empty(H, i32)
+    output_side(c, w, W_UP, layer, S, noisy, up_a)
+    output_side(c, w, W_DOWN, layer, S, noisy, down_a)
+    up_b, down_b = input_side(c, w, W_UP, layer, S, noisy, 1), input_side(c, w, W_DOWN, layer, S, noisy, 1)
+    n, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
+    wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
+    d_up, d_down = i32(c.divisor), i32(c.divisor_down)
+    r_down = f32(f32(1) / f32(d_down))
     for at in range(0, rows, GROUP):
         count = min(GROUP, rows - at)
         for r in range(count):
-            norm(x, first + at + r, weight, ((at + r) // per_member) & noisy, n, r)
-        product(c, w, W_UP, layer, n, count, wide)
+            norm(x, first + at + r, weight, member(at + r, per_member) & noisy, n, r)
+        product(w, W_UP, layer, n, count, wide)
         for r in range(count):
-            if noisy:
-                s = project(c, n, r, up_b, up_s)
-                add_noise(wide, r, i32(-s) if (at + r) // per_member else s, up_a, shift)
-            for i in range(4 * H):
-                u[r, i] = np.uint8(i32(max(lowest, quotient(wide[r, i], d_up, r_up)) + i32(128)))
-        product(c, w, W_DOWN, layer, u, count, y)
+            s = project(c, n, r, up_b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+            outputs(wide, r, s, up_a, shift, d_up, c.lowest, u, r, 128)
+        product(w, W_DOWN, layer, u, count, y)
         for r in range(count):
-            if noisy:
-                s = project(c, u, r, down_b, down_s)
-                add_noise(y, r, i32(-s) if (at + r) // per_member else s, down_a, shift)
+            s = project(c, u, r, down_b, 0, sign(member(at + r, per_member))) if noisy else i32(0)
+            o = first + at + r
             for i in range(H):
-                x[first + at + r, i] = clip(i32(i32(x[first + at + r, i]) + quotient(y[r, i], d_down, r_down)))
+                x[o, i] = clip(i32(i32(x[o, i]) + quotient(noised(y[r, i], s, down_a[i], shift), d_down, r_down)))
 
 
 @inner
@@ -209,7 +194,7 @@ def read(c, w, S, noisy, tokens, n, state, x):
     members = 2 if noisy else 1
     sequences, H = members * tokens.shape[0], c.H
     embed(c, w, S, noisy, tokens, members, n, x)
-    gates, candidates = np.empty((sequences * n, H), np.int8), np.empty((sequences * n, H), np.int8)
+    gates, candidates = empty((sequences * n, H), np.int8), empty((sequences * n, H), np.int8)
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, sequences * n)      # rows that share their noise
     for layer in range(c.L):
         for q in range(units):
@@ -220,52 +205,56 @@ def read(c, w, S, noisy, tokens, n, state, x):
 
 
 @inner
-def logits(c, w, S, noisy, rows, per_member, first, x, z):
+def logits(c, w, weight, side_a, side_b, noisy, rows, per_member, first, x, z):
     """z int32 [>= rows, V padded]: logits of up to GROUP rows of x from row `first` of those that share their noise; x
-    begins there."""
-    H, shift, d = c.H, i32(c.matrix_shift), i32(c.divisor)
+    begins there. weight: of ln_f; side_a, side_b: noise of the head."""
+    n, d, shift = empty((GROUP, c.H), np.uint8), i32(c.divisor), i32(c.matrix_shift)
     reciprocal = f32(f32(1) / f32(d))
-    weight, n = np.empty((2, H), i32), np.empty((GROUP, H), np.uint8)
-    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
-    a, b, scale = np.empty(c.V, i32), np.empty(H, i32), np.empty(H, f32)
-    if noisy:
-        output_side(c, w, HEAD, NO_LAYER, S, a)
-        input_side(c, w, HEAD, NO_LAYER, S, b, scale)
     for r in range(rows):
-        norm(x, r, weight, ((first + r) // per_member) & noisy, n, r)
-    product(c, w, HEAD, NO_LAYER, n, rows, z)
+        norm(x, r, weight, member(first + r, per_member) & noisy, n, r)
+    product(w, HEAD, NO_LAYER, n, rows, z)
     for r in range(rows):
-        if noisy:
-            s = project(c, n, r, b, scale)
-            add_noise(z, r, i32(-s) if (first + r) // per_member else s, a, shift)
+        s = project(c, n, r, side_b, 0, sign(member(first + r, per_member))) if noisy else i32(0)
         for v in range(c.V):
-            z[r, v] = quotient(z[r, v], d, reciprocal)
+            z[r, v] = quotient(noised(z[r, v], s, side_a[v], shift), d, reciprocal)
+
+
+@inner
+def head_noise(c, w, S, noisy):
+    """What `logits` needs of pair seed S: weights of ln_f int32 [2, H], both sides of the head's noise."""
+    weight, side_a = empty((2, c.H), i32), empty(c.V, i32)
+    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
+    output_side(c, w, HEAD, NO_LAYER, S, noisy, side_a)
+    return weight, side_a, input_side(c, w, HEAD, NO_LAYER, S, noisy, 1)
 
 
 @inner
 def states(c, sequences):
-    return np.zeros((c.L, (sequences + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
+    return zeros((c.L, (sequences + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
 
 
 @njit
-def run_windows(c, w, exp, windows, before, S, noisy, first_pair, per_group, exp64, unit, losses, nats):
+def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats, z):
     """Evaluates windows int32 [n, before + T + 1]. noisy: window i is read by the two members of pair seed S + i, whose
     losses are added to int64 [n, 2]; `before` tokens make the state with which the window begins, by the unperturbed
     model, once for the pairs of a group of per_group (pair i of the step is in group i // per_group). Else by the
-    unperturbed model from a state of zero, and the cross-entropy of softmax(logits * unit) is added to nats float64
-    [n]; exp64[d] = exp(-d * unit)."""
+    unperturbed model, and the cross-entropy of softmax(logits * unit) is added to nats float64 [n], if it is not empty;
+    exp64[d] = exp(-d * unit).
+
+    state int8 [L, members * n padded to ROWS, H] goes on. z int32 [GROUP, V padded]: scratch; row (T - 1) % GROUP has
+    the logits after the last token of a single window."""
     n, T, V, H = windows.shape[0], windows.shape[1] - 1 - before, c.V, c.H
     members = 2 if noisy else 1
-    state, tokens = states(c, members * n), np.empty((n, T + 1), i32)
+    tokens = empty((n, T + 1), i32)
     if before:
         first = first_pair // per_group
         groups = (first_pair + n - 1) // per_group - first + 1
-        some = np.empty((groups, before), i32)
+        some = empty((groups, before), i32)
         for i in range(n):
             for t in range(before):
                 some[(first_pair + i) // per_group - first, t] = windows[i, t]
         theirs = states(c, groups)
-        read(c, w, u32(0), CLEAN, some, before, theirs, np.empty((groups * before, H), np.int8))
+        read(c, w, u32(0), CLEAN, some, before, theirs, empty((groups * before, H), np.int8))
         for layer in range(c.L):
             for s in range(2 * n):
                 for i in range(H):
@@ -273,36 +262,28 @@ def run_windows(c, w, exp, windows, before, S, noisy, first_pair, per_group, exp
     for i in range(n):
         for t in range(T + 1):
             tokens[i, t] = windows[i, before + t]
-    x = np.empty((members * n * T, H), np.int8)
+    x = empty((members * n * T, H), np.int8)
     read(c, w, S, noisy, tokens, T, state, x)
-    columns = (V + PANEL - 1) // PANEL * PANEL
-    z = np.empty((GROUP, columns), i32)
+    columns = z.shape[1]
+    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
+        weight, side_a, side_b = head_noise(c, w, u32(S + q), noisy)
         for at in range(0, rows, GROUP):
             count = min(GROUP, rows - at)
-            logits(c, w, u32(S + q), noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
+            logits(c, w, weight, side_a, side_b, noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
             for r in range(count):
                 i = q if noisy else (at + r) // T
-                top, target = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
+                tops[r], targets[r] = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
                 if noisy:
-                    total = exp_sum(exp, c.short_exp, top, z, r * columns, V)
-                    losses[i, (at + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
-                else:
+                    totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
+                elif nats.size:
                     sum_of = 0.0
                     for v in range(V):
-                        sum_of += exp64[top - z[r, v]]
-                    nats[i] += np.log(sum_of) + (top - target) * unit
-
-
-@njit
-def next_logits(c, w, tokens, state, z):
-    """z int32 [GROUP, V padded]: row 0 gets the logits after tokens int32 [1, n], read on from `state`, which goes
-    on."""
-    n = tokens.shape[1]
-    x = np.empty((n, c.H), np.int8)
-    read(c, w, u32(0), CLEAN, tokens, n, state, x)
-    logits(c, w, u32(0), CLEAN, i64(1), i64(1), i64(0), x[n - 1:], z)
+                        sum_of += exp64[tops[r] - z[r, v]]
+                    nats[i] += np.log(sum_of) + (tops[r] - targets[r]) * unit
+            if noisy:
+                add_losses(c, totals, tops, targets, at, count, T, losses, q)
 
 
 class Gru:
@@ -313,23 +294,31 @@ class Gru:
         self.together = TOGETHER
 
     def evaluate(self, w, windows, seed, first_pair, losses):
-        unused = np.empty(0)
         for at in range(0, len(windows), TOGETHER):
-            run_windows(self._constants, w, self._exp, windows[at:at + TOGETHER], self.cfg.STATE_TOKENS,
-                        np.uint32(seed + first_pair + at & 0xFFFFFFFF), 1, first_pair + at, self.cfg.GROUP_SIZE // 2,
-                        unused, 0.0, losses[at:at + TOGETHER], unused)
+            some, first = windows[at:at + TOGETHER], first_pair + at
+            self._run(w, some, self._state(2 * len(some)), self.cfg.STATE_TOKENS, seed + first & 0xFFFFFFFF, 1, first,
+                      losses=losses[at:at + TOGETHER])
 
     def validate(self, w, windows, exp64, unit, nats):
         for at in range(0, len(windows), 2 * TOGETHER):
-            run_windows(self._constants, w, self._exp, windows[at:at + 2 * TOGETHER], 0, np.uint32(0), 0, 0, 1, exp64,
-                        unit, np.empty((0, 2), np.int64), nats[at:at + 2 * TOGETHER])
+            some = windows[at:at + 2 * TOGETHER]
+            self._run(w, some, self._state(len(some)), exp64=exp64, unit=unit, nats=nats[at:at + 2 * TOGETHER])
+
+    def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
+             nats=NONE):
+        """int32 [GROUP, V padded]: the z of `run_windows`."""
+        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        run_windows(self._constants, w, self._exp, windows, before, state, np.uint32(seed), noisy, first_pair,
+                    self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
+        return z
+
+    def _state(self, sequences):
+        return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
-        state = np.zeros((self.cfg.N_LAYERS, ROWS, self.cfg.HIDDEN_DIM), np.int8)
-        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        state = self._state(1)
 
         def more(tokens):
-            next_logits(self._constants, w, tokens.reshape(1, -1), state, z)
-            return z[0]
+            return self._run(w, np.append(tokens, 0)[None].astype(np.int32), state)[(len(tokens) - 1) % GROUP]
 
         return more

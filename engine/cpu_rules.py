@@ -12,7 +12,7 @@ from llvmlite import ir
 from engine import kernel_cache
 from model import rules
 
-rule = kernel_cache.inner
+rule = kernel_cache.inlined
 i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 
@@ -26,6 +26,20 @@ def fma(ctx, a, b, c):
                                              ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
         return builder.call(f, args)
     return t(t, t, t), codegen
+
+
+@numba.extending.intrinsic
+def shift_right(ctx, a, n):
+    """int32 a >> n, n below 32: numba's own shift has 64 bits, which takes three vector instructions more."""
+    t = numba.types.int32
+    return t(t, t), lambda context, builder, sig, args: builder.ashr(*args)
+
+
+@numba.extending.intrinsic
+def leading_zeros(ctx, a):
+    """int64: of an int64."""
+    return numba.types.int64(numba.types.int64), lambda context, builder, sig, args: builder.ctlz(
+        args[0], ir.IntType(1)(1))
 
 
 @rule
@@ -48,11 +62,7 @@ def divide(p, d):
 
 @rule
 def log2_floor(q):
-    e = np.int64(0)
-    while q > 1:
-        q >>= 1
-        e += 1
-    return e
+    return np.int64(63) - leading_zeros(q)
 
 
 TARGET = rules.Arithmetic(

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cpu_kernels import (AT_W, CLEAN, EVEN, GROUP, N_COLS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_noise,
-                                fill_noise, i64, inner, input_side, largest, njit, noise, output_side, perturbed,
-                                product, project, project_down)
-from engine.cpu_rules import clip, f32, f64, factor, i32, loss, normed, table_term, u32
-from engine.simd import PANEL, ROWS, exp_sum, look_up_bytes, tile
+from engine.cpu_kernels import (AT_W, GROUP, N_COLS, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B,
+                                add_losses, fill_noise, i64, inlined, inner, input_side, largest, leaf, member, njit,
+                                noise, noised, output_side, perturbed, product, project, project_down, sign)
+from engine.cpu_rules import clip, divide, f32, f64, factor, i32, normed, shift_right, table_term, u32
+from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, tile, zeros
 from model import integer_tables
 from model import parameters
 from model import transforms
@@ -16,32 +16,32 @@ from model import transforms
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
  LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F,
  LN_F_BIAS) = map(i64, range(len(parameters.TABLE)))
+NONE, NO_LOSSES = np.empty(0), np.empty((0, 2), np.int64)
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 
 
 class Tables(NamedTuple):
-    """exp int32 [256], gelu uint8 [256] (byte of x to byte of GELU + 128), rope int64 [positions, D / 2, 2], ntt int64
-    [T, T] (model.transforms.basis; empty without NTT_MODE)."""
+    """exp int32 [256]; rope int64 [positions, H / 2], cosine in the lower half, sine in the upper one; ntt int64 [T, T]
+    (model.transforms.basis; empty without NTT_MODE)."""
     exp: np.ndarray
-    gelu: np.ndarray
     rope: np.ndarray
     ntt: np.ndarray
 
 
-@inner
+@inlined
 def layer_norm(h, r, weight, bias, m, x, o):
     """x[o] uint8 = ln(h[r]) + 128 with the weights and biases of member m."""
     n, total = h.shape[1], i32(0)
     for i in range(n):
         total = i32(total + abs(i32(h[r, i])))
-    mean = max(i32(1), i32(total // n))
+    mean = max(i32(1), divide(total, n))
     for i in range(n):
         x[o, i] = np.uint8(normed(h[r, i], weight[m, i], bias[m, i], mean) + i32(128))
 
 
-@inner
-def amax(v, r, out, o):
-    """out[o] int8 = amax of v[r] int32 (SPEC 5)."""
+@inlined
+def amax(v, r, out, o, zero):
+    """out[o] = amax of v[r] int32 (SPEC 5) + zero: 0 for int8 rows, 128 for uint8."""
     n, top = out.shape[1], i32(0)
     for i in range(n):
         top = max(top, abs(v[r, i]))
@@ -49,131 +49,117 @@ def amax(v, r, out, o):
     for i in range(n):
         # exactly twice: its truncation shows which side of a half
         twice = i32(f32(f32(v[r, i]) * f32(scale + scale)))
-        out[o, i] = i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1))
+        out[o, i] = i32(i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + i32(zero))
 
 
-@inner
-def add_residual(h, r, y, o, shift, bias, m):
-    """y[o] = h[r] + (y[o] >> shift) + the bias of member m."""
+@inlined
+def add_residual(h, r, y, o, s, noise, shift, shift_y, bias, m):
+    """h[r] = amax(h[r] + (y[o] with its noise >> shift_y) + the bias of member m); y[o] is overwritten."""
     for i in range(h.shape[1]):
-        y[o, i] = i32(i32(i32(h[r, i]) + i32(y[o, i] >> shift)) + bias[m, i])
+        y[o, i] = i32(i32(i32(h[r, i]) + shift_right(noised(y[o, i], s, noise[i], shift), shift_y)) + bias[m, i])
+    amax(y, o, h, r, 0)
 
 
 @inner
 def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
-    b_up, b_down = np.empty((2, 4 * H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
+    b_up, b_down = empty((2, 4 * H), i32), empty((2, H), i32)
     perturbed(c, w, ln, layer, S, noisy, norm_w)
     perturbed(c, w, ln_bias, layer, S, noisy, norm_b)
     perturbed(c, w, bias_up, layer, S, noisy, b_up)
     perturbed(c, w, bias_down, layer, S, noisy, b_down)
-    up_a, up_b, up_s = np.empty(4 * H, i32), np.empty(H, i32), np.empty(H, f32)
-    down_a, down_b, down_s = np.empty(H, i32), np.empty(4 * H, i32), np.empty(4 * H, f32)
-    if noisy:
-        output_side(c, w, up, layer, S, up_a)
-        input_side(c, w, up, layer, S, up_b, up_s)
-        output_side(c, w, down, layer, S, down_a)
-        input_side(c, w, down, layer, S, down_b, down_s)
+    up_a, down_a = empty(4 * H, i32), empty(H, i32)
+    output_side(c, w, up, layer, S, noisy, up_a)
+    output_side(c, w, down, layer, S, noisy, down_a)
+    up_b, down_b = input_side(c, w, up, layer, S, noisy, 1), input_side(c, w, down, layer, S, noisy, 1)
     shift, shift_up, shift_down = i32(c.matrix_shift), i32(c.up), i32(c.down)
-    x, u = np.empty((GROUP, H), np.uint8), np.empty((GROUP, 4 * H), np.uint8)
-    wide, y = np.empty((GROUP, 4 * H), i32), np.empty((GROUP, H), i32)
+    x, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
+    wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         for r in range(count):
-            layer_norm(h, first + r, norm_w, norm_b, ((first + r) // per_member) & 1, x, r)
-        product(c, w, up, layer, x, count, wide)
+            layer_norm(h, first + r, norm_w, norm_b, member(first + r, per_member), x, r)
+        product(w, up, layer, x, count, wide)
         for r in range(count):
-            m = ((first + r) // per_member) & 1
-            if noisy:
-                s = project(c, x, r, up_b, up_s)
-                add_noise(wide, r, i32(-s) if m else s, up_a, shift)
+            m = member(first + r, per_member)
+            s = project(c, x, r, up_b, 0, sign(m)) if noisy else i32(0)
             for i in range(4 * H):
-                u[r, i] = np.uint8(clip(i32(i32(wide[r, i] >> shift_up) + b_up[m, i])))
-            look_up_bytes(tb.gelu, u, r * 4 * H, u, r * 4 * H, 4 * H)
-        product(c, w, down, layer, u, count, y)
+                u[r, i] = np.uint8(clip(i32(shift_right(noised(wide[r, i], s, up_a[i], shift), shift_up) + b_up[m, i])))
+            gelu(u, r * 4 * H, 4 * H)
+        product(w, down, layer, u, count, y)
         for r in range(count):
-            m = ((first + r) // per_member) & 1
-            if noisy:
-                s = project_down(c, u, r, down_b, down_s)
-                add_noise(y, r, i32(-s) if m else s, down_a, shift)
-            add_residual(h, first + r, y, r, shift_down, b_down, m)
-            amax(y, r, h, first + r)
+            m = member(first + r, per_member)
+            s = project_down(c, u, r, down_b, 0, sign(m)) if noisy else i32(0)
+            add_residual(h, first + r, y, r, s, down_a, shift, shift_down, b_down, m)
 
 
-@inner
-def rotate(y, r, rope, t, D, bit):
-    """Rotary embedding of row r of int32 y at position t, in place; rope int64 [positions, D / 2, 2]."""
+@inlined
+def rotate(pairs, r, rope, t, bit):
+    """Rotary embedding at position t of row r, in place; pairs int64 [rows, H / 2], two int32 each."""
     half = np.int64(1) << (bit - 1)
-    for base in range(0, y.shape[1], D):
-        for i in range(D // 2):
-            e, o = np.int64(y[r, base + 2 * i]), np.int64(y[r, base + 2 * i + 1])
-            cos, sin = rope[t, i, 0], rope[t, i, 1]
-            y[r, base + 2 * i] = i32((e * cos - o * sin + half) >> bit)
-            y[r, base + 2 * i + 1] = i32((e * sin + o * cos + half) >> bit)
+    for i in range(pairs.shape[1]):
+        both, angle = pairs[r, i], rope[t, i]
+        e, o, cos, sin = np.int64(i32(both)), both >> 32, np.int64(i32(angle)), angle >> 32
+        even, odd = (e * cos - o * sin + half) >> bit, (e * sin + o * cos + half) >> bit
+        pairs[r, i] = (even & 0xFFFFFFFF) | (odd << 32)
 
 
 @inner
 def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
-    """Causal attention of one member: queries q int8 [rows, H] from first_row on stand at positions start..start + n -
-    1; its keys and values int8 [rows, H] begin at cache_row; a uint8 [rows, H] (+ 128) is filled.
+    """Causal attention of one member: queries q uint8 [rows + ROWS, H] (+ 128) from first_row on stand at positions
+    start..start + n - 1; its keys and values int8 [rows, H] begin at cache_row; a uint8 [rows, H] (+ 128) is filled.
 
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of
     byte limbs."""
-    D = c.D
+    D, H = c.D, c.H
     context = start + n
     columns = (context + PANEL - 1) // PANEL * PANEL
-    packed_k, packed_v = np.zeros(columns * D, np.int8), np.zeros(columns * D, np.int8)
-    correction = np.zeros(columns, i32)
-    nothing = np.zeros(PANEL, i32)
-    scores = np.empty((ROWS, columns), i32)
-    limbs = np.zeros((3, ROWS, columns), np.uint8)
-    sums, weighted = np.empty((3, ROWS, D), i32), np.empty((ROWS, D), f64)
-    weights = np.empty(columns, i32)
-    query = np.zeros((ROWS, D), np.uint8)
-    totals = np.empty(ROWS, np.int64)
+    packed_k, packed_v = zeros(columns * D, np.int8), zeros(columns * D, np.int8)
+    words, key_words = packed_k.view(i32), keys.view(i32)
+    correction, ones = zeros(columns, i32), np.full(D, 128, np.uint8)
+    nothing = zeros(PANEL, i32)
+    scores = empty((ROWS, columns), i32)
+    limbs = zeros((3, ROWS, columns), np.uint8)
+    sums, weighted = empty((3, ROWS, D), i32), empty((ROWS, D), f64)
+    weights = empty(columns, i32)
+    totals, exp = empty(ROWS, np.int64), tb.exp
     shift = i32(c.attn)
     for head in range(c.heads):
         base = head * D
         for p in range(context):
-            s = i32(0)
-            at = (p // PANEL) * (D * PANEL) + (p % PANEL) * 4
-            for d in range(D):
-                k = keys[cache_row + p, base + d]
-                s = i32(s + i32(k))
-                packed_k[at + (d >> 2) * (4 * PANEL) + (d & 3)] = k
-            correction[p] = i32(-128 * s)
-            at = (p >> 2) * (4 * PANEL) + (p & 3)
-            for d in range(D):
-                packed_v[(d // PANEL) * (columns * PANEL) + at + (d % PANEL) * 4] = values[cache_row + p, base + d]
+            correction[p] = i32(-dot(ones, 0, keys, (cache_row + p) * H + base, D))
+            at = (p // PANEL) * (D // 4 * PANEL) + p % PANEL
+            for d in range(D // 4):
+                words[at + d * PANEL] = key_words[cache_row + p, base // 4 + d]
+        for p in range(0, context, 4):
+            # positions past the context have no weight
+            row, last = cache_row + p, cache_row + context - 1
+            for panel in range(D // PANEL):
+                at, here = panel * columns * PANEL + p * PANEL, base + panel * PANEL
+                for d in range(PANEL):
+                    packed_v[at + 4 * d] = values[row, here + d]
+                    packed_v[at + 4 * d + 1] = values[min(row + 1, last), here + d]
+                    packed_v[at + 4 * d + 2] = values[min(row + 2, last), here + d]
+                    packed_v[at + 4 * d + 3] = values[min(row + 3, last), here + d]
         for block in range(0, n, ROWS):
             count = min(ROWS, n - block)
             reach = start + block + count                      # positions the last row of the block sees
-            for r in range(count):
-                for d in range(D):
-                    query[r, d] = np.uint8(i32(q[first_row + block + r, base + d]) + i32(128))
             for p in range((reach + PANEL - 1) // PANEL):
-                tile(query, 0, D, packed_k, p * D * PANEL, correction, p * PANEL, 0, scores, p * PANEL, columns, D // 4)
+                tile(q, (first_row + block) * H + base, H, packed_k, p * D * PANEL, correction, p * PANEL, 0, scores,
+                     p * PANEL, columns, D // 4)
             wide = (reach + 3) // 4 * 4
             for r in range(count):
                 seen = start + block + r + 1
-                top = scores[r, 0]
-                for p in range(1, seen):
-                    top = max(top, scores[r, p])
-                top = i32(top >> shift)
-                total = np.int64(0)
-                for p in range(seen):
-                    e = tb.exp[min(i32(255), i32(top - i32(scores[r, p] >> shift)))]
-                    weights[p] = e
-                    total += e
+                top = shift_right(largest(scores, r, seen), shift)
+                totals[r] = exp_sum(exp, c.short_exp, top, shift, scores, r * columns, seen, weights, 0)
                 for p in range(seen, wide):
                     weights[p] = 0
-                totals[r] = total
                 for p in range(wide):
                     limbs[0, r, p] = np.uint8(weights[p] & i32(255))
-                    limbs[1, r, p] = np.uint8(i32(weights[p] >> i32(8)) & i32(255))
-                    limbs[2, r, p] = np.uint8(weights[p] >> i32(16))
+                    limbs[1, r, p] = np.uint8(shift_right(weights[p], i32(8)) & i32(255))
+                    limbs[2, r, p] = np.uint8(shift_right(weights[p], i32(16)))
             for first in range(0, wide, SUMMED):
                 k4 = min(SUMMED, wide - first) // 4
                 for limb in range(3):
@@ -187,9 +173,12 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                         # exact: below 2^53 for 2^28 positions
                         weighted[r, d] = part + (weighted[r, d] if first else 0.0)
             for r in range(count):
-                total_weight = f64(totals[r])
+                reciprocal = 1.0 / f64(totals[r])
                 for d in range(D):
-                    a[first_row + block + r, base + d] = np.uint8(clip(i32(weighted[r, d] / total_weight)) + i32(128))
+                    # as in `divide`
+                    size = i32((abs(weighted[r, d]) + 0.5) * reciprocal)
+                    a[first_row + block + r, base + d] = np.uint8(
+                        clip(size if weighted[r, d] >= 0 else i32(-size)) + i32(128))
 
 
 @inner
@@ -198,56 +187,52 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     call's are put at positions start..start + n - 1 of each member."""
     H, rows, context = c.H, members * n, keys.shape[0] // members
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_1, layer, S, noisy, norm_w)
     perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
-    x, q, a = np.zeros((padded, H), np.uint8), np.empty((rows, H), np.int8), np.zeros((padded, H), np.uint8)
-    y = np.empty((padded, H), i32)
-    side_a, side_b, side_s = np.empty(H, i32), np.empty(H, i32), np.empty(H, f32)
-    shift = i32(c.matrix_shift)
+    x, q, a = zeros((padded, H), np.uint8), zeros((rows + ROWS, H), np.uint8), zeros((padded, H), np.uint8)
+    y, side_a = empty((padded, H), i32), empty(H, i32)
+    pairs, rope, shift = y.view(np.int64), tb.rope, i32(c.matrix_shift)
     for r in range(rows):
-        layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
+        layer_norm(h, r, norm_w, norm_b, member(r, n), x, r)
     for which in range(3):
         param = W_Q + which
-        product(c, w, param, layer, x, rows, y)
-        if noisy:
-            output_side(c, w, param, layer, S, side_a)
-            input_side(c, w, param, layer, S, side_b, side_s)
-        for r in range(rows):
-            m, position = r // n, start + r % n
-            if noisy:
-                s = project(c, x, r, side_b, side_s)
-                add_noise(y, r, i32(-s) if m & 1 else s, side_a, shift)
-            if which < 2:
-                rotate(y, r, tb.rope, position, c.D, c.rope_bit)
-            if which == 0:
-                amax(y, r, q, r)
-            elif which == 1:
-                amax(y, r, keys, m * context + position)
-            else:
-                amax(y, r, values, m * context + position)
+        product(w, param, layer, x, rows, y)
+        output_side(c, w, param, layer, S, noisy, side_a)
+        side_b = input_side(c, w, param, layer, S, noisy, 1)
+        for m in range(members):
+            for t in range(n):
+                r, o = m * n + t, m * context + start + t
+                if noisy:
+                    s = project(c, x, r, side_b, 0, sign(m))
+                    for i in range(H):
+                        y[r, i] = noised(y[r, i], s, side_a[i], shift)
+                if which < 2:
+                    rotate(pairs, r, rope, start + t, c.rope_bit)
+                if which == 0:
+                    amax(y, r, q, r, 128)
+                elif which == 1:
+                    amax(y, r, keys, o, 0)
+                else:
+                    amax(y, r, values, o, 0)
     for m in range(members):
         attend(c, tb, q, keys, values, m * context, m * n, start, n, a)
-    product(c, w, W_O, layer, a, rows, y)
-    if noisy:
-        output_side(c, w, W_O, layer, S, side_a)
-        input_side(c, w, W_O, layer, S, side_b, side_s)
-    zero, shift_out = np.zeros((1, H), i32), i32(c.out)
+    product(w, W_O, layer, a, rows, y)
+    output_side(c, w, W_O, layer, S, noisy, side_a)
+    side_b = input_side(c, w, W_O, layer, S, noisy, 1)
+    zero, shift_out = zeros((1, H), i32), i32(c.out)
     for r in range(rows):
-        if noisy:
-            s = project(c, a, r, side_b, side_s)
-            add_noise(y, r, i32(-s) if (r // n) & 1 else s, side_a, shift)
-        add_residual(h, r, y, r, shift_out, zero, EVEN)
-        amax(y, r, h, r)
+        s = project(c, a, r, side_b, 0, sign(member(r, n))) if noisy else i32(0)
+        add_residual(h, r, y, r, s, side_a, shift, shift_out, zero, 0)
 
 
-@inner
-def coefficient(c, tb, tokens, sequence, position):
+@leaf
+def coefficient(c, tb, tokens, position):
     """int64: the transform's coefficient at a position (model.transforms)."""
     T, total = tb.ntt.shape[0], np.int64(0)
     t = position % T
-    for i in range(min(T, tokens.shape[1] - (position - t))):
-        total += np.int64(tokens[sequence, position - t + i]) * tb.ntt[t, i]
+    for i in range(min(T, tokens.size - (position - t))):
+        total += np.int64(tokens[position - t + i]) * tb.ntt[t, i]
     return total % c.ntt_prime if c.ntt_prime else total
 
 
@@ -256,7 +241,7 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
     """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
         seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
@@ -264,47 +249,44 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
         for i in range(H):
             scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for r in range(out.shape[0]):
-            sign = i32(1 - 2 * ((r // n) & 1))
+            mirrored = sign(member(r, n))
             byte = (coefficients[r] >> (8 * k + 8)) & 255
             own, own_scale = noise(c, seed_a, byte), factor(c.mode, w.overlay[t[OVER_A] + byte], seed_a, byte)
             for i in range(H):
                 e = i32(w.weights[t[AT_W] + (i >> 2) * (4 * t[N_COLS]) + byte * 4 + (i & 3)])
                 if noisy:
                     p = table_term(own, own_scale, unit[i], scale[i])
-                    e = i32(e + i32(i32(p * sign) >> shift))
+                    e = i32(e + shift_right(i32(p * mirrored), shift))
                 out[r, i] = i32(out[r, i] + i32(e >> i32(2)))
 
 
 @inner
 def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
-    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [sequences, >= start + n]; row r is position start + r % n of
-    sequence min(r // n, last)."""
-    H, last = c.H, tokens.shape[0] - 1
+    """h int8 [rows, H]: item 1 of SPEC 7. tokens int32 [>= start + n]; n rows a member, from position `start` on."""
+    H = c.H
     t = w.table[EMBEDDING, 0]
-    bias = np.empty((2, H), i32)
+    bias = empty((2, H), i32)
     perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    unit, scale = np.empty(H, i32), np.empty(H, f32)
+    unit, scale = empty(H, i32), empty(H, f32)
     fill_noise(c, seed_b, H, unit)
     for i in range(H):
         scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
     shift = i32(c.matrix_shift)
-    more = np.zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
+    more = zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
     if c.ntt:
-        coefficients = np.empty(rows, np.int64)
+        coefficients = empty(rows, np.int64)
         for r in range(rows):
-            coefficients[r] = coefficient(c, tb, tokens, min(r // n, last), start + r % n)
+            coefficients[r] = coefficient(c, tb, tokens, start + r - n * member(r, n))
         look_up_coefficients(c, w, S, noisy, coefficients, n, more)
     for r in range(rows):
-        m = (r // n) & 1
-        sign, at = i32(1 - 2 * m), r if c.ntt else 0
-        k = tokens[min(r // n, last), start + r % n]
-        own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
+        m, at = member(r, n), r if c.ntt else 0
+        k = tokens[start + r - n * m]
         if noisy:
+            own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
             for i in range(H):
-                p = table_term(own, own_scale, unit[i], scale[i])
-                h[r,
-                  i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + i32(i32(p * sign) >> shift)) + bias[m, i]) + more[at, i]))
+                p = shift_right(i32(table_term(own, own_scale, unit[i], scale[i]) * sign(m)), shift)
+                h[r, i] = clip(i32(i32(i32(i32(w.tokens[k, i]) + p) + bias[m, i]) + more[at, i]))
         else:
             for i in range(H):
                 h[r, i] = clip(i32(i32(i32(w.tokens[k, i]) + bias[m, i]) + more[at, i]))
@@ -314,10 +296,10 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
 def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     """x uint8 [>= members * n, H]: ln_f of the last hidden state (+ 128) of every row (items 1 to 4 of SPEC 7).
 
-    tokens int32 [sequences, >= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's
+    tokens int32 [>= start + n]; keys, values int8 [1 or L, members * positions, H]: the caches; one layer's
     worth is enough where nothing follows."""
     rows, H = members * n, c.H
-    h = np.empty((rows, H), np.int8)
+    h = empty((rows, H), np.int8)
     embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
     mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n,
         h)
@@ -325,73 +307,59 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
         slot = layer % keys.shape[0]
         attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
         mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
-    norm_w, norm_b = np.empty((2, H), i32), np.empty((2, H), i32)
+    norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)
     for r in range(rows):
-        layer_norm(h, r, norm_w, norm_b, (r // n) & 1, x, r)
+        layer_norm(h, r, norm_w, norm_b, member(r, n), x, r)
 
 
-@inner
-def logits(c, w, noisy, side_a, side_b, side_s, T, first, x, count, z):
+@inlined
+def logits(c, w, noisy, side_a, side_b, T, first, x, count, z):
     """z int32 [>= count, V padded]: logits (item 4 of SPEC 7) of `count` rows of x, the first of which is row `first`
     of a pair of T positions a member."""
-    product(c, w, EMBEDDING, NO_LAYER, x, count, z)
+    product(w, EMBEDDING, NO_LAYER, x, count, z)
     shift, shift_logit = i32(c.matrix_shift), i32(c.logit)
     for r in range(count):
-        if noisy:
-            s = project(c, x, r, side_b, side_s)
-            s = i32(-s) if (first + r) // T else s
-            for v in range(c.V):
-                z[r, v] = i32(i32(z[r, v] + i32(i32(s * side_a[v]) >> shift)) >> shift_logit)
-        else:
-            for v in range(c.V):
-                z[r, v] = i32(z[r, v] >> shift_logit)
+        s = project(c, x, r, side_b, 0, sign(member(first + r, T))) if noisy else i32(0)
+        for v in range(c.V):
+            z[r, v] = shift_right(noised(z[r, v], s, side_a[v], shift), shift_logit)
 
 
 @njit
-def run_windows(c, w, tb, windows, S, noisy, exp64, unit, losses, nats):
-    """Evaluates windows int32 [n, T + 1] one after the other. noisy: window i is read by the two members of pair seed S
-    + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and nats float64 [n] gets the summed
-    cross-entropy of softmax(logits * unit), with exp64[d] = exp(-d * unit)."""
-    T, H, V = windows.shape[1] - 1, c.H, c.V
+def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats, z):
+    """Evaluates windows int32 [n, start + T + 1] one after the other, from position `start` on. noisy: window i is read
+    by the two members of pair seed S + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and
+    nats float64 [n], if it is not empty, gets the summed cross-entropy of softmax(logits * unit), with
+    exp64[d] = exp(-d * unit).
+
+    keys, values int8 [1 or L, members * (start + T), H]: the caches, see `hidden`. z int32 [GROUP, V padded]: scratch;
+    row (T - 1) % GROUP has the logits after the last token."""
+    T, H, V = windows.shape[1] - 1 - start, c.H, c.V
     members = 2 if noisy else 1
-    columns = (V + PANEL - 1) // PANEL * PANEL
-    keys, values = np.empty((1, members * T, H), np.int8), np.empty((1, members * T, H), np.int8)
-    x = np.empty((members * T, H), np.uint8)
-    side_a, side_b, side_s = np.empty(V, i32), np.empty(H, i32), np.empty(H, f32)
-    z = np.empty((GROUP, columns), i32)
+    columns = z.shape[1]
+    x, side_a = empty((members * T, H), np.uint8), empty(V, i32)
+    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     for i in range(windows.shape[0]):
-        tokens, seed = windows[i:i + 1], u32(S + i)
-        hidden(c, w, tb, seed, noisy, tokens, members, T, i64(0), keys, values, x)
-        if noisy:
-            output_side(c, w, EMBEDDING, NO_LAYER, seed, side_a)
-            input_side(c, w, EMBEDDING, NO_LAYER, seed, side_b, side_s)
+        tokens, seed = windows[i], u32(S + i)
+        hidden(c, w, tb, seed, noisy, tokens, members, T, start, keys, values, x)
+        output_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, side_a)
+        side_b = input_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, 1)
         for first in range(0, members * T, GROUP):
             count = min(GROUP, members * T - first)
-            logits(c, w, noisy, side_a, side_b, side_s, T, first, x[first:first + count], count, z)
+            logits(c, w, noisy, side_a, side_b, T, first, x[first:first + count], count, z)
             for r in range(count):
-                top, target = largest(z, r, V), z[r, tokens[0, (first + r) % T + 1]]
+                position = start + first + r - T * member(first + r, T)
+                tops[r], targets[r] = largest(z, r, V), z[r, tokens[position + 1]]
                 if noisy:
-                    total = exp_sum(tb.exp, c.short_exp, top, z, r * columns, V)
-                    losses[i, (first + r) // T] += loss(c.exact, total, top, target, c.scale_bit, c.log_unit)
-                else:
+                    totals[r] = exp_sum(tb.exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
+                elif nats.size:
                     q = 0.0
                     for v in range(V):
-                        q += exp64[min(exp64.size - 1, top - z[r, v])]
-                    nats[i] += np.log(q) + (top - target) * unit
-
-
-@njit
-def next_logits(c, w, tb, sequence, n, start, keys, values, z):
-    """z int32 [>= ROWS, V padded]: row 0 gets the logits after position start + n - 1 of sequence int32 [1, >= start +
-    n], whose positions before `start` are in the caches keys, values int8 [L, positions, H]."""
-    x = np.empty((n, c.H), np.uint8)
-    hidden(c, w, tb, u32(0), CLEAN, sequence, i64(1), n, start, keys, values, x)
-    last, no_ints = np.zeros((ROWS, c.H), np.uint8), np.empty(0, i32)
-    for i in range(c.H):
-        last[0, i] = x[n - 1, i]
-    logits(c, w, CLEAN, no_ints, no_ints, np.empty(0, f32), i64(1), i64(0), last, i64(1), z)
+                        q += exp64[min(exp64.size - 1, tops[r] - z[r, v])]
+                    nats[i] += np.log(q) + (tops[r] - targets[r]) * unit
+            if noisy:
+                add_losses(c, totals, tops, targets, first, count, T, losses, i)
 
 
 class Transformer:
@@ -399,30 +367,36 @@ class Transformer:
 
     def __init__(self, cfg, constants, exp):
         self.cfg, self._constants = cfg, constants
-        self._tables = Tables(exp, integer_tables.gelu_table().view(np.uint8) ^ 128,
-                              integer_tables.rope_table(cfg, cfg.SEQ_LEN).astype(np.int64),
-                              self._basis(cfg.NTT_CAUSAL))
+        self._tables = Tables(exp, self._rope(cfg.SEQ_LEN), self._basis(cfg.NTT_CAUSAL))
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
     def evaluate(self, w, windows, seed, first_pair, losses):
         """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of
         model.rules.windows; seed of the step."""
-        unused = np.empty(0)
-        run_windows(self._constants, w, self._tables, windows, np.int64(seed + first_pair), 1, unused, 0.0, losses,
-                    unused)
+        self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
+                  losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
         """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
         run_windows."""
-        run_windows(self._constants, w, self._tables, windows, np.int64(0), 0, exp64, unit, np.empty((0, 2), np.int64),
-                    nats)
+        self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
+
+    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
+             nats=NONE):
+        """int32 [GROUP, V padded]: the z of `run_windows`."""
+        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        run_windows(self._constants, w, tables, windows, start, *cache, np.int64(seed), noisy, exp64, unit, losses,
+                    nats, z)
+        return z
+
+    def _cache(self, layers, positions):
+        return np.zeros((2, layers, positions, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
         """A function that takes the next tokens of a sequence, `total` tokens at most in all, and gives int32 logits
         [>= V]."""
-        cfg, c, tables = self.cfg, self._constants, self._tables
-        cache = np.zeros((2, cfg.N_LAYERS, 0, cfg.HIDDEN_DIM), np.int8)        # keys, values; grows as it fills
-        z = np.empty((ROWS, -(-cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
+        cfg, tables = self.cfg, self._tables
+        cache = self._cache(cfg.N_LAYERS, 0)                 # grows as it fills
         sequence, start = np.zeros((1, 0), np.int32), 0
 
         def read(tokens):
@@ -430,17 +404,20 @@ class Transformer:
             n, room = len(tokens), cache.shape[2]
             if start + n > room:
                 room = min(total, max(2 * room, start + n + 64))
-                old, cache = cache, np.zeros((2, cfg.N_LAYERS, room, cfg.HIDDEN_DIM), np.int8)
+                old, cache = cache, self._cache(cfg.N_LAYERS, room)
                 cache[:, :, :start] = old[:, :, :start]
-                sequence = np.concatenate([sequence, np.zeros((1, room - sequence.size), np.int32)], 1)
-                tables = tables._replace(rope=integer_tables.rope_table(cfg, room).astype(np.int64),
-                                         ntt=self._basis(True))
+                sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
+                tables = tables._replace(rope=self._rope(room), ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
-            next_logits(c, w, tables, sequence, n, start, cache[0], cache[1], z)
+            z = self._run(w, tables, sequence[:, :start + n + 1], cache, start)
             start += n
-            return z[0]
+            return z[(n - 1) % GROUP]
 
         return read
+
+    def _rope(self, positions):
+        table = integer_tables.rope_table(self.cfg, positions).view(np.int64)[..., 0]
+        return np.tile(table, self.cfg.N_HEADS)
 
     def _basis(self, causal):
         return transforms.basis(self.cfg, causal) if self.cfg.NTT_MODE else np.empty((0, 0), np.int64)

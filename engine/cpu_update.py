@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
-from engine.simd import PANEL, ROWS, chain_tile, tile
+from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
 from model import optimizers
 from model import state_digest
 
@@ -20,7 +20,7 @@ def pack(w, t, first, end):
     k4, cols = t[N_ROWS] // 4, t[N_COLS]
     for p in range(first, end):
         count = min(PANEL, cols - p * PANEL)
-        sums = np.zeros(PANEL, i32)
+        sums = zeros(PANEL, i32)
         for k in range(k4):
             source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
             for j in range(4 * count):
@@ -47,7 +47,7 @@ def panel_votes(c, t, seeds, x, votes, first, end):
     """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
     times noise(A, col), made here."""
     n, k4, padded = seeds.size, x.shape[1] // 4, votes.shape[1]
-    panel, correction, noise = np.zeros(4 * k4 * PANEL, np.int8), np.zeros(PANEL, i32), np.empty(n, i32)
+    panel, correction, noise = zeros(4 * k4 * PANEL, np.int8), zeros(PANEL, i32), empty(n, i32)
     for p in range(first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
             s = i32(0)
@@ -83,7 +83,7 @@ def muon_start(o, t, votes, moments, x):
     """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
     1."""
     rows, cols = t[N_ROWS], t[N_COLS]
-    sums = np.zeros(MUON_PARTS, f32)
+    sums = zeros(MUON_PARTS, f32)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             r, c = (i, j) if rows <= cols else (j, i)
@@ -108,7 +108,7 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
     """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right);
     float32, out is neither of the others."""
     length = left.shape[1]
-    panel = np.empty((length, PANEL), f32)
+    panel = empty((length, PANEL), f32)
     for p in range(first, end):
         for k in range(length):
             for j in range(PANEL):

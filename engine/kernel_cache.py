@@ -24,14 +24,17 @@ import time
 import types
 
 import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
-from numba.core import codegen, serialize
+from numba.core import codegen, compiler, compiler_machinery, config, serialize, typed_passes, untyped_passes
 from numba.core.compiler import CompileResult
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
 MOST_BYTES = 1 << 31       # of the kernels that are kept
 UNUSED_SECONDS = 90 * 86400.0
+# LLVM prefers registers of 256 bits where it has larger ones. Read when numba compiles its first function.
+config.CPU_FEATURES = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
 
 
@@ -224,15 +227,6 @@ class CpuCache:
             tell("\r\x1b[K")
 
 
-def njit(variant):
-    """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
-    def decorate(function):
-        compiled = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
-        compiled._cache = CpuCache(function, variant)
-        return compiled
-    return decorate
-
-
 class Inner(codegen.JITCodeLibrary):
     """A function that is optimized and becomes machine code only within its callers. numba does both for every function
     and everything that it calls, which takes most of the time where functions are nested deeply."""
@@ -255,17 +249,67 @@ class Inner(codegen.JITCodeLibrary):
         return ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 
 
-class InnerCompiler(numba.core.compiler.Compiler):
-    """numba's compiler for an `Inner`."""
+# what numba does with every function, without what none of ours needs (closures, with blocks, array expressions ...)
+PASSES = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_passes.IRProcessing,
+          untyped_passes.DeadBranchPrune, untyped_passes.GenericRewrites, untyped_passes.ReconstructSSA,
+          typed_passes.NopythonTypeInference, typed_passes.PreLowerStripPhis, typed_passes.IRLegalization,
+          typed_passes.AnnotateTypes, typed_passes.NativeLowering, typed_passes.NoPythonBackend)
+
+
+class InnerCompiler(compiler.CompilerBase):
+    """Compiles a function of ours into an `Inner`, and so numba's own functions that it calls."""
+
+    library_class = Inner
+
+    def define_pipelines(self):
+        pipeline = compiler_machinery.PassManager("egg")
+        for step in PASSES:
+            pipeline.add_pass(step)
+        pipeline.finalize()
+        return [pipeline]
 
     def compile_extra(self, function):
-        self.state.library = Inner(self.state.targetctx.codegen(), function.__qualname__)
-        return super().compile_extra(function)
+        target = self.state.targetctx.codegen()
+        self.state.library = self.library_class(target, function.__qualname__)
+        self.state.library.enable_object_caching()
+        before, target._library_class = target._library_class, Inner
+        try:
+            return super().compile_extra(function)
+        finally:
+            target._library_class = before
 
 
-# a decorator for functions that only compiled functions call
-inner = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
-                   pipeline_class=InnerCompiler)
+class OuterCompiler(InnerCompiler):
+    """The same for a function that Python calls."""
+
+    library_class = codegen.JITCodeLibrary
+
+
+def njit(variant):
+    """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
+    def decorate(function):
+        compiled = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True,
+                              pipeline_class=OuterCompiler)(function)
+        compiled._cache = CpuCache(function, variant)
+        return compiled
+    return decorate
+
+
+class LeafCompiler(InnerCompiler):
+    """For functions that allocate no array: they do not count references, which takes longer than a short row."""
+
+    def __init__(self, typing, target, library, types_, returned, flags, local):
+        flags.nrt = False
+        super().__init__(typing, target, library, types_, returned, flags, local)
+
+
+def _inner(pipeline, **options):
+    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True,
+                      pipeline_class=pipeline, **options)
+
+
+# decorators for functions that only compiled functions call; `inlined` is for what is called once a row
+inner, leaf, inlined = _inner(InnerCompiler), _inner(LeafCompiler), _inner(LeafCompiler, forceinline=True)
 
 
 class CudaCache:

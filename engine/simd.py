@@ -1,5 +1,5 @@
-"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and two table
-look-ups.
+"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and dot
+product, GELU and a table look-up.
 
 `use` chooses the product, once for a process:
   vnni512   vpdpbusd on 512-bit registers (AVX-512 VNNI)
@@ -12,14 +12,20 @@ All give the same bits: every product is exact.
 import itertools
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from model import integer_tables
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 PANEL = 32                  # columns of a packed weight panel; a tile is ROWS x PANEL
 ROWS = 8
+_lost = np.maximum(np.arange(-127, 1), 0) - integer_tables.gelu_table()[np.arange(-127, 1)]     # by GELU, of |x|
+GELU_STEPS = [(int(x), int(step)) for x, step in enumerate(np.diff(_lost[::-1]), 1) if step]
 KINDS = ("vnni512", "vnni256", "madd", "portable")
 
 
@@ -41,7 +47,7 @@ def choose(wanted):
 
 
 KIND = None                 # set by `use`, as are these:
-WIDE = VBMI = None          # whether registers have 512 bits, and whether bytes of two of them can be permuted
+WIDE = None                 # whether registers have 512 bits
 LANES = None                # int32 accumulators of one register
 TILE_ROWS = TILE_VECTORS = None            # accumulators kept in registers: 16 of 32, or 8 of 16
 
@@ -49,13 +55,12 @@ TILE_ROWS = TILE_VECTORS = None            # accumulators kept in registers: 16 
 def use(wanted="auto"):
     """Chooses the kind for cfg.SIMD when it is first called, because numba compiles for one kind; the kind. Raises
     ValueError (one line) for a kind that this processor lacks, and for another kind than that in use."""
-    global KIND, WIDE, LANES, TILE_ROWS, TILE_VECTORS, VBMI
+    global KIND, WIDE, LANES, TILE_ROWS, TILE_VECTORS
     if KIND is None:
         has = llvm.get_host_cpu_features().get
         KIND = choose(wanted)
         WIDE = KIND == "vnni512" or KIND == "madd" and bool(has("avx512bw"))
         LANES, TILE_ROWS, TILE_VECTORS = (16, 8, 2) if WIDE else (8, 4, 2)
-        VBMI = KIND == "vnni512" and bool(has("avx512vbmi"))
     elif wanted != "auto" and choose(wanted) != KIND:
         raise ValueError(f"SIMD = {wanted}: this process has compiled for {KIND} already; start another one")
     return KIND
@@ -82,6 +87,20 @@ def _load(builder, pointer, vector):
     value = builder.load(builder.bitcast(pointer, vector.as_pointer()))
     value.align = 1
     return value
+
+
+def _lanes(builder, vector, which):
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(
+        _vector(I32, len(which)), list(which)))
+
+
+def _sum(builder, vector):
+    """The sum of a vector's lanes."""
+    n = vector.type.count
+    while n > 1:
+        n //= 2
+        vector = builder.add(_lanes(builder, vector, range(n)), _lanes(builder, vector, range(n, 2 * n)))
+    return builder.extract_element(vector, I32(0))
 
 
 def _splat(builder, scalar, n):
@@ -123,6 +142,23 @@ def _weights(builder, pointer):
     words = builder.bitcast(v, _vector(I16, 2 * LANES))
     eight = ir.Constant(words.type, [8] * (2 * LANES))
     return builder.ashr(builder.shl(words, eight), eight), builder.ashr(words, eight)
+
+
+def _new_array(cleared):
+    @intrinsic
+    def new(ctx, shape, dtype):
+        """np.empty or np.zeros, made in place: numba's are functions that it compiles anew for every type of shape."""
+        def codegen(context, builder, sig, args):
+            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+            array = arrayobj._empty_nd_impl(context, builder, sig.return_type, shapes)
+            if cleared:
+                cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
+            return array._getvalue()
+        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+    return new
+
+
+empty, zeros = _new_array(False), _new_array(True)
 
 
 @intrinsic
@@ -202,85 +238,126 @@ def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
 
 
 @intrinsic
-def look_up_bytes(ctx, table, index, index_at, out, out_at, count):
-    """out[i] = table[index[i]] for `count` bytes: table uint8 [256], index and out uint8 (buffers readable and writable
-    up to the next multiple of 64)."""
+def dot(ctx, x, x_at, w, w_at, count):
+    """int32: the sum of x[x_at + i] * w[w_at + i], exactly; x uint8, w int8, count a multiple of 32."""
     i = types.int64
-    sig = types.void(table, index, i, out, i, i)
+    sig = types.int32(x, i, w, i, i)
 
     def codegen(context, builder, sig, args):
-        ta, xa, x_at, oa, o_at, count = args
-        tp = _pointer(context, builder, sig.args[0], ta, I8, I64(0))
-        xp = _pointer(context, builder, sig.args[1], xa, I8, x_at)
-        op = _pointer(context, builder, sig.args[3], oa, I8, o_at)
-        if VBMI:
-            v = _vector(I8, 64)
-            quarters = [_load(builder, builder.gep(tp, [I64(64 * q)]), v) for q in range(4)]
-            permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.qi.512")
-            blocks = builder.sdiv(builder.add(count, I64(63)), I64(64))
-            with cgutils.for_range(builder, blocks, intp=I64) as loop:
-                at = builder.mul(loop.index, I64(64))
-                x = _load(builder, builder.gep(xp, [at]), v)
-                low = builder.call(permute, [quarters[0], x, quarters[1]])
-                high = builder.call(permute, [quarters[2], x, quarters[3]])
-                negative = builder.icmp_signed("<", x, ir.Constant(v, [0] * 64))
-                _store(builder, builder.select(negative, high, low), builder.gep(op, [at]))
-        else:
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                x = builder.zext(builder.load(builder.gep(xp, [loop.index])), I64)
-                builder.store(builder.load(builder.gep(tp, [x])), builder.gep(op, [loop.index]))
+        xa, x_at, wa, w_at, count = args
+        xp = _pointer(context, builder, sig.args[0], xa, I8, x_at)
+        wp = _pointer(context, builder, sig.args[2], wa, I8, w_at)
+        vector, acc_t = _vector(I8, 32), _vector(I32, 8)
+        acc = cgutils.alloca_once(builder, acc_t)
+        builder.store(ir.Constant(acc_t, [0] * 8), acc)
+        with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+            at = builder.mul(loop.index, I64(32))
+            some, their = (_load(builder, builder.gep(p, [at]), vector) for p in (xp, wp))
+            if KIND.startswith("vnni"):
+                f = _function(builder, acc_t, [acc_t, vector, vector], "llvm.x86.avx512.vpdpbusd.256")
+                builder.store(builder.call(f, [builder.load(acc), some, their]), acc)
+            else:
+                words, ints = _vector(I16, 32), _vector(I32, 32)
+                products = builder.mul(builder.sext(builder.zext(some, words), ints), builder.sext(their, ints))
+                for part in range(0, 32, 8):
+                    builder.store(builder.add(builder.load(acc), _lanes(builder, products, range(part, part + 8))), acc)
+        return _sum(builder, builder.load(acc))
+    return sig, codegen
+
+
+@intrinsic
+def gelu(ctx, x, at, count):
+    """x[at + i] = GELU(x[at + i]) + 128 in place for `count` bytes of uint8, a multiple of 32, which hold int8 from
+    -127 on. GELU(x) is max(x, 0) less a function of |x| that has few steps."""
+    i = types.int64
+    sig = types.void(x, i, i)
+
+    def codegen(context, builder, sig, args):
+        xa, at, count = args
+        v = _vector(I8, 32)
+        number = lambda n: ir.Constant(v, [n] * 32)
+        p = _pointer(context, builder, sig.args[0], xa, I8, at)
+        with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+            here = builder.gep(p, [builder.mul(loop.index, I64(32))])
+            value = _load(builder, here, v)
+            positive = builder.icmp_signed(">", value, number(0))
+            size = builder.select(positive, value, builder.neg(value))
+            value = builder.add(builder.select(positive, value, number(0)), number(128))
+            for first, step in GELU_STEPS:
+                reached = builder.icmp_unsigned(">=", size, number(first))
+                value = builder.sub(value, builder.select(reached, number(step), number(0)))
+            _store(builder, value, here)
         return context.get_dummy_value()
     return sig, codegen
 
 
 @intrinsic
-def exp_sum(ctx, table, short, top, z, z_at, count):
-    """sum over i of table[min(255, top - z[i])] as int64: table int32 [256]; z int32, every z[i] <= top. `short` (0 or
-    1) says that the table is zero from entry 96 on, as it is at the usual scale: such a table fits six registers."""
+def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
+    """int64: the sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i where out has elements.
+
+    table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
+    far as out is written. `short` (0 or 1): the table is zero from entry 96 on, as it is at the usual scale."""
     i = types.int64
-    sig = types.int64(table, i, i, z, i, i)
+    sig = types.int64(table, i, types.int32, types.int32, z, i, i, out, i)
 
     def codegen(context, builder, sig, args):
-        ta, short, top, za, z_at, count = args
+        ta, short, top, shift, za, z_at, count, oa, out_at = args
         tp = _pointer(context, builder, sig.args[0], ta, I32, I64(0))
-        zp = _pointer(context, builder, sig.args[3], za, I32, z_at)
-        top = builder.trunc(top, I32)
-        total = cgutils.alloca_once_value(builder, I64(0))
-        builder.store(I64(0), total)
-        tail = cgutils.alloca_once_value(builder, I64(0))
-        builder.store(I64(0), tail)
-        if KIND == "vnni512":
-            v, v64 = _vector(I32, 16), _vector(I64, 8)
-            parts = [_load(builder, builder.gep(tp, [I64(16 * q)]), v) for q in range(6)]
-            permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-            acc = cgutils.alloca_once_value(builder, ir.Constant(v64, [0] * 8))
-            builder.store(ir.Constant(v64, [0] * 8), acc)
-            splat_top = _splat(builder, top, 16)
-            bound = lambda n: ir.Constant(v, [n] * 16)
-            blocks = builder.mul(short, builder.sdiv(count, I64(16)))
+        zp = _pointer(context, builder, sig.args[4], za, I32, z_at)
+        op = _pointer(context, builder, sig.args[7], oa, I32, out_at)
+        stored = builder.icmp_signed(">", context.make_array(sig.args[7])(context, builder, oa).nitems, I64(0))
+        if KIND != "vnni512":
+            total = cgutils.alloca_once(builder, I64)
+            builder.store(I64(0), total)
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                d = builder.sub(top, builder.ashr(builder.load(builder.gep(zp, [loop.index])), shift))
+                d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
+                e = builder.load(builder.gep(tp, [builder.zext(d, I64)]))
+                builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
+                with builder.if_then(stored):
+                    builder.store(e, builder.gep(op, [loop.index]))
+            return builder.load(total)
+        v, v64 = _vector(I32, 16), _vector(I64, 8)
+        number = lambda n: ir.Constant(v, [n] * 16)
+        permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
+        acc = cgutils.alloca_once(builder, v64)
+        builder.store(ir.Constant(v64, [0] * 8), acc)
+        top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
+        blocks = builder.sdiv(builder.add(count, I64(15)), I64(16))
+
+        def look_up(pairs):
+            """The loop over the blocks with a table of 32 * pairs entries, then zeros, in registers."""
+            parts = [_load(builder, builder.gep(tp, [I64(16 * q)]), v) for q in range(2 * pairs)]
             with cgutils.for_range(builder, blocks, intp=I64) as loop:
-                d = builder.sub(splat_top, _load(builder, builder.gep(zp, [builder.mul(loop.index, I64(16))]), v))
-                # low five bits of d select
-                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(3)]
-                e = builder.select(builder.icmp_signed("<", d, bound(32)), values[0],
-                                   builder.select(builder.icmp_signed("<", d, bound(64)), values[1],
-                                                  builder.select(builder.icmp_signed("<", d, bound(96)), values[2],
-                                                                 bound(0))))
+                at = builder.mul(loop.index, I64(16))
+                d = builder.sub(top, builder.ashr(_load(builder, builder.gep(zp, [at]), v), shift))
+                lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
+                valid = builder.icmp_signed("<", lane, last)
+                if pairs == 8:
+                    d = builder.select(builder.icmp_unsigned("<", d, number(255)), d, number(255))
+                else:
+                    valid = builder.and_(valid, builder.icmp_unsigned("<", d, number(32 * pairs)))
+                # the low five bits of d select within a pair of registers, the others the pair
+                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
+                bit = 32
+                while len(values) > 1:
+                    high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
+                    values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
+                              for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
+                    bit *= 2
+                e = builder.select(valid, values[0], number(0))
+                with builder.if_then(stored):
+                    _store(builder, e, builder.gep(op, [at]))
                 # two 32-bit lanes: add both halves as 64-bit numbers
                 wide = builder.bitcast(e, v64)
                 both = builder.add(builder.and_(wide, ir.Constant(v64, [0xFFFFFFFF] * 8)),
                                    builder.lshr(wide, ir.Constant(v64, [32] * 8)))
                 builder.store(builder.add(builder.load(acc), both), acc)
-            final = builder.load(acc)
-            for lane in range(8):
-                builder.store(builder.add(builder.load(total), builder.extract_element(final, I32(lane))), total)
-            builder.store(builder.mul(blocks, I64(16)), tail)
-        rest = builder.sub(count, builder.load(tail))
-        with cgutils.for_range(builder, rest, intp=I64) as loop:
-            at = builder.add(builder.load(tail), loop.index)
-            d = builder.sub(top, builder.load(builder.gep(zp, [at])))
-            d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
-            e = builder.zext(builder.load(builder.gep(tp, [builder.zext(d, I64)])), I64)
-            builder.store(builder.add(builder.load(total), e), total)
-        return builder.load(total)
+
+        with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
+            with then:
+                look_up(3)
+            with otherwise:
+                look_up(8)
+        return _sum(builder, builder.load(acc))
     return sig, codegen

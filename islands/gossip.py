@@ -1,13 +1,9 @@
-"""Islands: populations that gossip. A coordinator that is an island compares itself with others in tournaments, and the
-worse one takes over the state of the better one.
+"""Islands: populations that gossip (docs/ISLANDS.md). A coordinator that is an island compares itself with others in
+tournaments (STANDING), and the worse one takes over the state of the better one.
 
-A tournament is a question and an answer (STANDING). The state travels as the giver's snapshot file beside training
-(STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run (cluster.history.Start).
-
-Peers are not trusted. A state is used only if its SHA-256 is the requested one and islands.merging finds nothing
-impossible in it. Whether its fitness was a lie shows when it is measured here: an epoch that turns out worse than the
-one before it is undone, back to the best state that this island has measured itself (its elites), and for a while
-nothing is taken from that peer.
+The state travels as the giver's snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a
+new epoch of the receiver's run (cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the
+one before it is undone, and for a while nothing is taken from that peer.
 """
 
 import contextlib
@@ -54,8 +50,7 @@ class Terms(NamedTuple):
 
 
 def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
-    """The Terms of the command line, None without an island. peers: [(host, port)]. Raises ConfigError for wrong
-    use."""
+    """The Terms of the command line, None without an island. peers: [(host, port)]. Raises ConfigError."""
     if name is None:
         if peers or from_slurm or not accept or bandwidth is not None:
             raise ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: give "
@@ -68,9 +63,8 @@ def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
 # --- fitness ---------------------------------------------------------------------------------------------------------
 
 class Standing(NamedTuple):
-    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state: SHA-256 (bytes) of its
-    newest snapshot or None, and state_step its step; founder: the island from which its population descends; ask: it
-    wants an answer."""
+    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
+    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: for an answer."""
     fitness: object
     kind: str
     unit: str
@@ -107,8 +101,7 @@ def read_standing(payload):
 
 
 class Fitness:
-    """The exponential mean of this island's measures in the current epoch: of validation, or of the training loss as
-    long as there is no validation."""
+    """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation."""
 
     def __init__(self):
         self.kind, self.unit = "loss", KINDS["loss"][0]
@@ -134,8 +127,7 @@ class Fitness:
 
 
 class Elites:
-    """The best states that this island has measured: copies of snapshots in the save directory that no epoch
-    removes."""
+    """The best states that this island has measured: copies of snapshots that no epoch removes."""
 
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
@@ -144,8 +136,8 @@ class Elites:
                             for name, m in found if m)          # the best first
 
     def offer(self, path, epoch, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best; returns whether it is new. Of a state that was
-        measured again only the newest measure counts. Raises OSError."""
+        """Keeps the snapshot at `path` if it is one of the best, by its newest measure; whether it is new. Raises
+        OSError."""
         name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
         entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
         others = [e for e in self.files if e[2] != (epoch, step)]
@@ -174,8 +166,8 @@ class Elites:
 # --- the island ------------------------------------------------------------------------------------------------------
 
 class Handover(NamedTuple):
-    """A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
-    needs_ours: whether the own state is needed; since: when it began."""
+    """A change to another state, begun at `since`. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished
+    transfer.Incoming or None; needs_ours: the own state is needed."""
     kind: str
     incoming: object
     needs_ours: bool
@@ -193,6 +185,7 @@ class Island(Hook):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator, self.cfg, self.run, self.terms, self.events = coordinator, cfg, run, terms, coordinator.events
         self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls)
+        self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
         self.outgoing = transfer.Outgoing(coordinator, transfer.Bucket(terms.bandwidth))
         self.bandwidth_in = transfer.Bucket(terms.bandwidth)
@@ -217,12 +210,6 @@ class Island(Hook):
     def awaits_state(self):
         return self.handover is not None
 
-    def admit_peer(self, card, author):
-        self.peers.admit(card, author)
-
-    def peer_joined(self, session, card, author):
-        self.peers.joined(session, card, author)
-
     def check(self, now):
         self.peers.check(now)
         self.outgoing.check(now, self.peers.known.values())
@@ -230,14 +217,14 @@ class Island(Hook):
             if why := self.incoming.too_slow(now):
                 self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
             else:
-                self._advance(self.incoming.download.unpack)
+                self._advance(self.incoming.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
     def close(self):
         self.chunk_handed_out()
         if self.incoming:
-            self.incoming.download.drop()
+            self.incoming.drop()
         self.outgoing.close()
 
     def validated(self, step, value, unit):
@@ -288,9 +275,14 @@ class Island(Hook):
             self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
-        return {"name": self.terms.name, "epoch": self.run.start.epoch, "fitness": _rounded(self.fitness.value),
-                "kind": self.fitness.kind, "founder": self.founder, "peers": self.peers.status(),
-                "lineage": self.lineage[-LINEAGE:]}
+        return {"name": self.terms.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
+                "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.founder,
+                "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
+
+    def shown(self, fitness, kind):
+        """A fitness for people: a loss in the unit in which losses are shown. None stays None."""
+        scale = self.coordinator.progress.bits if kind == "loss" else 1.0
+        return None if fitness is None else round(fitness * scale, 6)
 
     # peers
 
@@ -339,7 +331,7 @@ class Island(Hook):
         return expected
 
     def _compare(self, peer, theirs):
-        """Both sides of a tournament do this with the same two standings, so that each knows the outcome."""
+        """Both sides judge the same two standings, so the better one need not send anything else."""
         ours, outcome, line = self.standing(), "keep", None
         if not ours.compares(theirs) or not self.peers.trusted(peer):
             outcome = "refused"
@@ -347,8 +339,10 @@ class Island(Hook):
             busy = self.incoming or self.handover or self.coordinator.closing
             if self.terms.accept and not busy and theirs.state not in (None, self.last_taken):
                 outcome = "pull"
-                line = (f"island: {peer.name} is better, {theirs.fitness:.4f} against {ours.fitness:.4f} {ours.unit}: "
-                        f"fetching its state of step {theirs.state_step}")
+                figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
+                unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
+                line = "island: {} is better, {:.4f} against {:.4f} {}: fetching its state of step {}".format(
+                    peer.name, *figures, unit, theirs.state_step)
         elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
             outcome = "offer"
         if outcome == "pull" or not theirs.ask:
@@ -375,13 +369,13 @@ class Island(Hook):
         except OSError as error:
             self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
         else:
-            if incoming.download.finished and not incoming.preparing:
+            if incoming.finished and not incoming.preparing:
                 incoming.prepare(self.fitness.value)
             incoming.request()
 
     def _drop_incoming(self, why=None, distrust=False):
         incoming, self.incoming = self.incoming, None
-        incoming.download.drop()
+        incoming.drop()
         if distrust:
             self.peers.distrust(incoming.peer, why)
         elif why:
@@ -500,7 +494,7 @@ def next_state(island, handover, ours):
         epoch, state = island.elites.best(cfg) or (None, None)
         founder = next((e["founder"] for e in island.lineage if e["epoch"] == epoch), island.terms.name)
         return state, None, {"peer_step": state and state.step, "founder": founder}
-    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.download.upload
+    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.upload
     state, body = incoming.result(ours, island.fitness.value)
     more = {"alpha": cfg.RECOMBINE_ALPHA} if handover.kind == "recombine" else {}
     return state, body, {"from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),

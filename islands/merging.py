@@ -1,19 +1,9 @@
-"""Merges the states of two islands of one configuration, element by element, with the same bits on every machine. NumPy
-alone.
+"""Merges the states of two islands, element by element, with the same bits on every machine (SPEC 19). NumPy alone.
 
-A weight and its accumulator are one number, w + acc: the accumulator holds what has not moved the weight yet (SPEC 9).
-They are never separated. MERGE decides about this number and the noise-scale overlay:
-  "clone"      the peer's.
-  "recombine"  a mix of both, in integers. The worse state's share is (1 - RECOMBINE_ALPHA) * better / worse fitness.
-               So RECOMBINE_ALPHA is the share of the better state if both are equally good; a much worse one has less.
-OPTIMIZER_MERGE decides about the moments m and v (Muon: its momentum; "sgd" and "ztest" have none): "reset" sets them
-to 0, "copy" takes the peer's, "interpolate" mixes them with the same shares.
-
-In fixed point w + acc counts units of 2^-24 weight. As in an update, the weight of a mix differs from the better
-state's weight by whole weights, and the remainder goes into the accumulator: a state that is mixed with itself does not
-change. float32 holds every accumulator up to 1 exactly in these units. Finer accumulators, below a half, are rounded to
-the nearest unit. Accumulators above 1, which learning rates above 1 can cause, may be rounded in the result, and are
-clipped to MOST. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge.
+A weight and its accumulator are one number, w + acc, and never separated. float32 holds every accumulator up to 1
+exactly in the units of the mix; a state that is mixed with itself does not change. Accumulators above 1, which learning
+rates above 1 can cause, may be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits
+for the next merge.
 """
 
 import math
@@ -35,10 +25,8 @@ def needs_ours(cfg):
 
 def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     """The State with which an island continues, with the step and seed of `ours`. The arguments are neither changed nor
-    kept.
-
-    ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses are
-    losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
+    kept. ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses
+    are losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state in (ours, theirs):
@@ -67,8 +55,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
 
 
 def worse_share(alpha, fitness_ours, fitness_theirs):
-    """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS; alpha: RECOMBINE_ALPHA. Raises
-    ValueError for a fitness that is not a finite loss."""
+    """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS. Raises ValueError."""
     better, worse = sorted((fitness_ours, fitness_theirs))
     if not (math.isfinite(better) and math.isfinite(worse) and better >= 0):
         raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: finite losses of 0 or more are needed")
@@ -104,6 +91,5 @@ def _mix(better, worse, piece, share):
 
 
 def _round(x):
-    """int64: x without its SHARE_BITS fractional bits, rounded to the nearest; halves toward zero: toward the better
-    state."""
+    """int64: x without its SHARE_BITS fractional bits, rounded; halves toward zero, which is the better state."""
     return np.sign(x) * (np.abs(x) + ((1 << SHARE_BITS - 1) - 1) >> SHARE_BITS)

@@ -16,7 +16,7 @@ from cluster import auth
 from cluster import greeting
 from cluster import history
 from cluster import wire
-from cluster.hub import Budget
+from cluster.hub import Budget, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
 from egg_config import ConfigError, EggError
@@ -46,14 +46,10 @@ def parse_name(text):
 
 def parse_peer(text):
     """(host, port) of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
+    host, port = split_address(text)
+    if not (host and port):
         raise ValueError(text)
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(text)
-    return host, int(port)
+    return host, port
 
 
 def parse_bandwidth(text):
@@ -86,11 +82,11 @@ def peers_from_slurm(port, environ=os.environ):
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 class Target:
-    """An address to call. addresses: [(family, address)] from the resolver, the next one to try first; name: of the
-    island that answered; is_self: the island called itself."""
+    """An address to call. addresses: [(family, address)], the next one to try first; name: of the island there;
+    is_self: the island called itself."""
 
     def __init__(self, host, port):
-        self.host, self.title = host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.host, self.title = host, address_text(host, port)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
@@ -175,9 +171,8 @@ class PeerRole(Role):
 
 
 class Peers:
-    """Calls and introduces peers for an island (islands.gossip.Island): island.handle(peer, opcode, payload) takes
-    their frames, island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; tls: the
-    ssl.SSLContext to call with, or None. Raises IslandError."""
+    """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
+    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call. Raises IslandError."""
 
     def __init__(self, island, coordinator, name, addresses, tls):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
@@ -339,8 +334,7 @@ class Peers:
         def row(peer):
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
-            if standing["fitness"] is not None:
-                standing["fitness"] = round(standing["fitness"], 6)
+            standing["fitness"] = self.island.shown(standing["fitness"], standing["kind"])
             return {"name": peer.name, "address": peer.address, "state": state, **standing,
                     "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given, "taken": peer.taken}
 

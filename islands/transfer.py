@@ -6,6 +6,7 @@ import time
 
 from cluster import history, snapshots
 from cluster.hub import Budget
+from cluster.snapshots import HEAD_SIZE
 from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
 from islands import merging
 
@@ -14,6 +15,7 @@ from islands import merging
 STALLED, LEAST_RATE, DEADLINE = 60.0, 8192.0, 600.0
 OPEN_FILES, OPEN_SECONDS = 4, 60.0       # files that peers are reading, and seconds without a request
 LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
+UNPACK_SECONDS = 0.005     # in which a state is decompressed before other work
 
 
 class Bucket(Budget):
@@ -29,50 +31,74 @@ class Bucket(Budget):
 
 
 class Incoming:
-    """A state that is fetched from a peer, as its `standing` offers it. made: once it is complete, the result of
-    `prepare`; None before that. total: bytes of its file, once that is known."""
+    """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
+    have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`."""
 
     def __init__(self, cfg, peer, standing, directory, bucket):
-        self.cfg, self.peer, self.standing, self.bucket = cfg, peer, standing, bucket
-        self.download = snapshots.Download(cfg, standing.state, directory)
-        self.requested, self.preparing, self.made, self.total = False, False, None, 0
+        self.cfg, self.peer, self.standing, self.directory, self.bucket = cfg, peer, standing, directory, bucket
+        self.got = self.total = 0
+        self.requested, self.preparing, self.upload, self.made = False, False, None, None
         self._since, self._before = time.monotonic(), 0            # when the speed was last looked at, bytes until then
+
+    @property
+    def finished(self):
+        return self.upload is not None and self.upload.finished
+
+    @property
+    def pending(self):
+        return self.upload is not None and self.upload.pending
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        wanted = self.peer.session and not (self.requested or self.download.finished or self.download.pending)
+        wanted = self.peer.session and not (self.requested or self.finished or self.pending)
         if wanted and self.bucket.take(self.bucket.piece):
             self.requested = True
-            piece = STATE_WANTED.pack(self.standing.state, self.download.got, self.bucket.piece)
+            piece = STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece)
             self.peer.session.reply(STATE_REQUEST, piece)
 
     def expects(self, peer, sha256):
         return self.peer is peer and self.requested and self.standing.state == sha256
 
     def add(self, total, offset, data):
-        """Takes a piece. Raises ValueError for data that cannot be right, OSError of the disk."""
+        """Takes a piece; the first one holds the head of the file. Raises ValueError, OSError as an Upload does."""
         self.requested, self.total = False, total
-        self.download.feed(total, offset, data)
+        if offset != self.got or not data:
+            raise ValueError(f"piece of {len(data)} bytes at {offset}, the next one is at {self.got}")
+        self.got += len(data)
+        if self.upload is None:
+            self.upload = snapshots.upload_of_file(self.cfg, data, total, self.standing.state, self.directory)
+            offset, data = HEAD_SIZE, data[HEAD_SIZE:]
+        if data:
+            self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
+
+    def unpack(self):
+        """Unpacks for a moment what is pending."""
+        until = time.monotonic() + UNPACK_SECONDS
+        while self.pending and time.monotonic() < until:
+            self.upload.unpack()
+
+    def drop(self):
+        if self.upload is not None:
+            self.upload.drop()
 
     def too_slow(self, now):
         """Why the transfer is to be given up, None while it goes on."""
-        if now - self._since <= STALLED or self.download.finished:
+        if now - self._since <= STALLED or self.finished:
             return None
-        came, least = self.download.got - self._before, min(LEAST_RATE, self.total / DEADLINE)
+        came, least = self.got - self._before, min(LEAST_RATE, self.total / DEADLINE)
         least = min(least, self.bucket.rate / 2) if self.bucket.rate else least
         if not came:
             return "nothing more came"
         if came < least * (now - self._since):
             return f"too little came, {came} bytes in {now - self._since:.0f} s,"
-        self._since, self._before = now, self.download.got
+        self._since, self._before = now, self.got
         return None
 
     def prepare(self, fitness):
-        """Does what does not need the own state in a thread, so that no worker has to wait for it. fitness: the own
-        one."""
+        """Does what does not need the own state in a thread: no worker has to wait. fitness: the own one."""
         def work():
             try:
-                theirs = self.download.upload.state()
+                theirs = self.upload.state()
                 if merging.needs_ours(self.cfg):
                     self.made = theirs, None
                 else:
@@ -84,8 +110,7 @@ class Incoming:
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
-        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError for a state that cannot
-        be used."""
+        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError."""
         if isinstance(self.made, Exception):
             raise self.made
         state, body = self.made
@@ -130,8 +155,7 @@ class Outgoing:
             session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
 
     def _read(self, sha256, offset, size):
-        """(bytes of the snapshot file, a piece of it); (0, b"") if there is none. A file that is being read is kept
-        open: it may be deleted meanwhile."""
+        """(bytes of the snapshot file, a piece of it) or (0, b""). It is kept open: it may be deleted meanwhile."""
         shelf, files = self.coordinator.shelf, self._open
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
         try:

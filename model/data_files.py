@@ -1,8 +1,6 @@
-"""Data files: tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the files.
+"""Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes them.
 
-input.bin, val.bin: tokens, little-endian uint32, or plain bytes if VOCAB_SIZE is 256. decoding.bin: u32 count, then for
-every token u32 length and its bytes (SPEC 10). A file that is missing or wrong raises DataError, whose one line says
-what to do.
+A file that is missing or wrong raises DataError, whose one line says what to do.
 """
 
 import math
@@ -13,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from egg_config import EggError
+from egg_config import EggError, explained
 
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
@@ -33,9 +31,8 @@ class DataError(EggError):
 
 def open_tokens(cfg, path):
     """The tokens of a file: 1-D uint32 (uint8 where VOCAB_SIZE is 256), memory-mapped, read-only, all below VOCAB_SIZE.
-
-    With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory).
-    Raises DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
+    With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory). Raises
+    DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
     size = _size(path)
     if size == 0:
         raise DataError(f"{path} is empty: make it again with `python egg.py prepare TEXT`")
@@ -43,10 +40,8 @@ def open_tokens(cfg, path):
     if wide and size % 4:
         raise DataError(f"{path} is cut short or holds plain bytes: {size} bytes are no whole number of uint32 tokens; "
                         "make it again with `python egg.py prepare TEXT`, or set VOCAB_SIZE=256 DETOKENIZE=0 for bytes")
-    try:
+    with explained(DataError, path):
         tokens = np.memmap(path, "<u4" if wide else "u1", "r")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
     if cfg.DETOKENIZE:
         tokens = _detokenize(tokens, path, cfg.DECODING_FILE)
     elif wide:
@@ -62,11 +57,9 @@ def open_tokens(cfg, path):
 
 
 def _size(path):
-    try:
+    with explained(DataError, path):
         if os.path.isfile(path):
             return os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
     raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start in its directory, "
                     "or make it with `python egg.py prepare TEXT`")
 
@@ -94,11 +87,8 @@ def _need_decodable(tokens, path, decoding, decoding_file):
 
 def read_text(path):
     """bytes of a file; a .zst file unpacked."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}: give the path of a text file") from None
+    with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
+        data = file.read()
     if not path.endswith(".zst"):
         return data
     import pyzstd
@@ -127,29 +117,24 @@ class Decoding:
     def read(cls, path):
         """From a decoding.bin. Raises DataError for a file that is missing, cut short or damaged."""
         _size(path)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from None
+        with explained(DataError, path), open(path, "rb") as file:
+            data = file.read()
 
-        def damaged(what):
-            return DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
+        def need(ok, what):
+            if not ok:
+                raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
 
-        if len(data) < 4:
-            raise damaged(f"{len(data)} bytes")
+        need(len(data) >= 4, f"{len(data)} bytes")
         count = int.from_bytes(data[:4], "little")
-        if not 0 < count <= (len(data) - 4) // 4:
-            raise damaged(f"{count} tokens in {len(data)} bytes")
+        need(0 < count <= (len(data) - 4) // 4, f"{count} tokens in {len(data)} bytes")
         pieces, at = [], 4
         for token in range(count):
             length = int.from_bytes(data[at:at + 4], "little")
-            if at + 4 > len(data) or length > LONGEST_TOKEN or at + 4 + length > len(data):
-                raise damaged(f"token {token} of {count} does not fit")
+            need(at + 4 <= len(data) and length <= LONGEST_TOKEN and at + 4 + length <= len(data),
+                 f"token {token} of {count} does not fit")
             pieces.append(data[at + 4:at + 4 + length])
             at += 4 + length
-        if at != len(data):
-            raise damaged(f"{len(data) - at} bytes after the last token")
+        need(at == len(data), f"{len(data) - at} bytes after the last token")
         return cls(pieces)
 
     def expand(self, tokens):
@@ -199,14 +184,17 @@ class Decoding:
                         for t in map(int, tokens))
 
 
-def load_decoding(cfg, warn=None):
-    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing.
+def warn(line):
+    print(f"egg: {line}", file=sys.stderr, flush=True)
 
-    `warn` takes the text of the warning (default: print to stderr). Raises DataError for a damaged file."""
+
+def load_decoding(cfg, warn=warn):
+    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing. Raises DataError for a
+    damaged file."""
     if cfg.VOCAB_SIZE == 256:
         return Decoding([bytes([b]) for b in range(256)])
     if not os.path.exists(cfg.DECODING_FILE):
-        (warn or _warn)(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
+        warn(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
         return None
     return Decoding.read(cfg.DECODING_FILE)
 
@@ -216,10 +204,6 @@ def text(decoding, tokens):
     if decoding is None:
         return "token ids " + " ".join(str(int(t)) for t in tokens)
     return decoding.decode(tokens).decode("utf-8", "replace")
-
-
-def _warn(line):
-    print(f"egg: {line}", file=sys.stderr, flush=True)
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
@@ -235,22 +219,19 @@ class Validation(NamedTuple):
         return float(nats) / math.log(2) / self.n_bytes
 
 
-def open_validation(cfg, decoding, warn=None):
-    """The windows of VAL_FILE that validation reads, evenly spaced, VALIDATE_TOKENS tokens at most: a Validation.
-
-    None if validation is off (VALIDATE_EVERY 0) or, after one warning, if the file is missing. `decoding`: a Decoding
-    or None. Raises DataError like open_tokens."""
+def open_validation(cfg, decoding, warn=warn):
+    """A Validation on VALIDATE_TOKENS tokens of VAL_FILE. None if validation is off (VALIDATE_EVERY 0) or, after one
+    warning, if the file is missing. `decoding`: a Decoding or None. Raises DataError like open_tokens."""
     if not cfg.VALIDATE_EVERY:
         return None
     if not os.path.exists(cfg.VAL_FILE):
-        (warn or _warn)(f"{cfg.VAL_FILE} is missing: no validation")
+        warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 
 
 def held_out(cfg, tokens, path, decoding, most=0):
-    """A Validation on `most` of the tokens (of the file `path`), in windows spread evenly; 0: on all. Raises
-    DataError."""
+    """A Validation on `most` tokens (0: all) of the file `path`, in windows spread evenly. Raises DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
@@ -264,10 +245,9 @@ def held_out(cfg, tokens, path, decoding, most=0):
 
 
 def references(cfg, train, validation):
-    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit.
-
-    Counts come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which
-    is (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
+    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit. Counts
+    come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which is
+    (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
     vocab = cfg.VOCAB_SIZE
     before, target = validation.windows[:, :-1].ravel(), validation.windows[:, 1:].ravel()
     runs = max(1, -(-train.size // REFERENCE_TOKENS))

@@ -4,10 +4,8 @@ import numpy as np
 
 
 def chunk_fitness(losses, cfg):
-    """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk.
-
-    With LOSS = "exact" the losses count 1/256 logit units; the mean filter raises the mean in logit units to its
-    power."""
+    """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk. The mean
+    filter raises the mean in logit units to its power; the losses of LOSS = "exact" count 1/256 of these."""
     d = losses[1::2] - losses[0::2]
     if cfg.FAST_FITNESS:
         return np.sign(d).astype(np.int8)
@@ -41,8 +39,7 @@ def packed_size(count):
 
 
 def unpack_ternary(data, count):
-    """int8 [count] from packed bytes. Raises ValueError for a wrong size, a byte above 242 or a digit beyond
-    `count`."""
+    """int8 [count] from packed bytes. Raises ValueError for another size, a wrong byte or a digit beyond `count`."""
     packed = np.frombuffer(data, np.uint8)
     if packed.size != packed_size(count):
         raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")

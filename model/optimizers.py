@@ -8,13 +8,7 @@ import numpy as np
 
 ADAMW, SGD, MUON, ZTEST = range(4)
 
-# Muon (K. Jordan et al. 2024), in float32, the same bits on every machine because every sum is one chain of fma in a
-# fixed order:   m = fma(m, MUON_MOMENTUM, -vote);  X = m / (|m| + 1e-7), written with its shorter side first
-# (transposed where there are more rows)   |m|: element i of X, row after row, goes into chain i mod MUON_PARTS of
-# squares; the chains are then added in halves, first to last   MUON_ROUNDS times:  A = X X^T,  B = fma(c, A A, b A),  X
-# = a X + B X;  a product's element is one chain over k = 0, 1, ...   acc = fma(-lr, fma(w, decay, X * size), acc), then
-# the threshold rule of SPEC 9 `size`, 0.2 sqrt(longer side), makes a step about as long as one of AdamW (J. Liu et al.
-# 2025).
+# Muon (SPEC 9). It has the same bits on every machine, because every sum is one chain of fma in a fixed order.
 MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
 
@@ -35,9 +29,8 @@ class Optimizer(NamedTuple):
 
 
 def least_vote(cfg, alpha):
-    """The size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t * isqrt(pairs)
-    * 256, where t / 16 is the quantile of the normal distribution, and 256 the variance of a product of two draws (1
-    for signs). A whole number."""
+    """The whole size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t *
+    isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
     return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
 

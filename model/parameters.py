@@ -1,8 +1,5 @@
-"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and
-digests.
-
-TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg; `table` says which one a configuration has.
-Nothing here knows of devices or sockets; arrays are NumPy. SPEC sections 2, 3, 6.
+"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests
+(SPEC 2, 3, 6). TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg. NumPy, without devices or sockets.
 """
 
 import functools
@@ -17,8 +14,7 @@ from model.rules import INITIAL_SEED, first_seed, uniform_noise
 
 
 class Param(NamedTuple):
-    """A row of the table. Widths are in units of HIDDEN_DIM ("H"), 4 H ("4H") or VOCAB_SIZE ("V"), or the values of a
-    byte ("256")."""
+    """A row of the table. Widths: HIDDEN_DIM ("H"), 4 H ("4H"), VOCAB_SIZE ("V"), or the values of a byte ("256")."""
     name: str
     shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
     a: int                  # noise offset of the output side; first offset of a vector
@@ -156,7 +152,7 @@ def products_per_token(cfg):
 
 
 def divisor(cfg, inputs):
-    """By what the gru divides a product over so many inputs, rounding down."""
+    """Divisor of a product over `inputs` inputs in the recurrent model; the quotient is rounded down."""
     return (1 << cfg.FIXED_POINT) * math.isqrt(inputs)
 
 

@@ -1,10 +1,8 @@
 """The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
 
-A rule is a plain function of scalars. The functions below build the rules of one subject with a compiler and its
-arithmetic: `engine.cpu_rules` with numba.njit, `kernels.rules` with numba.cuda.jit. This module needs neither. A switch
-is an argument of the builder, a number is an argument of the rule.
-
-Every integer result is cast, because numba's own rules of promotion differ between its targets.
+A rule is a plain function of scalars, built with a compiler and its arithmetic: `engine.cpu_rules` with numba.njit,
+`kernels.rules` with numba.cuda.jit. A switch is an argument of the builder, a number one of the rule. Every integer
+result is cast, because numba's own rules of promotion differ between its targets.
 """
 
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ import numpy as np
 
 
 class Arithmetic(NamedTuple):
-    """The operations that a target brings along. Float operations are float32, IEEE, rounded once to nearest, never
-    contracted."""
+    """The operations of a target. Floats are float32, IEEE, rounded once to nearest, never contracted."""
     i32: Callable               # casts; integers wrap
     u32: Callable
     f32: Callable
@@ -133,9 +130,8 @@ def loss_rule(jit, target, exact):
 
     @jit
     def loss(total, top, target, bit, unit):
-        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`.
-
-        log2 of Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
+        """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`. log2 of
+        Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
         e = i64(log2_floor(total))
         distance = i64(top) - i64(target)
         if not exact:
@@ -168,10 +164,9 @@ def norm_rules(jit, target):
 
     @jit
     def quotient(y, d, reciprocal):
-        """int32: clip(y / d rounded down); reciprocal: float32(1 / d).
-
-        Cut to +-127 d and moved to positive numbers, y is a whole number below 2^23. Half a unit off the integers, the
-        error of the product cannot reach the next one."""
+        """int32: clip(y / d rounded down); reciprocal: float32(1 / d). Cut to +-127 d and moved to positive numbers, y
+        is a whole number below 2^23. Half a unit off the integers, the error of the product cannot reach the next
+        one."""
         inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
         return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
 
@@ -264,13 +259,17 @@ def sampling_rules(jit, target):
 
 INITIAL_SEED = 42
 
-# of Python ints
-hash32 = draw_rules(lambda rule: rule, Arithmetic(int, lambda x: x & 0xFFFFFFFF, float), False).hash32
+
+def hash32(seed, i):
+    """`draw_rules` in Python ints, without its casts: to open a history is to hash once a step."""
+    x = seed + i * 0x9E3779B9 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def first_seed(cfg):
-    """Seed of step 0. No two islands have the same one, at this step or, with NOISE_REUSE = 1, at any other: the hash
-    is one to one."""
+    """Seed of step 0. The hash is one to one: no two islands have the same, with NOISE_REUSE = 1 at any step."""
     return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
 
 
@@ -290,9 +289,8 @@ def uniform_noise(draws, mask, gaussian):
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
 
 def window_start(first, pair, pairs_a_group, stride, starts):
-    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own: it begins where the
-    share of the group before ends. first: of pair 0 in this step; stride: tokens from group to group; starts: how many
-    windows there are."""
+    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own, `stride` tokens after
+    that of the group before. first: of pair 0 in this step; starts: how many windows there are."""
     return (first + pair // pairs_a_group * stride) % starts
 
 
@@ -304,7 +302,7 @@ def window_starts(cfg, n_tokens, step, first_pair, pairs):
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from (the end of the data comes before
-    its beginning), then its inputs and targets."""
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from, then its inputs and targets. The
+    end of the data comes before its beginning."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
     return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)

@@ -24,8 +24,7 @@ def settings(cfg, temp=None, min_p=None, penalty=None):
 
 
 def checked_prompt(cfg, prompt):
-    """int32 [n]: the tokens of a prompt. Raises ValueError (one line) for one that is empty or not of this
-    vocabulary."""
+    """int32 [n]: the tokens of a prompt. Raises ValueError for one that is empty or not of this vocabulary."""
     prompt = np.array(prompt, np.int64).ravel()
     if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
         raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")

@@ -1,13 +1,7 @@
-"""The digest by which replicas are compared at every step: 128 bits of the whole state, cheap, and the same on every
-engine.
+"""The digest by which replicas are compared at every step (SPEC 16): cheap, and the same on every engine.
 
-The state is taken as bytes: step and seed (u64), weights (int8), moments (float32: m, v and accumulator of an element),
-overlay (int8), in canonical order, little-endian, with zeros up to a multiple of 8. Every 64-bit word of it is mixed
-with its number, counted from 1 (the output function of splitmix64), and two things are summed modulo 2^64: what comes
-out, and the product of its halves. Sums have no order, so threads and blocks add as they come. It finds a replica that
-has drifted, however little. It does not withstand somebody who looks for two states with the same digest: two words
-that change places after mixing have it. That brings a liar nothing: a state leaves a worker only as a snapshot, which
-is confirmed by a cryptographic hash (cluster.collector), and its results are audited (docs/SECURITY.md).
+It finds a replica that has drifted, however little. It does not withstand somebody who looks for two states with the
+same digest, which brings a liar nothing: see cluster.collector and docs/SECURITY.md.
 """
 
 import struct

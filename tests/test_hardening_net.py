@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from http import HTTPStatus
 
 import hypothesis
 import pyzstd
@@ -253,7 +254,7 @@ def test_connections_without_proof_keep_no_worker_out(tmp_path):
         peers = Peer2(server.port, cfg), Peer(server.port, cfg)
         assert [peer.chunk(0) for peer in peers] == [0, 32]
         assert time.monotonic() - started < 5
-        assert server.coordinator.admission.door.arrivals.count <= 256
+        assert len(server.coordinator.admission.door.arrivals.members) <= 256
         [sock.close() for sock in half]
         until(lambda: len(server.coordinator.hub.connections) == 2)
 
@@ -271,10 +272,10 @@ def test_a_crowd_makes_room_at_the_cost_of_who_is_most(monkeypatch):
     for one in (lone, *many):
         assert crowd.room()
         crowd.add(one)
-    assert crowd.room() and crowd.count == 3 and many[0] not in crowd.by_host["b"] and lone in crowd.by_host["a"]
+    assert crowd.room() and len(crowd.members) == 3 and many[0] not in crowd.members and lone in crowd.members
     crowd.add(One("b", now))
     many[1].born = time.monotonic()                              # too young to go: who comes now waits
-    assert not crowd.room() and crowd.count == 4
+    assert not crowd.room() and len(crowd.members) == 4
 
 
 def test_few_files_are_one_line_at_the_start(tmp_path):
@@ -295,7 +296,7 @@ def test_no_header_takes_long():
         try:
             live_page.parse(b"GET / HTTP/1.1\r\nHost: a\r\n" + field + b"\r\n\r\n")
         except ValueError as error:
-            assert error.args[0] in live_page.REASONS
+            assert HTTPStatus(error.args[0])
         assert time.perf_counter() - started < 0.05, field[:10]
 
 

@@ -407,14 +407,17 @@ def test_copies_go_to_another_host_and_do_not_run_out():
 def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "STALLED", 0.5)
     with Isle(tmp_path, "a", 3) as a:
-        liar = Stranger(a.port, "liar")
+        liar, cfg, size = Stranger(a.port, "liar"), a.coordinator.cfg, snapshots.most_bytes(a.coordinator.cfg)
+        head = snapshots._make_head(cfg, 1, 1, b"s" * 32, b"", size)
+        data = head + snapshots.pack(parameters.initial_state(cfg))
         until(lambda: a.run.step > 10)
         liar.say(0.0, state=b"s" * 32)
         until(lambda: a.island.incoming)
         with contextlib.suppress(TimeoutError):
-            while True:                                          # byte by byte, as long as it is asked for more
+            while True:                          # the head, then byte by byte, as long as it is asked for more
                 wanted, at, _ = wire.STATE_WANTED.unpack(liar.next(wire.STATE_REQUEST, 1))
-                liar.send(wire.STATE, wire.STATE_HEAD.pack(wanted, 1 << 20, at), bytes(1))
+                total, piece = len(head) + size, data[at:at + 1] if at else head
+                liar.send(wire.STATE, wire.STATE_HEAD.pack(wanted, total, at), piece)
                 time.sleep(0.05)
         told(a, "too little came")
         assert not a.island.incoming and a.island.peers.distrusted

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 
 import hypothesis
 import numpy as np
@@ -183,7 +184,8 @@ def test_peers_of_a_slurm_job(tmp_path):
     (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
     (["--island", "a"], 2, "needs --save-dir"),
     (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 1, "cannot be reached"),
+    (["--island", "a", "--save-dir", "here", "--peer", "no-such.invalid:3"], 1, "cannot be reached"),
+    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 2, "is not HOST:PORT"),
 ])
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status, says):
     monkeypatch.chdir(tmp_path)
@@ -709,7 +711,8 @@ def test_any_standing_is_read_or_refused(values, missing, raw):
 def test_any_pieces_of_a_file_end_without_a_trace(pieces):
     data, sha256 = PACKED
     with tempfile.TemporaryDirectory() as directory:
-        download = snapshots.Download(FUZZED, sha256, directory)
+        offer = types.SimpleNamespace(state=sha256)
+        download = transfer.Incoming(FUZZED, None, offer, directory, None)
         try:
             for kind, noise, size, place in pieces:
                 some = data[download.got:download.got + size]
@@ -717,7 +720,7 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
                                         (len(data), download.got, some[:100] + noise),
                                         (len(data) + 1, download.got, some), (len(data), place, some),
                                         (1 << 63, download.got, noise)][kind]
-                download.feed(total, offset, piece)
+                download.add(total, offset, piece)
                 while download.pending:
                     download.unpack()
             assert not download.finished or download.upload.sha256 == sha256

@@ -676,7 +676,7 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
         with Server(tmp_path / str(len(speeds)), cfg, save=True, steps=20) as server:
             thread = work_in_thread(server.port, engine, cfg)
         thread.join(10)
-        summary = server.coordinator.summary()
+        summary = server.coordinator.progress.summary()
         speeds.append(summary.step * cfg.N_CHUNKS / summary.seconds)
         engine.load(parameters.initial_state(cfg))
     assert max(speeds) > 50, f"{max(speeds):.0f} chunks/s"

@@ -37,15 +37,23 @@ def place(tmp_path_factory):
     return at
 
 
-@pytest.fixture(scope="module")
-def three_nodes(monkeypatch_module):
+@contextlib.contextmanager
+def ray_cluster():
     """A head node without CPUs and two nodes with a CPU each."""
     from ray import cluster_utils
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    yield cluster
-    cluster.shutdown()
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def three_nodes(monkeypatch_module):
+    with ray_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +113,19 @@ def processes(title):
             if path.read_bytes().startswith(title.encode()):
                 found.append(int(path.parent.name))
     return found
+
+
+def test_a_cluster_that_is_restarted_as_a_whole_goes_on_from_the_save_directory(place, monkeypatch_module):
+    run, step = place / "restarted", 0
+    for constants in (DEFINES, ()):                          # the run keeps its constants
+        with ray_cluster() as cluster:
+            driver = drive(place, cluster, run, *constants)
+            wait_for(driver, lambda: step_of(run) >= step + 10)
+            before, step = step, step_of(run)
+        driver.kill()                                        # its node has gone too
+        driver.communicate()
+    (step, ours), plain = digests(run, place / "plain")
+    assert step >= before + 10 >= 20 and (step, ours) == plain
 
 
 def test_deaths_and_arrivals_of_nodes_change_nothing_but_time(place, three_nodes):

@@ -1,5 +1,6 @@
 """The vector instructions of the CPU engine, every kind that this processor has, against NumPy on random operands."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine import simd
+from model import integer_tables
 from kit import HERE
 
 
@@ -25,12 +27,16 @@ def hold_against_numpy():
         simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), out.ravel(), 0, out.shape[1], count)
 
     @njit(error_model="numpy")
-    def looked_up(table, index, index_at, out, out_at, count):
-        simd.look_up_bytes(table, index, index_at, out, out_at, count)
+    def dotted(x, x_at, w, w_at, count):
+        return simd.dot(x, x_at, w, w_at, count)
 
     @njit(error_model="numpy")
-    def summed(table, short, top, z, z_at, count):
-        return simd.exp_sum(table, short, top, z, z_at, count)
+    def activated(x, at, count):
+        simd.gelu(x, at, count)
+
+    @njit(error_model="numpy")
+    def summed(table, short, top, shift, z, z_at, count, out, out_at):
+        return simd.exp_sum(table, short, top, shift, z, z_at, count, out, out_at)
 
     for k4 in (1, 2, 3, 8, 17, 64, 257):
         for low, high in ((0, 256), (255, 256)):                # extreme operands too: no sum of pairs may saturate
@@ -51,19 +57,30 @@ def hold_against_numpy():
         for k in range(count):                                  # fma: exact in extended precision, then rounded once
             plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(np.float32)
         assert np.array_equal(out[:, :panel], plain) and not out[:, panel:].any(), count
-    for count in (1, 63, 64, 65, 200, 256):
-        table, index = (rng.integers(0, 256, 256 + 64).astype(np.uint8) for _ in range(2))
-        index, out = np.concatenate([index, np.zeros(64, np.uint8)]), np.zeros(count + 160, np.uint8)
-        looked_up(table, index, 3, out, 9, count)
-        assert np.array_equal(out[9:9 + count], table[index[3:3 + count]]), count
+    for count in (32, 64, 96, 4096):
+        for low, high in ((0, 256), (255, 256)):
+            x = rng.integers(low, high, count + 3).astype(np.uint8)
+            w = rng.integers(-128, -127 if low else 128, count + 9).astype(np.int8)
+            assert dotted(x, 3, w, 9, count) == x[3:].astype(np.int64) @ w[9:], count
+    x = np.tile(np.arange(-127, 129).astype(np.uint8), 2)       # the last one, -128, is outside and not computed
+    plain = np.where(np.arange(x.size) // 32 % 2, x, integer_tables.gelu_table()[x].astype(np.uint8) + np.uint8(128))
+    for at in range(0, x.size, 64):
+        activated(x, at, 32)
+    assert np.array_equal(x, plain)
+    activated(x, 0, 0)
+    activated(x[32:], 0, 192)
+    assert np.array_equal(x[:32], plain[:32]) and np.array_equal(x[224:], plain[224:])
     for short in (0, 1):
         table = np.sort(rng.integers(0, 1 << 18, 256).astype(np.int32))[::-1].copy()
         table[96 if short else 256:] = 0
-        for count in (1, 15, 16, 17, 100, 300):
-            z = rng.integers(-400, 1000, count + 4).astype(np.int32)
-            z[5 % count + 2] = 1000
-            distance = np.minimum(1000 - z[2:2 + count].astype(np.int64), 255)
-            assert summed(table, short, 1000, z, 2, count) == table[distance].sum(), (short, count)
+        for count, shift in itertools.product((1, 15, 16, 17, 100, 300), (0, 3)):
+            z = rng.integers(-400 << shift, 1000 << shift, count + 20).astype(np.int32)
+            z[5 % count + 2] = 1000 << shift
+            z[2 + count:] = 1 << 20                             # not among them
+            values = table[np.minimum(1000 - (z[2:2 + count].astype(np.int64) >> shift), 255)]
+            for out in np.empty(0, np.int32), np.zeros(count + 20, np.int32):
+                assert summed(table, short, 1000, shift, z, 2, count, out, 3) == values.sum(), (short, count)
+            assert np.array_equal(out[3:3 + count], values) and not out[:3].any()
 
 
 @pytest.mark.parametrize("kind", simd.available())

@@ -39,6 +39,8 @@ from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
+DEFINES = [x for name, value in CFG.shared().items() if value != getattr(egg_config.make(), name)
+           for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -185,22 +187,22 @@ def call(capsys, *arguments):
 
 def test_a_run_is_loaded_by_snapshot_and_replay(here):
     newest, said = load()
-    assert newest.step == STEPS and newest.engine.state().digests() == here[STEPS].digests() != here[0].digests()
+    assert newest.step == STEPS and newest.state().digests() == here[STEPS].digests() != here[0].digests()
     assert not said
     best, _ = load(best=True)
-    assert best.step == SNAPSHOT and best.engine.state().digests() == here[SNAPSHOT].digests()
+    assert best.step == SNAPSHOT and best.state().digests() == here[SNAPSHOT].digests()
     name = next(pathlib.Path("ckpt").glob("snapshot*"))
     data = bytearray(name.read_bytes())
     data[-1] ^= 1
     name.write_bytes(data)
     newest, said = load()
-    assert newest.engine.state().digests() == here[STEPS].digests() and f"snapshot of step {SNAPSHOT}" in said
+    assert newest.state().digests() == here[STEPS].digests() and f"snapshot of step {SNAPSHOT}" in said
     with pytest.raises(use.UseError, match="cannot be read"):
         load(best=True)
     name.unlink()
     with pytest.raises(use.UseError, match="no best snapshot"):
         load(best=True)
-    assert load()[0].engine.state().digests() == here[STEPS].digests()
+    assert load()[0].state().digests() == here[STEPS].digests()
 
 
 def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
@@ -211,7 +213,7 @@ def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
         step_once(cfg, engine, run)
     run.keep_data(snapshots.data_digest(engine.tokens))
     run.close()
-    assert load(directory="ckpt-rare", cfg=cfg)[0].engine.digest() == engine.digest()
+    assert load(directory="ckpt-rare", cfg=cfg)[0].digest() == engine.digest()
     pathlib.Path("input.bin").write_bytes(TEXT[1:])
     with pytest.raises(use.UseError, match="input.bin is not what ckpt-rare was trained on"):
         load(directory="ckpt-rare", cfg=cfg)
@@ -316,7 +318,7 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
                 yield token
 
     seen, screen = [], Screen()
-    use.generate(CFG, use.Saved(Slow(), 0, ""), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
+    use.generate(CFG, Slow(), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
     plain = re.sub(r"\x1b\[\d*m", "", screen.text)
     assert plain == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
     assert [len(re.sub(r"\x1b\[\d*m", "", text)) for text in seen] == [2, 4, 4, 5, 5]
@@ -395,7 +397,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     status, out, err = call(capsys, "import", "w.safetensors", "--save-dir", "new")
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
-    state = load(directory="new")[0].engine.state()
+    state = load(directory="new")[0].state()
     assert np.array_equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
@@ -424,10 +426,9 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**history.kept(CFG), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
     assert call(capsys, "import", "other.safetensors", "--save-dir", "other",
-                *defines)[1].startswith("other: a run at step 1")
-    state = load(directory="other")[0].engine.state()
+                *DEFINES)[1].startswith("other: a run at step 1")
+    state = load(directory="other")[0].state()
     assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
 
 
@@ -470,10 +471,10 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     assert [run.fitness(k) for k in range(STEPS, STEPS + 3)] == [record.fitness(k) for k in range(STEPS, STEPS + 3)]
     assert run.start.step == STEPS and run.step == STEPS + 3
     run.close()
-    assert load(directory="new")[0].engine.state().digests() == alone.state().digests()
+    assert load(directory="new")[0].state().digests() == alone.state().digests()
     # it goes on elsewhere, and into no other run
     history.open_run(CFG, "elsewhere", "new").close()
-    assert load(directory="elsewhere")[0].engine.state().digests() == alone.state().digests()
+    assert load(directory="elsewhere")[0].state().digests() == alone.state().digests()
     with pytest.raises(history.HistoryError, match="holds another run"):
         history.open_run(CFG, "ckpt", "new")
     os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")
@@ -572,9 +573,8 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
 # --- the way from training to text ------------------------------------------------------------------------------------
 
 def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    defines = [x for name, value in egg_config.changed(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
     done = subprocess.run([sys.executable, HERE / "egg.py", "train", "--steps", "2", "--save-dir", "ckpt new",
-                           *defines], capture_output=True, text=True)
+                           *DEFINES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("try it: ")

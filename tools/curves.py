@@ -21,9 +21,8 @@ INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, R
 
 
 class Merge(NamedTuple):
-    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose state, after how many
-    of its steps; the island itself if it went back to a state of its own. share: of that state in the result, 0 to 1;
-    theirs, digest: digests (hex) of that state and of the result."""
+    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose, at which of its
+    steps, perhaps its own; share: of that state in the result, 0 to 1; theirs, digest: of that state and the result."""
     step: int
     time: float
     peer: str
@@ -33,21 +32,16 @@ class Merge(NamedTuple):
     digest: str
 
 
-class Curve(NamedTuple):
-    """The course of a run. loss, validation: [(step, tokens, seconds of training, value)] by rising step; loss_unit,
-    unit: of them, "" and None if not known; references: {name of a simple model: its value in the latter}; island: its
-    name, "" if the run is no island's; merges: [Merge] by rising step; rejuvenations: [(step,)]; samples: the last
-    events of that kind."""
-    name: str
-    loss: list
-    loss_unit: str
-    validation: list
-    unit: object
-    references: dict
-    island: str
-    merges: list
-    rejuvenations: list
-    samples: list
+class Curve:
+    """The course of a run, built event by event. loss, validation: [(step, tokens, seconds of training, value)];
+    loss_unit, unit: of them, "" and None if not known; references: {simple model: its validation}; island: its name, or
+    ""; merges: [Merge]; rejuvenations: [(step,)]; samples: the last events of that kind."""
+
+    def __init__(self, name):
+        self.name, self.loss, self.validation, self.unit, self.references = name, [], [], None, {}
+        self.island, self.merges, self.rejuvenations, self._alpha = "", [], [], 1.0
+        self.samples = collections.deque(maxlen=SAMPLES)
+        self._bits, self.loss_unit = 1.0, ""         # of the losses in files of before they had a unit
 
     @property
     def steps(self):
@@ -60,42 +54,12 @@ class Curve(NamedTuple):
         last, tokens = self.loss[-1][:2] if self.loss else (0, 0.0)      # steps have equally many tokens
         return step, step * tokens / max(last, 1), self.loss[i - 1][2] if i else 0.0
 
-
-def read_curve(path):
-    """The Curve in a save directory or in a file of --log-json. Lines that are torn or hold something else are skipped.
-    A run that was resumed from an earlier step repeats steps: the last record of a step counts. Raises WatchError."""
-    name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
-    reader = _Reader()
-    try:
-        for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
-            with open(part, "rb") as file:
-                for line in iter(lambda: file.readline(LONGEST), b""):
-                    with contextlib.suppress(*INCOMPLETE):
-                        reader.add(json.loads(line))
-    except OSError as error:
-        why = "contains no run of egg" if name != path and isinstance(error, FileNotFoundError) else error.strerror
-        raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
-    if not reader.loss and not reader.validation:
-        raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
-    return Curve(os.path.basename(os.path.abspath(path)), reader.loss, reader.loss_unit, reader.validation, reader.unit,
-                 reader.references, reader.island, reader.merges, reader.rejuvenations, list(reader.samples))
-
-
-class _Reader:
-    """Builds the parts of a Curve event by event."""
-
-    def __init__(self):
-        self.loss, self.validation, self.unit, self.references = [], [], None, {}
-        self.island, self.merges, self.rejuvenations, self.alpha = "", [], [], 1.0
-        self.samples = collections.deque(maxlen=SAMPLES)
-        self.bits, self.loss_unit = 1.0, ""          # of the losses in files of before they had a unit
-
     def add(self, event):
         """Raises one of INCOMPLETE."""
         kind = event["event"]
         if kind == "step":
             step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
-            value *= 1.0 if "unit" in event else self.bits
+            value *= 1.0 if "unit" in event else self._bits
             self.loss_unit = str(event.get("unit", self.loss_unit))
             _cut(self.loss, step)
             _cut(self.merges, step + 1)
@@ -110,19 +74,38 @@ class _Reader:
         elif kind == "references":
             self.references = {str(k): float(v) for k, v in event["values"].items()}
         elif kind == "start":
-            self.alpha = float(event["config"]["RECOMBINE_ALPHA"])
-            self.bits, self.loss_unit = egg_config.loss_unit(event["config"])
+            self._alpha = float(event["config"]["RECOMBINE_ALPHA"])
+            self._bits, self.loss_unit = egg_config.loss_unit(event["config"])
         elif kind == "island":
             self.island = str(event["name"])
         elif kind == "merge":
             step, when, peer_step = _numbers(event, "step", "time", "peer_step")
-            share = merged_share(event, self.alpha)
+            share = merged_share(event, self._alpha)
             self.merges.append(Merge(int(step), when, str(event["peer"]), int(peer_step), share,
                                      str(event["parent_theirs"]), str(event["digest"])))
         elif kind == "sample":
             self.samples.append({name: event[name] for name in ("step", "worker", "prompt", "text")})
         elif kind == "rejuvenated":
             self.rejuvenations.append((int(*_numbers(event, "step")),))
+
+
+def read_curve(path):
+    """The Curve in a save directory or in a file of --log-json. Lines that are torn or hold something else are skipped.
+    A run that was resumed from an earlier step repeats steps: the last record of a step counts. Raises WatchError."""
+    name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
+    curve = Curve(os.path.basename(os.path.abspath(path)))
+    try:
+        for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
+            with open(part, "rb") as file:
+                for line in iter(lambda: file.readline(LONGEST), b""):
+                    with contextlib.suppress(*INCOMPLETE):
+                        curve.add(json.loads(line))
+    except OSError as error:
+        why = "contains no run of egg" if name != path and isinstance(error, FileNotFoundError) else error.strerror
+        raise WatchError(f"{path}: {why}: name a --save-dir, or a file of --log-json") from None
+    if not curve.loss and not curve.validation:
+        raise WatchError(f"{name} holds no step of a run: name a --save-dir, or a file of --log-json")
+    return curve
 
 
 def _numbers(event, *names):
@@ -149,8 +132,7 @@ def _cut(points, step):
 
 
 class Thinned:
-    """A growing curve in at most `most` points: each is the mean of `every` neighbours. When there are too many, pairs
-    are merged."""
+    """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles at need."""
 
     def __init__(self, most):
         self.most, self.every, self.points, self._rest = most, 1, [], []

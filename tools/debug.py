@@ -1,11 +1,9 @@
 """What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of its activations, its
 attention and its weights.
 
-`Reading` computes the slow and obvious way, on the host, from a State of either engine; the tests hold the engines
-against it, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`: hash, noise, factor, norms and
-products are written here once more, from the SPEC. It shares with the engines the table of parameters, the integer
-tables and the data; recordings of the C++ system check these. Names, columns and colours are those of d-eggs with
-EGG_DEBUG.
+The tests hold the engines against `Reading`, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`:
+hash, noise, factor, norms and products are written here once more, from the SPEC, the slow and obvious way. Names,
+columns and colours are those of d-eggs with EGG_DEBUG.
 """
 
 import json
@@ -16,7 +14,7 @@ from model import integer_tables
 from model import parameters
 from model import rules
 from model import transforms
-from egg_config import EggError
+from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports
 POSITION = 32              # of the window, at which activations are looked at; the last one of a shorter window
@@ -57,9 +55,9 @@ def unseen(layer, name, value):
 
 
 class Reading:
-    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. `see` is
-    called with (layer, name, values int64 [positions, width]) after every part, and for attention with (layer,
-    "Weights", [[int64 [context]] of every position] of every head)."""
+    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. After
+    every part comes see(layer, name, int64 [positions, width]), after attention see(layer, "Weights", [[int64
+    [context]] of every position] of every head)."""
 
     def __init__(self, cfg, state, see=unseen):
         self.cfg, self.state, self.see = cfg, state, see
@@ -208,8 +206,7 @@ class Reading:
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 def statistics(values):
-    """Of int8 values: mean, standard deviation, entropy of their histogram in bits, shares of saturated and of zero
-    values, range."""
+    """Of int8 values: mean, standard deviation, entropy in bits, shares of saturated and of zero values, range."""
     values = np.asarray(values, np.int64).ravel()
     share = np.bincount(values + 128, minlength=256) / values.size
     held = share[share > 0]
@@ -220,8 +217,7 @@ def statistics(values):
 
 
 def attention_statistics(weights):
-    """Of the weights of one query (int64 [context]): entropy in bits, peak (the largest share), the largest weight,
-    their sum, and how many are not zero."""
+    """Of the weights of one query (int64 [context]): entropy in bits, largest share and weight, sum, their number."""
     share = weights[weights > 0] / weights.sum()
     return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()),
             "largest": int(weights.max()),
@@ -230,10 +226,8 @@ def attention_statistics(weights):
 
 def trace(cfg, state, tokens):
     """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
-    array.
-
-    tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or with
-    "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
+    array. tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or
+    with "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
     if cfg.MODEL != "transformer":
         raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
     window = rules.windows(cfg, tokens, state.step, 0, 1)[0]
@@ -285,19 +279,11 @@ def _entropy(bits, possible, colour):
     return "Ent:" + colour(f"{bits:4.2f}", "magenta") + "(" + colour(f"{100 * bits / possible:3.0f}%", "magenta") + ") "
 
 
-def write(told, path):
-    """Appends a trace to a file, as a line of JSON. Raises EggError."""
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
-    except OSError as error:
-        raise EggError(f"{path}: {error.strerror}: name a file for the trace that can be written") from None
-
-
 def report(cfg, engine, tokens, console, path=None):
-    """Prints the trace of an engine's state, and appends it to the file `path` if there is one."""
+    """Prints the trace of an engine's state, and appends it to the file `path` as a line of JSON. Raises EggError."""
     told = trace(cfg, engine.state(), tokens)
     for line in describe(told, console.colour):
         console.line(line)
     if path:
-        write(told, path)
+        with explained(EggError, path, "name a file for the trace that can be written"), open(path, "a") as file:
+            file.write(json.dumps(told) + "\n")

@@ -1,8 +1,7 @@
-"""The live page and /metrics: a small HTTP server in the coordinator's event loop, without threads, with all resources
-bounded.
+"""The live page and /metrics: a small HTTP server in the coordinator's event loop, with all resources bounded.
 
-GET / is the page (live_page.html, a single file), /state.json what it shows, /metrics the same figures for Prometheus.
-Responses are made at most once per second and shared by all clients, so that many open browsers cost little.
+GET / is the page (live_page.html), /state.json what it shows, /metrics the same figures for Prometheus. Responses are
+made at most once per second and shared by all clients.
 """
 
 import base64
@@ -11,6 +10,7 @@ import errno
 import gzip
 import hashlib
 import hmac
+import http
 import http.client
 import io
 import json
@@ -20,11 +20,12 @@ import re
 import string
 import time
 from collections import deque
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from cluster import auth
-from cluster import event_log
 from cluster import hub
+from cluster.event_log import WatchError
 from tools import curves
 
 MOST_CLIENTS = 128         # connections, half of them of clients that have got nothing yet
@@ -42,14 +43,8 @@ FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at w
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found",
-           405: "Method Not Allowed", 413: "Content Too Large", 431: "Request Header Fields Too Large",
-           505: "HTTP Version Not Supported"}
 TOKEN = frozenset("!#$%&'*+-.^_`|~" + string.ascii_letters + string.digits)
-
-
-class HttpError(event_log.WatchError):
-    """About the address of the live page."""
+TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")         # in Accept-Encoding
 
 
 class Where(NamedTuple):
@@ -62,14 +57,14 @@ class Where(NamedTuple):
     descriptors = MOST_CLIENTS     # connections that it may hold open (cluster.hooks)
 
     def attach(self, coordinator):
-        """The Page of a coordinator. Raises HttpError."""
+        """The Page of a coordinator. Raises WatchError."""
         return Page(self, coordinator)
 
 
 def where(address, access):
-    """The Where of --http. address: (host, port); access: a cluster.auth.Access. Raises AuthError for an address that
-    others can reach without a password, or with a password in the clear."""
-    host, port = address
+    """The Where of --http. address: (host, port), "" for this machine alone; access: a cluster.auth.Access. Raises
+    AuthError for an address that others can reach without a password, or with a password in the clear."""
+    host, port = address[0] or "127.0.0.1", address[1]
     password = auth.page_password(access.secret)
     if auth.is_loopback(host):
         return Where(host, port, password, None)
@@ -80,14 +75,6 @@ def where(address, access):
                              f"--http {port}, or give a secret and TLS, or --insecure on a network where everybody is "
                              "trusted")
     return Where(host, port, password, access.tls)
-
-
-def parse_address(text):
-    """(host, port) from "PORT", "HOST:PORT" or "[IPv6]:PORT"; the default host is loopback. Raises ValueError."""
-    match = re.fullmatch(r"(?:(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):)?(\d{1,5})", text)
-    if not match or int(match[2]) > 65535:
-        raise ValueError
-    return (match[1] or "127.0.0.1").strip("[]"), int(match[2])
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -116,7 +103,7 @@ class Figures:
         """The curve of the run so far."""
         if run.directory is None or not run.step:
             return
-        with contextlib.suppress(event_log.WatchError):          # old versions wrote no events
+        with contextlib.suppress(WatchError):          # old versions wrote no events
             curve = curves.read_curve(run.directory)
             for step, tokens, seconds, value in curve.loss:
                 if step < run.step:
@@ -337,10 +324,10 @@ class Client(hub.Connection):
 
 
 class Page:
-    """Serves `where` in the event loop of `coordinator`. Raises HttpError if it cannot listen there."""
+    """Serves `where` in the event loop of `coordinator`. Raises WatchError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
-        self.where, self.coordinator, self.traffic = where, coordinator, hub.Traffic()
+        self.where, self.coordinator, self.traffic = where, coordinator, SimpleNamespace(sent=0, received=0)
         self.newcomers, self.served = hub.Crowd(MOST_CLIENTS // 2), set()
         with open(PAGE, "rb") as file:
             html = file.read()
@@ -352,13 +339,12 @@ class Page:
                                                   MOST_CLIENTS)
         except OSError as error:
             why = "this port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            raise HttpError(f"--http {where.host}:{where.port}: {why}: choose another") from None
+            raise WatchError(f"--http {where.host}:{where.port}: {why}: choose another") from None
 
     def invitation(self):
         """A line with the page's address."""
-        host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
         password = f", any name, password {self.where.password}" if self.where.password else ""
-        return f"live page: {'https' if self.where.tls else 'http'}://{host}:{self.address[1]}/{password}"
+        return f"live page: {'https' if self.where.tls else 'http'}://{hub.address_text(*self.address)}/{password}"
 
     def farewell(self):
         """Serves the end of the run for a moment, if somebody is looking."""
@@ -382,7 +368,7 @@ class Page:
         elif method not in ("GET", "HEAD"):
             status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
         elif body := self._body(target.partition("?")[0]):
-            status, zipped = 200, takes_gzip(fields.get("accept-encoding", ""))
+            status, zipped = 200, bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
             extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
         else:
             status, body = 404, "there is /, /state.json and /metrics\n"
@@ -407,12 +393,8 @@ class Page:
 
     def _host_allowed(self, host):
         """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
-        name, colon, port = host.rpartition(":")
-        if not colon or port and not (port.isascii() and port.isdigit()):
-            name = host
-        if name.startswith("[") and name.endswith("]"):
-            name = name[1:-1]
-        return not auth.is_loopback(self.where.host) or "%" not in name and auth.is_loopback(name.lower())
+        match = re.fullmatch(r"(?:\[([^%\[\]]+)\]|([^%:\[\]]+))(?::[0-9]*)?", host.lower())
+        return not auth.is_loopback(self.where.host) or bool(match) and auth.is_loopback(match[1] or match[2])
 
     def _knows_password(self, authorization):
         scheme, _, text = authorization.partition(" ")
@@ -445,20 +427,19 @@ class Body:
 
 
 def response(status, body, last=True, *fields, head=False, zipped=False):
-    """bytes of a response. body: a Body, or a line of text; last: the connection is closed after it; head: without
-    body."""
+    """bytes of a response. body: a Body, or text; last: the connection is closed after it; head: without body."""
     body = body if isinstance(body, Body) else Body(TEXT, body.encode())
     data = body.zipped if zipped else body.plain
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {body.kind}", f"Content-Length: {len(data)}",
-             "Cache-Control: no-store", "X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer",
-             "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding", *fields]
+    lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", f"Content-Type: {body.kind}",
+             f"Content-Length: {len(data)}", "Cache-Control: no-store", "X-Content-Type-Options: nosniff",
+             "Referrer-Policy: no-referrer", "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding",
+             *fields]
     lines += ["Content-Encoding: gzip"] * zipped + ["Connection: close"] * last
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else data)
 
 
 def parse(head):
-    """(method, target, version, {lower-case field: value}) of the head of a request, with the empty line at its end.
-    Raises ValueError(status, reason)."""
+    """(method, target, version, {lower-case field: value}) of a request's head. Raises ValueError(status, reason)."""
     line, _, rest = head.partition(b"\r\n")
     if b"\r" in (alone := head.replace(b"\r\n", b"")) or b"\n" in alone:
         raise ValueError(400, "lines end with CR and LF")
@@ -494,18 +475,8 @@ def is_printed(text):
     return all("\x21" <= c <= "\x7e" or c >= "\x80" for c in text)
 
 
-def takes_gzip(encodings):
-    """Whether a client that states this in Accept-Encoding takes gzip."""
-    for item in encodings.lower().split(","):
-        name, _, weight = item.replace(" ", "").partition(";")
-        if name == "gzip":
-            return weight.removeprefix("q=").strip("0.") != "" or not weight
-    return False
-
-
 def policy(html):
-    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to where it came
-    from."""
+    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, and requests to its host."""
     def hashes(tag):
         parts = re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), html, re.S)
         return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in parts)

@@ -25,12 +25,9 @@ CHUNKS = 8000
 
 
 def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
-    """dict of results/s, answer times, memory and CPU of a coordinator process with so many workers, each of which
-    takes chunk_seconds for a chunk.
-
-    An answer time is that from sending a result and the next request to having the next chunk. Answers that are held
-    back until a step is complete, or a chunk is late, are not counted. Those just after the end of a step, when all
-    workers ask at once, are counted apart."""
+    """dict of results/s, answer times, memory and CPU of a coordinator process; a worker takes chunk_seconds for a
+    chunk. An answer time is that from sending a result and the next request to having the next chunk. Answers that are
+    held back are not counted. Those just after the end of a step, when all workers ask at once, are counted apart."""
     constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
                      POPULATION_SIZE=32 * CHUNKS, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0,
                      CONNECTIONS_PER_ADDRESS=2 * workers)

@@ -3,10 +3,12 @@
 import math
 import os
 import shutil
+import string
 import textwrap
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
+from egg_config import explained
 from tools.curves import Thinned, read_curve
 
 ROWS = 12                  # lines of a chart in the terminal
@@ -15,6 +17,7 @@ NAME = 32                  # most characters of an island's name
 MOST_NAMED = 6             # most islands in a line of text
 LEAST = 0.01               # a smaller share of a model is ignored
 COLOURS = ("33", "36", "35", "32", "34", "31")         # of the runs, in the terminal
+LETTERS = string.ascii_lowercase
 BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))      # dots of a character: [column][row]
 TIME = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
 COUNT = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "), (1e12, "trillion "))
@@ -24,24 +27,26 @@ POINTS = 2000              # most points of a curve, each the mean of neighbours
 def plot(runs, printer, x="tokens", out=None):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps". out: file of
     the picture, None: `printer` (a console.Printer) gets them in characters. Raises WatchError."""
-    curves = _named([read_curve(run) for run in runs], runs)
+    curves = read_curves(runs)
     charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
     tree = Tree(curves, charts[0])
     if out is None:
-        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream).rstrip("\n"))
+        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream))
     else:
         picture(charts, [curve.name for curve in curves], out, tree)
 
 
-def _named(curves, runs):
+def read_curves(runs):
     """The curves with unique names: that of the directory, or the whole argument if two are the same."""
+    curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
-    return [c._replace(name=run if names.count(c.name) > 1 else c.name) for c, run in zip(curves, runs)]
+    for curve, run in zip(curves, runs):
+        curve.name = run if names.count(curve.name) > 1 else curve.name
+    return curves
 
 
 class Chart:
-    """One quantity of all runs. lines: [(number of the run, [(x, y)])]; title, x_title: of the axes; references:
-    {name: y}."""
+    """One quantity of all runs. lines: [(number of the run, [(x, y)])]; references: {name: y}."""
 
     def __init__(self, quantity, curves, x):
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
@@ -175,11 +180,10 @@ def terminal(charts, names, tree, stream, width=None):
         if i in islands:
             shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])])
             ends += f"; island {printable(islands[i])}, of {shares}"
-        out.append(f"{paint(_letter(i) if islands or not dots else '*', i)} {name}: {ends}")
+        out.append(f"{paint(LETTERS[i % 26] if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:
         out.append(tree.living())
-    text = "\n".join(out) + "\n"
-    return text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8")
+    return "\n".join(out)
 
 
 def _can(stream, text):
@@ -188,10 +192,6 @@ def _can(stream, text):
         return True
     except (UnicodeError, LookupError):
         return False
-
-
-def _letter(i):
-    return "abcdefghijklmnopqrstuvwxyz"[i % 26]
 
 
 def _rows(chart, width, dots, frame, paint):
@@ -216,7 +216,7 @@ def _rows(chart, width, dots, frame, paint):
         text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
         for column in range(columns):
             bits, i = cells.get((row, column), (0, 0))
-            text += paint(chr(0x2800 + bits) if dots else _letter(i), i) if bits else word[column]
+            text += paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else word[column]
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     positions, decimals = ticks(0, chart.x_end, max(columns / 12, 1))
@@ -248,10 +248,10 @@ def _lanes(tree, chart, width, frame, paint):
         for start, end, shares in pieces:
             i = tree.numbers[max(shares, key=lambda origin: (shares[origin], origin))]
             for at in range(column(start), column(end) + 1):
-                cells[at] = _letter(i), i
+                cells[at] = LETTERS[i % 26], i
         for giver, _, taker, x in tree.edges:
             if taker == name:
-                cells[column(x)] = _letter(tree.numbers[giver]).upper(), tree.numbers[giver]
+                cells[column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
         for island, x in tree.rejuvenations:
             if island == name:
                 cells[column(x)] = "!", cells[column(x)][1]
@@ -280,8 +280,7 @@ def _strokes(line, chart, width, height):
 # --- a picture --------------------------------------------------------------------------------------------------------
 
 def picture(charts, names, path, tree):
-    """Writes the charts and the Tree to a PNG file, or another format of matplotlib by its suffix. Raises
-    WatchError."""
+    """Writes the charts and the Tree to a picture, in the format of its suffix. Raises WatchError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -312,9 +311,8 @@ def picture(charts, names, path, tree):
     axes[-1].set_xlabel(charts[-1].x_title)
     figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
     try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise WatchError(f"{path}: {error.strerror}: name a file that can be written") from None
+        with explained(WatchError, path, "name a file that can be written"):
+            figure.savefig(path, dpi=110)
     except ValueError as error:
         raise WatchError(f"--out {path}: {error}") from None
 

@@ -1,14 +1,15 @@
 """`python egg.py prepare`: makes input.bin, val.bin and decoding.bin from texts. model.data_files reads them (SPEC
 10)."""
 
+import contextlib
 import os
 import sys
-import tempfile
 import time
 
 import numpy as np
 
 import egg_config
+from cluster.history import replacing
 from egg_config import UsageError
 from model.data_files import WORDS, DataError, read_text
 
@@ -21,11 +22,9 @@ ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the toke
 
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
-
-    texts: paths, read as bytes one after the other; .zst files are unpacked. val: path of the held-out text; None:
-    VAL_SHARE of the texts, in evenly spaced blocks cut at line ends. The BPE is trained on the training part alone.
-    `say` takes progress lines. Returns the number of tokens in the vocabulary. Raises DataError and then leaves old
-    files."""
+    texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
+    `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
+    the vocabulary. Raises DataError and then leaves old files."""
     train = [b"".join(map(read_text, texts))]
     if not train[0]:
         raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
@@ -88,8 +87,7 @@ def training_on(directory, n_tokens, plain, gpu):
 
 def split(data):
     """(training, held out): two lists of bytes that together hold `data`. The second has about VAL_SHARE of it, in
-    blocks spread evenly, so that both have the same kind of text. Cuts are at line ends unless a line is longer than a
-    block."""
+    blocks spread evenly, cut at line ends unless a line is longer than a block."""
     share = int(len(data) * VAL_SHARE)
     blocks = max(1, min(VAL_BLOCKS, share // VAL_BLOCK_MIN))
     size = share // blocks
@@ -108,8 +106,7 @@ def split(data):
 
 
 def _blocks(parts):
-    """The texts in pieces of about ENCODE_BYTES, as Latin-1 strings, one character a byte. Pieces end at line ends if
-    there are any, because the end of a piece ends a word."""
+    """The texts in Latin-1 strings of about ENCODE_BYTES, cut at line ends if possible: the end of one ends a word."""
     for part in parts:
         at = 0
         while at < len(part):
@@ -157,21 +154,10 @@ def _encode(bpe, parts, name, say):
 
 
 def write_files(directory, files):
-    """Writes {name: [bytes]} to temporary files, then moves all into place: an interruption or an OSError leaves the
-    old files."""
-    written = []
-    try:
+    """Writes {name: [bytes]}: an interruption or an OSError leaves the old files."""
+    with contextlib.ExitStack() as stack:
         for name, parts in files.items():
-            handle, temporary = tempfile.mkstemp(prefix=name + ".", dir=directory)
-            written.append((temporary, os.path.join(directory, name)))
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-        while written:
-            os.replace(*written[0])
-            written.pop(0)
-    finally:
-        for temporary, _ in written:
-            os.unlink(temporary)
+            file = stack.enter_context(replacing(directory, name))
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())                  # all are on the disk before the first takes its place

@@ -19,7 +19,7 @@ from engine import hardware
 from cluster import history
 import egg_net
 from cluster import event_log
-from cluster.console import count_text, printable, stop_signals
+from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary
 from egg_config import EggError
@@ -281,9 +281,8 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           log_json=None, tensorboard=None):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
     Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
-    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator.
-
-    Raises DataError, EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
+    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator. Raises DataError,
+    EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
@@ -303,7 +302,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
-                return TrainSummary(coordinator.summary(), None, None, None, references, None)
+                return TrainSummary(coordinator.progress.summary(), None, None, None, references, None)
             console.line(_plan(cfg, run, steps, minutes))
             console.line(f"kept in {run.directory}" if run.directory else
                          "nothing of this run is kept: --save-dir DIR keeps it")
@@ -337,14 +336,13 @@ def _plan(cfg, run, steps, minutes):
 
 def _sum_up(coordinator, references, final, data):
     """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
-    console, events, done = coordinator.console, coordinator.events, coordinator.summary()
+    console, events, done = coordinator.console, coordinator.events, coordinator.progress.summary()
     before = done.first_validation[1] if done.first_validation else None
     after, unit = final.figure if final else None, data.validation.unit if data.validation else None
     if after is not None:
         events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,
                     value=round(after, 6), unit=unit)
-    speed = f" in {done.seconds:.1f} s, {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
-    console.line(f"\nsteps {done.first_step} to {done.step}: {count_text(done.tokens)} tokens evaluated{speed}")
+    console.line(done.line())
     if before is not None and after is not None:
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
     if final is not None and final.sample is not None:

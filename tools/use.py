@@ -1,12 +1,5 @@
-"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file,
-and import such a file.
-
-A safetensors file: u64 length of the header (little-endian), the header (JSON: name -> dtype, shape, data_offsets;
-"__metadata__": texts), the arrays. Ours holds every array of model.parameters.TABLE under its name ("embedding",
-"layers.0.w_q"), int8, [rows = inputs, cols = outputs] row by row. With the state of the optimizer it also holds
-NAME.moments float32 [..., 3] (m, v, accumulator), and the noise scales NAME.noise_in int8 [rows] (matrices only) and
-NAME.noise_out int8 [cols].
-"""
+"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file
+(SPEC 18), and import such a file."""
 
 import codecs
 import itertools
@@ -16,8 +9,6 @@ import mmap
 import os
 import sys
 import time
-from typing import NamedTuple
-
 import numpy as np
 
 from model import data_files
@@ -26,8 +17,7 @@ from model import parameters
 from model import rules
 from cluster import snapshots
 from engine import engines
-from egg_config import EggError
-from tools import prepare
+from egg_config import EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -39,16 +29,9 @@ class UseError(EggError):
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
 
-class Saved(NamedTuple):
-    """engine: in the newest (or best) state of the run in `directory`, after `step` steps."""
-    engine: object
-    step: int
-    directory: str
-
-
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
-    """The Saved in a directory: the newest snapshot and a replay of the steps after it, or (best) the snapshot with the
-    best validation. console: shows progress. Raises HistoryError, UseError, EngineError, DataError."""
+    """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
+    snapshot with the best validation; console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
     run = history.read_run(cfg, directory)
     try:
         state = _state(cfg, run, best, console.line)
@@ -60,7 +43,7 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
             console.progress(f"{directory}: replaying step {step} of {run.step} ...")
             history.replay(run, engine, step + 1)
         console.clear()
-        return Saved(engine, engine.step, directory)
+        return engine
     finally:
         run.close()
 
@@ -106,21 +89,19 @@ def prompt_tokens(cfg, decoding, text):
 
 
 def stream(decoding, tokens):
-    """Yields the text of each of `tokens` (an iterable). A character that is split over tokens comes with the last of
-    them, invalid UTF-8 as U+FFFD."""
+    """Yields the text of each token. A character that is split comes with the last of its tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(decoding.decode([token]))
     yield decoder.decode(b"", True)
 
 
-def generate(cfg, saved, text, count, seed, console, **settings):
-    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, to a
-    file or a pipe as these bytes and no other. settings: temp, min_p, penalty, which replace SAMPLING_* of cfg if not
-    None."""
+def generate(cfg, engine, text, count, seed, console, **settings):
+    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, else
+    as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
     decoding = data_files.load_decoding(cfg)
     prompt = prompt_tokens(cfg, decoding, text)
-    more = saved.engine.generate(prompt, count, seed, **settings)
+    more = engine.generate(prompt, count, seed, **settings)
     if not console.terminal:
         for piece in itertools.chain([text], (decoding.decode([token]) for token in more)):
             console.stream.buffer.write(piece)
@@ -137,7 +118,7 @@ def generate(cfg, saved, text, count, seed, console, **settings):
 
 # --- eval -------------------------------------------------------------------------------------------------------------
 
-def evaluate(cfg, saved, path, most, console):
+def evaluate(cfg, engine, path, most, console):
     """Prints the loss of the model and of simple models on a file (text, or tokens in a .bin; None: VAL_FILE), on at
     most `most` tokens of it (0: all). Returns (nats, tokens, Validation)."""
     decoding = data_files.load_decoding(cfg)
@@ -146,16 +127,16 @@ def evaluate(cfg, saved, path, most, console):
     windows, nats, at, batch, started = held_out.windows, 0.0, 0, 1, time.perf_counter()
     while at < len(windows):
         began = time.perf_counter()
-        nats += saved.engine.validate(windows[at:at + batch])[0]
+        nats += engine.validate(windows[at:at + batch])[0]
         at += batch
         console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
         batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
     seconds, count = time.perf_counter() - started, windows[:, 1:].size
-    figures = {f"step {saved.step}": held_out.bits(nats), **_references(cfg, held_out)}
+    figures = {f"step {engine.step}": held_out.bits(nats), **_references(cfg, held_out)}
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
     console.line(f"{name}: {count:,} tokens{size}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on "
-                 f"{saved.engine.name}")
+                 f"{engine.name}")
     console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
@@ -192,8 +173,7 @@ LONGEST_HEADER = 100_000_000     # bytes; what the format allows
 
 
 def write_tensors(path, arrays, metadata):
-    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError; then nothing has
-    changed."""
+    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError."""
     names, header, at = {v: k for k, v in DTYPES.items()}, {"__metadata__": metadata}, 0
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))         # so that every element is aligned
     for name, array in arrays.items():
@@ -201,9 +181,8 @@ def write_tensors(path, arrays, metadata):
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [first, at]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    directory, name = os.path.split(os.path.abspath(path))
-    parts = [len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())]
-    prepare.write_files(directory, {name: parts})
+    with history.replacing(*os.path.split(os.path.abspath(path))) as file:
+        file.writelines([len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())])
 
 
 def read_tensors(path):
@@ -262,8 +241,7 @@ def to_arrays(cfg, state, full):
 
 
 def from_arrays(cfg, arrays, path):
-    """(State, full) from {name: array}. Without moments and noise scales these are the initial ones. Raises
-    UseError."""
+    """(State, full) from {name: array}; full: with moments and noise scales, else initial ones. Raises UseError."""
     parts, left = [], dict(arrays)
     full = any(name.endswith(".moments") for name in arrays)
     advice = "set the constants as they were when it was made"
@@ -303,16 +281,14 @@ def from_arrays(cfg, arrays, path):
     return state, full
 
 
-def export(cfg, saved, path, full):
+def export(cfg, engine, path, full):
     """Writes the weights of a saved run as a safetensors file; returns a line about it. Raises UseError."""
-    state = saved.engine.state()
+    state = engine.state()
     arrays = to_arrays(cfg, state, full)
     metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
                 "config": json.dumps(history.kept(cfg), sort_keys=True)}
-    try:
+    with explained(UseError, path, "give the path of a file that can be written"):
         write_tensors(path, arrays, metadata)
-    except OSError as error:
-        raise UseError(f"{path}: {error.strerror}: give the path of a file that can be written") from None
     what = ", with the optimizer's state" if full else ""
     return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}{what}"
 
@@ -329,8 +305,8 @@ def read_config(path):
 
 
 def import_(cfg, path, directory):
-    """Makes a save directory that begins with the weights of a safetensors file, at its step (1 if it has none);
-    returns a line about it. Raises UseError, HistoryError."""
+    """Makes a save directory that begins with a safetensors file, at its step or at 1; returns a line about it. Raises
+    UseError, HistoryError."""
     arrays, metadata = read_tensors(path)
     state, full = from_arrays(cfg, arrays, path)
     try:
@@ -345,7 +321,7 @@ def import_(cfg, path, directory):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
-    if os.path.exists(os.path.join(directory, history.FILE)):
+    if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     try:
         os.makedirs(directory, exist_ok=True)
@@ -353,6 +329,6 @@ def import_(cfg, path, directory):
     except OSError as error:
         where = error.filename or directory
         raise UseError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
-    history.begin_run(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
     what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {what}"
