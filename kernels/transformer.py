@@ -949,6 +949,26 @@ def _head_kernel(cfg, nz, card, like=None):
             totals[2 * g] += some0
             totals[2 * g + 1] += some1
 
+    @device
+    def settled(top, table):
+        """The highest logit of validation; of members the highest level with the same logit."""
+        if NATS:
+            return int32(top >> int32(LOGIT))
+        return int32(int32(top | int32(ONES)) + table)
+
+    @device
+    def finish(losses, unit, odd, position, totals, top0, top1, z0, z1, table):
+        if NATS:
+            losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
+            if position + 8 < T:
+                losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
+        else:
+            less = int32(table + int32(BASE))
+            loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            if position + 8 < T:
+                loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
+            cuda.atomic.add(losses, 2 * unit + odd, loss)
+
     @card.device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
@@ -1048,10 +1068,7 @@ def _head_kernel(cfg, nz, card, like=None):
                         for k in range(CG):
                             top0, top1 = int32(max(top0, sm[mine + k])), int32(max(top1, sm[mine + 8 * CG + k]))
                         ptx.named_barrier(5 + rg, CG * 128)
-                    if NATS:
-                        top0, top1 = int32(top0 >> int32(LOGIT)), int32(top1 >> int32(LOGIT))
-                    else:
-                        top0, top1 = int32(int32(top0 | int32(ONES)) + table), int32(int32(top1 | int32(ONES)) + table)
+                    top0, top1 = settled(top0, table), settled(top1, table)
             elif NATS:
                 add_nats(totals, acc, top0, top1, exps, limit)
             else:
@@ -1084,16 +1101,7 @@ def _head_kernel(cfg, nz, card, like=None):
                 totals[0] += wide[mine + k]
                 totals[1] += wide[mine + 8 * CG + k]
         if q == 0 and side == 0 and unit < pairs and position < T:
-            if NATS:
-                losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
-                if position + 8 < T:
-                    losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
-            else:
-                less = int32(table + int32(BASE))
-                loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
-                if position + 8 < T:
-                    loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
-                cuda.atomic.add(losses, 2 * unit + ((member + slot) & 1), loss)
+            finish(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 
