@@ -192,9 +192,8 @@ class Worker:
         if self.rebuilt:
             raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
                            + (f" with seed {seed}" if seed is not None else "")
-                           + f", here is step {self.engine.step} with seed {self.engine.seed}; "
-                           "is the configuration the same on both sides, and does it still hold the history of the "
-                           "run?")
+                           + f", here is step {self.engine.step} with seed {self.engine.seed}; is the configuration "
+                           "the same on both sides, and does it still hold the history of the run?")
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
                           "beginning")
@@ -345,16 +344,13 @@ LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
-    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; events: an
-    event_log.Events, default: one for `console` and a coordinator.log in `log_dir`; http, island: see cluster.hooks.
-    Raises an EggError for what cannot be used of these."""
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; http, island:
+    see cluster.hooks. Raises an EggError for what cannot be used of these."""
 
-    def __init__(self, cfg, run, host=None, port=0, steps=None, minutes=None, log_dir=".", console=None, peers=True,
-                 access=auth.Access(), events=None, http=None, island=None):
+    def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
+                 access=auth.Access(), http=None, island=None):
         self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
-        self.console = console or Console()
-        self._own_events = events is None
-        self.events = events or event_log.Events(cfg, run, log_dir, self.console)
+        self.console, self.events = console, events
         self.n_weights = parameters.n_weights(cfg)
         self.closing, self._check_at, self._ended = False, 0.0, None
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
@@ -390,7 +386,7 @@ class Coordinator:
             self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
-            self.collector.check()
+            self.collector.check(now)
             self._complete_step_if_done()            # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
@@ -431,9 +427,7 @@ class Coordinator:
         self.dismiss()
         self.hub.close()
         self.island.close()
-        self.collector.shelf.close()
-        if self._own_events:
-            self.events.close()
+        self.shelf.readers.close()
 
     def status(self):
         """What `egg.py status` shows, as a dict for JSON."""
@@ -657,9 +651,9 @@ def room_for_connections(*plugged):
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in the list `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; the completed steps
-    are kept whatever happens."""
+    or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
+    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; completed steps are
+    kept."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

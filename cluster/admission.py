@@ -24,8 +24,7 @@ NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapsho
 
 
 class Author(NamedTuple):
-    """Who is responsible for results, through all its connections. key: `id` of its greeting.Card; certificate: its
-    SHA-256 (hex), "" without one."""
+    """Who is responsible for results. key: the `id` of a greeting.Card; certificate: its SHA-256 (hex), or ""."""
     host: str
     key: str
     name: str
@@ -204,8 +203,7 @@ class Admission:
             self._check_data(author, card.data)
 
     def _check_data(self, author, digest):
-        """The digest of the data of a worker that comes in. Raises Refused if most have others; refuses who has not
-        what most have."""
+        """The digest of the data of a worker that comes in. Raises Refused if most have others, and refuses others."""
         run, trust = self.coordinator.run, self.coordinator.trust
         why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
                f"on with other data, remove {history.DATA_FILE} from the save directory")

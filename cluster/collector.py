@@ -141,8 +141,9 @@ class Collector:
             self.upload.drop()
             self._end()
 
-    def check(self):
+    def check(self, now):
         """Gives up an upload that does not come, or that nobody confirms."""
+        self.shelf.readers.check(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
                 self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has confirmed "
@@ -155,8 +156,7 @@ class Collector:
     def begin_epoch(self):
         """The run has another start now."""
         self.drop()
-        self.shelf.close()
-        self.shelf = snapshots.Shelf(self.cfg, self.run)
+        self.shelf = snapshots.Shelf(self.cfg, self.run, self.shelf.readers)
         self.shelf.arrange()
 
     def _end(self):

@@ -91,17 +91,16 @@ class Printer:
 
 
 class Console(Printer):
-    """The console of a run, a sink of events (cluster.event_log). It never waits and never fails: see Lossy. On a
-    terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or every
-    LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: where the run
-    will end, or None."""
+    """The console of a run, a sink of events. It never waits and never fails: see Lossy. On a terminal a status line is
+    rewritten in place; a lasting line comes at each validation, snapshot and sample, or every LINE_EVERY seconds.
+    Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: the end of the run, or None."""
 
     LINE_EVERY = 10.0
     BAR = 8                    # columns
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
-        self.quiet, self.steps, self.minutes = quiet, steps, minutes
+        self.steps, self.minutes = steps, minutes
         self.live = self.terminal and not verbose
         self._lossy = None if quiet else Lossy(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when

@@ -81,7 +81,7 @@ class RemoteWorker(Role):
             coordinator.collector.take_hash(self, payload)
         elif opcode == SNAPSHOT_REQUEST and self.version == V2:
             step, offset = BLOCK_REQUEST.unpack(payload)
-            total, data = coordinator.shelf.block(step, offset, BLOCK) or (0, b"")
+            total, data = coordinator.shelf.block(step, offset, BLOCK)
             useful, self.next_block = (step, offset) == self.next_block, (step, offset + len(data))
             self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
         return useful

@@ -21,8 +21,7 @@ class GreetingError(Exception):
 
 class Card(NamedTuple):
     """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, of a new
-    worker auth.user_key(), "." and more; config: {name: value} of its constants; data: SHA-256 of its training data, or
-    zeros."""
+    worker auth.user_key(), "." and more; config: {name: value}; data: SHA-256 of its training data, or zeros."""
     role: str
     id: str
     name: str

@@ -24,9 +24,7 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
-from model import fitness_digits
-from model import parameters
-from model import rules
+from model import fitness_digits, parameters, rules
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
@@ -78,8 +76,7 @@ def read_file(path, most):
 
 @contextlib.contextmanager
 def replacing(directory, name):
-    """Yields a file that takes this name at the end of the block, whole and on the disk; after an error nothing has
-    changed."""
+    """Yields a file that takes this name at the end of the block, whole and on the disk; after an error, not at all."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
         try:
             yield file
@@ -184,8 +181,7 @@ class Run:
         return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
 
     def append(self, packed, sum_loss, updates):
-        """Completes the current step: in the file when this returns, on the disk after the next `sync`. Raises
-        HistoryError; then nothing has changed."""
+        """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
         body = pyzstd.compress(packed, 1)
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
@@ -329,8 +325,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
 
 
 def read_run(cfg, directory):
-    """The Run in a save directory, to read, also while a coordinator continues it, or of C++ checkpoints. Raises
-    HistoryError."""
+    """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
     if holds_run(directory):
         path = os.path.join(directory, FILE)
         with explained(HistoryError, path):
@@ -459,8 +454,7 @@ def _no_run(directory):
 
 
 def open_directory(cfg, directory, start=None):
-    """The Run in `directory`, locked against a second coordinator; begun at `start` if there is none. Raises
-    HistoryError."""
+    """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
     path, lock = os.path.join(directory, FILE), None
     try:
         os.makedirs(directory, exist_ok=True)
@@ -484,8 +478,7 @@ def open_directory(cfg, directory, start=None):
 
 
 def _copy_rest(cfg, source, target):
-    """Copies snapshots, events and earlier epochs, but no file that is too large or has holes: it would fill the
-    disk."""
+    """Copies snapshots, events and earlier epochs, but no file that is too large or has holes and fills the disk."""
     for name in os.listdir(source):
         most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
             MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0

@@ -233,12 +233,13 @@ class Connection:
         self.hub, self.sock, self.traffic, self._tls, self._call = hub, sock, traffic, tls, call
         self._selector = hub.strangers
         self.host, self.address = address[0], f"{address[0]}:{address[1]}"
-        self.inbox, self.outbox, self.open, self.paused = bytearray(), b"", True, False
+        self.inbox, self.outbox, self.open, self.paused, self._event = bytearray(), b"", True, False, 0
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
             sock.setblocking(False)
             self._error = sock.connect_ex(address)
-            self._register(self._connected, WRITE)
+            self.turn = self._connected
+            self._wait_for(WRITE)
         else:
             self._begin()
         hub.connections.add(self)
@@ -312,16 +313,17 @@ class Connection:
             self._begin()
         except (OSError, ValueError):
             self.close()
-            return
-        if not self._tls:
-            self.opened()
+        else:
+            if not self._tls:
+                self.opened()
 
     def _begin(self):
         tune(self.sock)
         if self._tls:
             self.sock = self._tls.wrap_socket(self.sock, server_side=not self._call, server_hostname=self._call,
                                               do_handshake_on_connect=False)
-        self._register(self._handshake if self._tls else self._transfer, READ)
+        self.turn = self._handshake if self._tls else self._transfer
+        self._wait_for(READ)
         if self._tls and self._call:
             self._handshake(READ)                        # who calls speaks first
 
@@ -379,17 +381,11 @@ class Connection:
             return
         self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
 
-    def _register(self, stage, event):
-        self.turn, self._event = stage, event
-        self._selector.register(self.sock, event, self)
-
     def _wait_for(self, event):
         """event: READ, WRITE, or 0 for neither."""
         if self._event != event:
-            change, self._event = (self._event, event), event
-            if not change[0]:
-                self._selector.register(self.sock, event, self)
-            elif event:
-                self._selector.modify(self.sock, event, self)
-            else:
+            if self._event:
                 self._selector.unregister(self.sock)
+            if event:
+                self._selector.register(self.sock, event, self)
+            self._event = event

@@ -99,8 +99,7 @@ class Link:
         return self.any_of((opcode,), timeout)[1]
 
     def any_of(self, opcodes, timeout=None):
-        """(opcode, payload) of the next frame of these opcodes; others are ignored. Sends heartbeats meanwhile. Raises
-        TimeoutError after `timeout` seconds."""
+        """(opcode, payload) of the next of these frames; sends heartbeats. Raises TimeoutError after `timeout` s."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -19,8 +19,7 @@ FLOOD_SECONDS = 10.0
 
 
 class Role:
-    """What a peer is to this process. handle(opcode, payload) of a role takes a frame and returns whether it was of
-    use; an error refuses the session."""
+    """What a peer is to this process. handle(opcode, payload) returns whether a frame was of use, or raises."""
 
     def __init__(self, session):
         self.session = session

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import struct
 import tempfile
@@ -17,15 +18,15 @@ import zlib
 import numpy as np
 import pyzstd
 
-from model import state_digest
+from model import parameters, state_digest
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
-from model import parameters
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
+OPEN_FILES, OPEN_SECONDS = 8, 60.0       # that others are reading, and seconds without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
 SLICE = 1 << 23            # bytes that are compressed at a time
@@ -115,8 +116,7 @@ def from_raw(cfg, raw, step, seed):
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of state, configuration and fitness before, bytes of the body) of a head. Raises
-    ValueError."""
+    """(step, seed, SHA-256 of state, configuration, fitness before, bytes of the body) of a head. Raises ValueError."""
     if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
@@ -166,12 +166,6 @@ class Upload:
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
-
-    def add(self, total, offset, data):
-        """Takes a piece and unpacks all of it."""
-        self.feed(total, offset, data)
-        while self.pending:
-            self.unpack()
 
     def feed(self, total, offset, data):
         """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
@@ -261,11 +255,11 @@ def upload_of_file(cfg, head, total, sha256, directory):
 class Shelf:
     """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed."""
 
-    def __init__(self, cfg, run):
-        self.cfg, self.run, self.directory = cfg, run, run.directory
+    def __init__(self, cfg, run, readers=None):
+        self.cfg, self.run, self.directory, self.readers = cfg, run, run.directory, readers or Readers()
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
-        self._open, self.stopped = (None, None), False         # stopped: no more, they cannot be written
+        self.stopped = False                                 # no more snapshots: they cannot be written
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
                 with contextlib.suppress(OSError):
@@ -373,18 +367,36 @@ class Shelf:
                 os.replace(path + ".part", path)
 
     def block(self, step, offset, size):
-        """(size of the file, up to `size` bytes of it from `offset`), None if there is no such snapshot."""
+        """See Readers.piece."""
+        path = os.path.join(self.directory, self.files[step]) if step in self.files else None
+        return self.readers.piece((self.run.start.epoch, step), path, offset, size)
+
+
+class Readers:
+    """The snapshot files that others read piece by piece. They stay open meanwhile, for they may be deleted."""
+
+    def __init__(self):
+        self._open = {}                              # key -> (file, time of the last request), the latest last
+
+    def piece(self, key, path, offset, size):
+        """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
+        path: None if it has been deleted."""
+        file = self._open.pop(key, [None])[0]
         try:
-            if self._open[0] != step:
-                self.close()
-                self._open = (step, open_file(os.path.join(self.directory, self.files[step])))
-            handle = self._open[1].fileno()
-            total = os.fstat(handle).st_size
-            return total, os.pread(handle, size, min(offset, total))
-        except (KeyError, OSError):
-            return None
+            if not file and not path:
+                return 0, b""
+            file = file or open_file(path)
+            self._open[key] = file, time.monotonic()
+            while len(self._open) > OPEN_FILES:
+                self._open.pop(next(iter(self._open)))[0].close()
+            total = os.fstat(file.fileno()).st_size
+            return total, os.pread(file.fileno(), size, min(offset, total))
+        except OSError:
+            return 0, b""
+
+    def check(self, now):
+        for key in [key for key, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
+            self._open.pop(key)[0].close()
 
     def close(self):
-        if self._open[1]:
-            self._open[1].close()
-        self._open = (None, None)
+        self.check(math.inf)

@@ -126,8 +126,7 @@ class WorkerActor:
         """Answers as soon as Ray has found a place for this actor."""
 
     def run(self, cfg, files, address, secret, number, threads):
-        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError; Ray restarts the
-        process after another error."""
+        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError."""
         from engine import hardware
         from tools import train
         gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}

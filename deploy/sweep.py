@@ -259,8 +259,7 @@ def interruptible():
 
 
 def rank(directory, names):
-    """Prints the ranked table of the trials and writes it to ranking.csv. Returns its rows; the last column is the
-    directory."""
+    """Prints the ranked table of the trials and writes ranking.csv. Returns its rows, the directory last."""
     rows = []
     for run in sorted(filter(holds_run, (os.path.join(directory, name) for name in os.listdir(directory)))):
         with contextlib.suppress(event_log.WatchError):

@@ -7,6 +7,7 @@ configuration.
 
 import concurrent.futures
 import functools
+import gc
 import pathlib
 import pickle
 import subprocess
@@ -241,6 +242,10 @@ class CpuEngine:
                      together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
+    def choose(self, logits, seen, s, random):
+        """int: the token that `choose_token` draws with the sampling.Settings s."""
+        return int(choose_token(self._constants, self._exp, logits, seen, s.penalty, s.temp, s.floor, random))
+
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = sampling.settings(self.cfg, temp, min_p, penalty)
@@ -250,14 +255,14 @@ class CpuEngine:
         position = len(new) - 1
         for _ in range(count):
             seen[new] = 1
-            token = choose_token(self._constants, self._exp, read(new), seen, s.penalty, s.temp, s.floor,
-                                 sampling.random(seed, position))
-            yield int(token)
+            token = self.choose(read(new), seen, s, sampling.random(seed, position))
+            yield token
             new, position = np.array([token], np.int32), position + 1
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "generate"
+APART = ("update", "digest", "choose")             # have nothing in common with the forward pass
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 HELPER = f"import pickle, sys; sys.path.insert(0, {ROOT!r}); from engine import cpu_engine\n" \
          "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
@@ -267,32 +272,33 @@ def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache; seconds it took. `say` takes a
     line if anything is compiled. What has nothing in common with the forward pass is compiled meanwhile by a second
     process, where there is a core for it."""
-    started, helper, verb = time.monotonic(), None, ""
-    rest = [verb for verb in verbs if verb in ("update", "digest")]
+    started, helper = time.monotonic(), None
+    apart = [verb for verb in APART if verb in verbs or verb == "choose" and "generate" in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
 
     def compiling():
         nonlocal helper
         say(f"compiling the CPU engine ({simd.KIND}) ...")
-        if 0 < len(rest) < len(verbs) and verb not in rest and hardware.cores() > 1:
+        if apart and not set(verbs) <= set(APART) and hardware.cores() > 1:
             helper = subprocess.Popen([sys.executable, "-c", HELPER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                       stderr=subprocess.DEVNULL)
-            helper.stdin.write(pickle.dumps((small, print, rest)))
+            helper.stdin.write(pickle.dumps((small, print, apart)))
             helper.stdin.close()
 
     kernel_cache.CpuCache.before_next = compiling
+    gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
         arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),),
-                         digest=(), generate=([1], 1, 0))
-        for verb in sorted(verbs, key=rest.__contains__):
-            if helper and verb in rest:
-                helper.wait()
+                         digest=(), generate=([1], 1, 0), choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8),
+                                                                  sampling.settings(small), sampling.random(0, 0)))
+        for verb in sorted(verbs, key=(*APART, "generate").__contains__):
             done = getattr(engine, verb)(*arguments[verb])
             if verb == "generate":
                 list(done)
     finally:
+        gc.enable()
         kernel_cache.CpuCache.before_next = None
         if helper:
             helper.kill()

@@ -77,7 +77,7 @@ def embed(c, w, S, noisy, tokens, members, n, x):
                 scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
         for m in range(members):
             for position in range(n):
-                k, r = tokens[q, position], (q * members + m) * n + position
+                k, r = i64(tokens[q, position]), (q * members + m) * n + position
                 if noisy:
                     own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
                     for i in range(H):

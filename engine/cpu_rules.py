@@ -12,7 +12,15 @@ from llvmlite import ir
 from engine import kernel_cache
 from model import rules
 
-rule = kernel_cache.inlined
+_rules = {}
+
+
+def rule(function):
+    """A decorator as `kernel_cache.inlined`. What `model.rules` builds alike for several variants is compiled once."""
+    key = function.__code__, *(cell.cell_contents for cell in function.__closure__ or ())
+    return _rules.setdefault(key, kernel_cache.inlined(function))
+
+
 i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 
 

@@ -281,7 +281,7 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
         look_up_coefficients(c, w, S, noisy, coefficients, n, more)
     for r in range(rows):
         m, at = member(r, n), r if c.ntt else 0
-        k = tokens[start + r - n * m]
+        k = i64(tokens[start + r - n * m])
         if noisy:
             own, own_scale = noise(c, seed_a, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed_a, k)
             for i in range(H):

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from engine import cpu_rules
 from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
-from engine.cpu_rules import adamw, f32, fma, i32, muon, rule, sgd, u32, whole_step, ztest
+from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
 from model import optimizers
 from model import state_digest
@@ -164,7 +165,7 @@ def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_
     return changed
 
 
-mixed, halves = rule(state_digest.mixed), rule(state_digest.halves)
+mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.halves)
 
 
 @njit

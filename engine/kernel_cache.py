@@ -10,6 +10,7 @@ called functions and equal sources elsewhere.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -198,7 +199,7 @@ class CpuCache:
     before_next = None      # called once, before the next function is compiled
 
     def __init__(self, function, variant):
-        self._function, self._variant = function, variant
+        self._function, self._variant, self._locked = function, variant, None
 
     def _path(self, signature, context):
         kinds = [(str(t), getattr(t, "fields", ()), str(getattr(t, "instance_class", None)))
@@ -208,21 +209,39 @@ class CpuCache:
         return directory() / name
 
     def load_overload(self, signature, context):
-        """The compiled function, None if it has to be compiled."""
+        """The compiled function, None if it has to be compiled. A process that finds another one compiling it waits."""
         context.refresh()
-        found = read(self._path(signature, context))
+        path = self._path(signature, context)
+        found = read(path)
+        if found is None:
+            if CpuCache.before_next:
+                CpuCache.before_next()
+                CpuCache.before_next = None
+            if sys.stderr.isatty():
+                tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
+            self._lock(path)
+            found = read(path)
         if found is not None:
+            self._unlock()
             return CompileResult._rebuild(context, *found)
-        if CpuCache.before_next:
-            CpuCache.before_next()
-            CpuCache.before_next = None
-        if sys.stderr.isatty():
-            tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
+
+    def _lock(self, path):
+        with contextlib.suppress(OSError):
+            self._locked = open(path.with_suffix(".lock"), "wb")
+            fcntl.flock(self._locked, fcntl.LOCK_EX)         # the kernel frees it when this process ends
+
+    def _unlock(self):
+        if self._locked:
+            with contextlib.suppress(OSError):
+                os.unlink(self._locked.name)
+            self._locked.close()
+            self._locked = None
 
     def save_overload(self, signature, result):
         """Keeps a function that was compiled."""
         if not result.library.has_dynamic_globals and all(lifted.can_cache for lifted in result.lifted):
             write(self._path(signature, result.target_context), serialize.dumps(result._reduce()))
+        self._unlock()
         if sys.stderr.isatty():
             tell("\r\x1b[K")
 

@@ -14,13 +14,11 @@ import random
 import time
 from typing import NamedTuple
 
-from cluster import history
-from cluster import snapshots
+from cluster import history, snapshots
 from cluster.hooks import Hook
 from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
 from egg_config import ConfigError, UsageError
-from islands import merging
-from islands import transfer
+from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
 
@@ -42,7 +40,7 @@ class Terms(NamedTuple):
     accept: bool = True
     tls: object = None
 
-    descriptors = transfer.OPEN_FILES      # files that an island may hold open (cluster.hooks)
+    descriptors = 0            # files that an island holds open beside the coordinator's (cluster.hooks)
 
     def attach(self, coordinator):
         """The Island of a coordinator. Raises IslandError."""
@@ -136,8 +134,7 @@ class Elites:
                             for name, m in found if m)          # the best first
 
     def offer(self, path, epoch, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best, by its newest measure; whether it is new. Raises
-        OSError."""
+        """Keeps the snapshot at `path` if it is one of the best; whether it is new. Raises OSError."""
         name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
         entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
         others = [e for e in self.files if e[2] != (epoch, step)]
@@ -212,7 +209,7 @@ class Island(Hook):
 
     def check(self, now):
         self.peers.check(now)
-        self.outgoing.check(now, self.peers.known.values())
+        self.outgoing.check(self.peers.known.values())
         if self.incoming:
             if why := self.incoming.too_slow(now):
                 self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
@@ -225,7 +222,6 @@ class Island(Hook):
         self.chunk_handed_out()
         if self.incoming:
             self.incoming.drop()
-        self.outgoing.close()
 
     def validated(self, step, value, unit):
         self.fitness.add("validation", unit, value, step)

@@ -12,10 +12,7 @@ import socket
 import time
 
 import egg_config
-from cluster import auth
-from cluster import greeting
-from cluster import history
-from cluster import wire
+from cluster import auth, greeting, history, wire
 from cluster.hub import Budget, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
@@ -82,8 +79,7 @@ def peers_from_slurm(port, environ=os.environ):
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 class Target:
-    """An address to call. addresses: [(family, address)], the next one to try first; name: of the island there;
-    is_self: the island called itself."""
+    """An address to call. addresses: [(family, address)], the next one first; is_self: the island called itself."""
 
     def __init__(self, host, port):
         self.host, self.title = host, address_text(host, port)

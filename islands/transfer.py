@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from cluster import history, snapshots
+from cluster import snapshots
 from cluster.hub import Budget
 from cluster.snapshots import HEAD_SIZE
 from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
@@ -13,7 +13,6 @@ from islands import merging
 # A transfer is given up if STALLED seconds bring nothing or fewer bytes per second than LEAST_RATE, or, of a small
 # state, than it needs to end within DEADLINE. The peer may reconnect meanwhile.
 STALLED, LEAST_RATE, DEADLINE = 60.0, 8192.0, 600.0
-OPEN_FILES, OPEN_SECONDS = 4, 60.0       # files that peers are reading, and seconds without a request
 LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
 UNPACK_SECONDS = 0.005     # in which a state is decompressed before other work
 
@@ -122,7 +121,6 @@ class Outgoing:
 
     def __init__(self, coordinator, bucket):
         self.coordinator, self.bucket = coordinator, bucket
-        self._open = {}                              # SHA-256 -> [file, time of the last request]
 
     def request(self, peer, payload):
         """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
@@ -130,18 +128,11 @@ class Outgoing:
         peer.session.wait()
         self._send(peer)
 
-    def check(self, now, peers):
-        """Sends what had to wait; closes files that nobody reads."""
+    def check(self, peers):
+        """Sends what had to wait."""
         for peer in peers:
             if peer.session and peer.session.waits:
                 peer.session.hub.guard(peer.session, self._send, peer)
-        for sha256 in [s for s, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
-            self._open.pop(sha256)[0].close()
-
-    def close(self):
-        for file, _ in self._open.values():
-            file.close()
-        self._open.clear()
 
     def _send(self, peer):
         session = peer.session
@@ -149,25 +140,10 @@ class Outgoing:
         size = min(size, self.bucket.piece)
         if self.bucket.take(size):
             session.go_on()
-            total, data = self._read(sha256, offset, size)
+            shelf = self.coordinator.shelf
+            step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
+            path = None if step is None else os.path.join(shelf.directory, shelf.files[step])
+            total, data = shelf.readers.piece(sha256, path, offset, size)
             if total and offset < total == offset + len(data):
                 peer.given += 1
             session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
-
-    def _read(self, sha256, offset, size):
-        """(bytes of the snapshot file, a piece of it) or (0, b""). It is kept open: it may be deleted meanwhile."""
-        shelf, files = self.coordinator.shelf, self._open
-        step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
-        try:
-            if sha256 not in files and step is not None:
-                path = os.path.join(self.coordinator.run.directory, shelf.files[step])
-                files[sha256] = [history.open_file(path), 0.0]
-                while len(files) > OPEN_FILES:
-                    files.pop(min(files, key=lambda s: (s == sha256, files[s][1])))[0].close()
-            if sha256 in files:
-                file, files[sha256][1] = files[sha256][0], time.monotonic()
-                total = os.fstat(file.fileno()).st_size
-                return total, os.pread(file.fileno(), size, min(offset, total))
-        except OSError:
-            pass
-        return 0, b""

@@ -189,8 +189,7 @@ def warn(line):
 
 
 def load_decoding(cfg, warn=warn):
-    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing. Raises DataError for a
-    damaged file."""
+    """The Decoding for cfg's tokens; None, after one warning, if decoding.bin is missing. Raises DataError."""
     if cfg.VOCAB_SIZE == 256:
         return Decoding([bytes([b]) for b in range(256)])
     if not os.path.exists(cfg.DECODING_FILE):

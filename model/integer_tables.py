@@ -28,9 +28,8 @@ def rope_table(cfg, positions):
     """int32 [positions, HEAD_DIM / 2, 2]: cosine and sine of SPEC 6."""
     half = np.arange(cfg.HEAD_DIM // 2)
     angle = np.arange(positions)[:, None] * np.power(10000.0, -2.0 * half / cfg.HEAD_DIM)
-    return np.stack([_round(np.cos(angle) * 2.0 ** cfg.ROPE_SCALE_BIT),
-                     _round(np.sin(angle) * 2.0 ** cfg.ROPE_SCALE_BIT)],
-                    axis=-1).astype(np.int32)
+    scale = 2.0 ** cfg.ROPE_SCALE_BIT
+    return np.stack([_round(np.cos(angle) * scale), _round(np.sin(angle) * scale)], axis=-1).astype(np.int32)
 
 
 def log_unit(cfg):

@@ -126,11 +126,10 @@ def tensors(cfg):
             side_a, side_b = (base, after) if lookup else (after, base)
             if not matrix:
                 side_a = side_b = overlay + layer * cols
-            b = p.a + cfg.HIDDEN_DIM if lookup else p.b
-            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, p.a + LAYER_SEED * layer,
-                              b + LAYER_SEED * layer,
-                              side_a, side_b, p.lr_scale, p.per_layer, matrix and not p.looked_up,
-                              matrix and not p.looked_up and V not in p.shape, V in p.shape))
+            seed_a, product = p.a + LAYER_SEED * layer, matrix and not p.looked_up
+            seed_b = (p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer
+            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, seed_a, seed_b, side_a, side_b, p.lr_scale,
+                              p.per_layer, product, product and V not in p.shape, V in p.shape))
             weights += rows * cols
         overlay += layers * (first + second if matrix else cols)
     return out
@@ -198,9 +197,8 @@ def initial_state(cfg):
         matrix = uniform_noise(draws[at:at + t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
         at += t.size
-    return State(cfg, weights, np.zeros((weights.size, 3), np.float32),
-                 np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8),
-                 0, first_seed(cfg))
+    overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
+    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
 
 
 def to_canonical(matrix):
@@ -260,8 +258,7 @@ def describe(cfg):
             continue
         total = sum(t.size for t in mine)
         rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}",
-                     str(len(mine)) if p.per_layer else "",
-                     f"{total:,}", _bytes(total)))
+                     str(len(mine)) if p.per_layer else "", f"{total:,}", _bytes(total)))
     n, T, members = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE
     rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -165,8 +165,7 @@ def norm_rules(jit, target):
     @jit
     def quotient(y, d, reciprocal):
         """int32: clip(y / d rounded down); reciprocal: float32(1 / d). Cut to +-127 d and moved to positive numbers, y
-        is a whole number below 2^23. Half a unit off the integers, the error of the product cannot reach the next
-        one."""
+        is below 2^23. Half a unit off the integers, the error of the product cannot reach the next one."""
         inside = i32(max(i32(-127 * d), min(i32(127 * d), y)))
         return i32(trunc(f32(f32(f32(i32(inside + i32(128 * d))) + f32(0.5)) * reciprocal)) - i32(128))
 

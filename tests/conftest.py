@@ -17,9 +17,6 @@ from kit import CFG
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-# a shell that runs the tests in the background has them, and all that they start, ignore SIGINT
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -98,14 +95,15 @@ def compiled_kernels(request, compiler):
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_ahead(request, compiler):
-    """While other tests run, processes of low priority compile what the marks `compiles` name; those of pytest-xdist
-    begin at different ends."""
+    """While other tests run, a process of low priority per core compiles what the marks `compiles` name; those of
+    pytest-xdist begin at different ends."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("compiles")]
     jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, kit.CARDS)[:2]]
             for cc in cards]
     if WORKER % 2:
         jobs.reverse()
-    started = [compiler.ahead(jobs[i:] + jobs[:i]) for i in range(1 if XDIST else hardware.cores())] if jobs else []
+    count = WORKER < hardware.cores() if XDIST else hardware.cores()
+    started = [compiler.ahead(jobs[i:] + jobs[:i]) for i in range(count)] if jobs else []
     try:
         yield
         [process.wait() for process in started]              # another process may want what they compile
@@ -120,10 +118,9 @@ def processes(count):
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
-
-
 LONG = ("test_recorded_default_configuration", "test_an_archipelago_survives_chaos", "test_chaos_changes_no_bit",
-        "test_nothing_is_compiled_once_the_clock_runs", "test_ctrl_c_early_leaves_no_traceback")
+        "test_recorded_run_with_the_instructions_of_any_processor", "test_nothing_is_compiled_once_the_clock_runs",
+        "test_ctrl_c_early_leaves_no_traceback")
 
 
 def pytest_collection_modifyitems(items):

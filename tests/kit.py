@@ -26,6 +26,7 @@ import pyzstd
 import egg_config
 import egg_net
 from cluster import auth
+from cluster import event_log
 from cluster import history
 from cluster import wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
@@ -90,9 +91,9 @@ def random_config(rng, **more):
     return egg_config.make(**{**settings, **more})
 
 
-def recorded_generation(engine, step):
-    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates: (what d-eggs wrote then:
-    int32 [SEQ_LEN + 1], length of its prompt). Every state on the way is the recorded one.
+def recorded_updates(engine, step):
+    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates. Every state on the way
+    is the recorded one.
 
     E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
     that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
@@ -105,6 +106,12 @@ def recorded_generation(engine, step):
         engine.update(fitness)
         parts = "model_sha256", "adam_sha256", "scales_sha256"
         assert engine.state().digests() == tuple(str(z[part][k]) for part in parts), k
+
+
+def recorded_generation(engine, step):
+    """What d-eggs wrote after `step` updates: (int32 [SEQ_LEN + 1], length of its prompt). See recorded_updates."""
+    recorded_updates(engine, step)
+    cfg, tokens, z = golden("E")
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
@@ -189,6 +196,29 @@ class Lines:
         pass
 
 
+def feed(upload, total, offset, data):
+    """Gives a snapshots.Upload a piece and unpacks all of it."""
+    upload.feed(total, offset, data)
+    while upload.pending:
+        upload.unpack()
+
+
+class Coordinator(egg_net.Coordinator):
+    """A coordinator on this machine with events of its own."""
+
+    def __init__(self, cfg, run, port=0, *, log_dir, console, **options):
+        self.own = event_log.Events(cfg, run, log_dir, console)
+        try:
+            super().__init__(cfg, run, "127.0.0.1", port, console=console, events=self.own, **options)
+        except BaseException:
+            self.own.close()
+            raise
+
+    def close(self):
+        super().close()
+        self.own.close()
+
+
 class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
 
@@ -196,8 +226,7 @@ class Server:
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = history.open_run(cfg, directory if save else None)
         console = egg_net.Console(self.lines)
-        self.coordinator = egg_net.Coordinator(cfg, self.run, "127.0.0.1", port, log_dir=directory, console=console,
-                                               **options)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.thread = threading.Thread(target=self._serve)
 
@@ -335,6 +364,12 @@ def changed(**constants):
     return egg_config.make(**{**CFG.constants(), **constants})
 
 
+def differing(cfg):
+    """{name: value}: the constants of cfg, without the local ones, that are not as in egg_config.py."""
+    default = egg_config.make()
+    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+
+
 def card(cfg=CFG, **values):
     return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
             "config": history.kept(cfg), "data": "", **values}
@@ -370,8 +405,8 @@ class Liar(FakeEngine):
         return losses[::-1].copy() if self.step >= self.start else losses
 
 
-# FUZZ_EXAMPLES=100000 for a long run by hand, each with other examples
-FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
+# FUZZ_EXAMPLES=100000 in the environment is a long run, each with other examples
+FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "100")),
                            derandomize="FUZZ_EXAMPLES" not in os.environ,
                            deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
 
@@ -572,11 +607,14 @@ class Compiler:
     def compile(self, kernel, file, cc, wait=True):
         """Makes a kernel's file; without `wait`, unless another process is about to."""
         from numba import cuda
+
+        from engine.cuda_engine import quick_numba
         with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if not file.exists():
-                ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
-                                          cc=(9, 0, "a") if cc == (9, 0) else cc)
+                with quick_numba():
+                    ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
+                                              cc=(9, 0, "a") if cc == (9, 0) else cc)
                 file.with_suffix(".part").write_text(ptx)
                 file.with_suffix(".part").rename(file)
 
@@ -602,7 +640,7 @@ class Compiler:
 
 def compile_ahead(compiler, jobs):
     os.nice(10)
-    gc.disable()                                             # saves a sixth of the time
+    gc.disable()
     for constants, cards, which in jobs:
         for cc in cards:
             for kernel, file in compiler.files(constants, cc, **which):

@@ -23,8 +23,8 @@ from cluster import admission, auth, dispatch, event_log, greeting, history, lea
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WELCOME
 from model import fitness_digits, parameters, state_digest
 from tools import load
-from kit import (CFG, FUZZ, GOOD, SECRET, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card, changed, chaos,
-                 cluster, expected, filled, until, whole, work_in_thread)
+from kit import (CFG, FUZZ, GOOD, SECRET, Coordinator, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card,
+                 changed, chaos, cluster, expected, feed, filled, until, whole, work_in_thread)
 
 LIMITS = wire.limits(CFG)
 
@@ -511,7 +511,7 @@ def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
 
 def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
     cfg, run = changed(POPULATION_SIZE=32), history.open_run(changed(POPULATION_SIZE=32))
-    coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    coordinator = Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()))
     peers = []
     for _ in range(6 * dispatch.ANSWERS_IN_A_ROW):
         peers.append(Peer(coordinator.address[1], cfg))
@@ -633,8 +633,7 @@ def test_the_majority_of_authors_decides_which_state_is_right():
 
 
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
-    coordinator = egg_net.Coordinator(CFG, history.open_run(CFG), "127.0.0.1", 0, log_dir=tmp_path,
-                                      console=egg_net.Console(Lines()))
+    coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
     try:
         coordinator.progress.chunk_handed_out()                  # as the first result does
         one, two, three = (admission.Author("127.0.0.1", name, name) for name in "abc")
@@ -698,7 +697,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     upload, body = snapshots.Upload(CFG, 20, 77, state_digest.of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
-        upload.add(len(body), at, body[at:at + 10000])
+        feed(upload, len(body), at, body[at:at + 10000])
     assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
@@ -737,7 +736,7 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     started = time.monotonic()
     with pytest.raises(ValueError):
         for piece in pieces(body):
-            upload.add(*piece)
+            feed(upload, *piece)
     upload.drop()
     assert not os.listdir(tmp_path) and time.monotonic() - started < 1
 

@@ -39,6 +39,7 @@ RECORDED = {
     "best-bytes": ("1a7c50fa6c8affcbfcde1ab4fb84df9d60e5c9c61bb1f8c0c5cc93091e8692f4",
                    "26d3fa02c3273c03a682a16ee02e4fb077b4a707401326da68b496354bcaead8"),
 }
+CHANGED = {"laptop": ("HEAD_DIM=32", "ADAM_WEIGHT_DECAY=0.001")}         # what presets had then and have not now
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ RECORDED = {
 def test_fingerprints_and_saved_constants_are_those_of_84062b8():
     assert set(RECORDED) == {None, *egg_config.PRESETS}
     for preset, (fingerprint, saved) in RECORDED.items():
-        cfg = egg_config.load(preset, environ={})
+        cfg = egg_config.load(preset, CHANGED.get(preset, ()), environ={})
         assert cfg.fingerprint() == fingerprint, preset
         assert hashlib.sha256(json.dumps(history.kept(cfg), sort_keys=True).encode()).hexdigest() == saved, preset
 
@@ -436,3 +437,52 @@ def test_a_training_step_compiles_its_own_kernels_alone():
     """Neither Muon's, nor those of generation and digests, nor the other model's."""
     done = subprocess.run([sys.executable, "-c", STEP_PROGRAM], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+COLD_PROGRAM = """
+import os, sys, egg_config
+from engine import cpu_engine, hardware, kernel_cache
+
+hardware.cores = lambda: 2
+save = kernel_cache.CpuCache.save_overload
+
+def noted(cache, signature, result):
+    with open(os.environ["COMPILED"], "a") as file:
+        file.write(f"{os.getpid()} {cache._function.__name__}\\n")
+    save(cache, signature, result)
+
+kernel_cache.CpuCache.save_overload = noted
+cpu_engine.HELPER = PROGRAM
+if len(sys.argv) > 1:
+    cpu_engine.warm_up(egg_config.make(), verbs=cpu_engine.VERBS)
+"""
+
+
+def test_a_cold_start_compiles_each_function_once(tmp_path):
+    """Two processes share the work, and whoever needs what the other one compiles waits for it; no lock is left."""
+    head = COLD_PROGRAM.partition("\nif len")[0].replace("PROGRAM", "None")
+    helper = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{head}\nimport pickle\n" \
+             "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COMPILED": str(tmp_path / "compiled")}
+    command = [sys.executable, "-c", COLD_PROGRAM.replace("PROGRAM", repr(helper)), "main"]
+    done = subprocess.run(command, cwd=HERE, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    lines = [line.split() for line in (tmp_path / "compiled").read_text().splitlines()]
+    names = [name for _, name in lines]
+    assert sorted(names) == sorted(set(names)) and {"run_windows", "apply_votes", "choose_token"} <= {*names}
+    assert len({pid for pid, name in lines}) == 2, "the second process took part"
+    files = [path.name.rpartition("-")[0] for path in (tmp_path / "egg" / "kernels").iterdir()]
+    assert sorted(files) == sorted(f"cpu-{name}" for name in names)
+
+
+def test_a_function_that_another_process_compiles_is_waited_for(tmp_path):
+    """Four processes that begin together compile it once in all."""
+    (tmp_path / "program.py").write_text(CPU_PROGRAM.replace("\nprint", """
+save = kernel_cache.CpuCache.save_overload
+kernel_cache.CpuCache.save_overload = lambda *a: (time.sleep(0.2), print("compiled"), save(*a))
+print""").replace("import sys,", "import sys, time,"))
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
+    started = [subprocess.Popen([sys.executable, tmp_path / "program.py", "madd", "2"], env=environ, text=True,
+                                stdout=subprocess.PIPE) for _ in range(4)]
+    said = [process.communicate()[0].split() for process in started]
+    assert all(words[-2:] == ["13", "13"] for words in said) and sum(words.count("compiled") for words in said) == 2

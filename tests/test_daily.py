@@ -23,7 +23,7 @@ from cluster.console import Console
 from tools import prepare
 
 CFG = egg_config.make(**{**kit.CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64, "SNAPSHOT_EVERY": 0})
-CHANGED = {**egg_config.changed(CFG), "SNAPSHOT_EVERY": 0}
+CHANGED = {**kit.differing(CFG), "SNAPSHOT_EVERY": 0}
 DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items()]
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 

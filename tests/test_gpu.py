@@ -1,6 +1,7 @@
 """The CUDA engine: every kernel compiles for every supported card (no GPU needed); on a GPU (`pytest -m gpu`) the
 engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -85,6 +86,19 @@ def test_kernels_that_differ_are_told_apart():
     assert base == keys(VALIDATE_EVERY=7)
     assert "operands" in {name for name in base if base[name] != mask[name]}
     assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
+
+
+def test_numba_made_quicker_compiles_to_the_same():
+    """On kernels with loops, branches and inlined functions; names aside, in which numba counts what
+    it compiles."""
+    for kernel in kernels_of({}, (8, 0))["all"]:
+        if kernel.name in ("choose", "operands"):
+            ptx = []
+            for block in contextlib.nullcontext(), cuda_engine.quick_numba():
+                with block:
+                    made, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))
+                    ptx.append(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", made))
+            assert ptx[0] == ptx[1]
 
 
 def test_optimizer_rounds_as_the_specification_does():

@@ -154,9 +154,11 @@ def test_no_function_is_longer_than_120_lines():
 
 COORDINATOR = """
 import os, sys, egg_config, egg_net
-from cluster import history
-cfg = egg_config.make()
-coordinator = egg_net.Coordinator(cfg, history.open_run(cfg), "127.0.0.1", 0, log_dir=sys.argv[1])
+from cluster import event_log, history
+cfg, console = egg_config.make(), egg_net.Console()
+run = history.open_run(cfg)
+events = event_log.Events(cfg, run, sys.argv[1], console)
+coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, console=console, events=events)
 assert coordinator.address[1]
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """

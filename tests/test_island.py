@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import select
 import shutil
 import socket
@@ -38,7 +39,7 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, FakeEngine, Lines, Server, free_port, until, work_in_thread
+from kit import CFG, HERE, SECRET, Coordinator, FakeEngine, Lines, Server, differing, free_port, until, work_in_thread
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -195,6 +196,22 @@ def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status,
         code = ended.code
     error = capsys.readouterr().err
     assert code == status and says in error and error.count("\n") == 1
+
+
+def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
+    cfg = egg_config.make(**{**ISLE.constants(), "VALIDATE_EVERY": 0})
+    with Isle(tmp_path / "a", "a", 30, cfg=cfg, validation=None) as a, \
+            Isle(tmp_path / "b", "b", 3, [a], cfg=cfg, validation=None) as b:
+        until(lambda: "is better" in b.lines.text)
+        bits, unit = egg_config.loss_unit(cfg.constants())
+        shares = re.search(r"a is better, ([0-9.]+) against ([0-9.]+) (\S+): ", b.lines.text)
+        event = next(event for event in b.events if event["event"] == "gossip" and event["outcome"] == "pull")
+        assert shares[3] == unit and (event["kind"], event["ours"] > event["theirs"]) == ("loss", True)
+        assert float(shares[1]) == pytest.approx(bits * event["theirs"], abs=1e-3)
+        assert float(shares[2]) == pytest.approx(bits * event["ours"], abs=1e-3)
+        found = a.coordinator.status()["island"]
+        assert found["kind"] == "loss" and found["fitness"] == pytest.approx(bits * a.island.fitness.value, rel=0.5)
+        until(lambda: any(peer["fitness"] for peer in b.coordinator.status()["island"]["peers"]))
 
 
 # --- who is a peer ----------------------------------------------------------------------------------------------------
@@ -628,9 +645,8 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = egg_net.Coordinator(cfg, history.open_run(cfg, directory), "127.0.0.1", log_dir=tmp_path,
-                                          console=egg_net.Console(Lines()),
-                                          island=gossip.Terms("a", []))
+        coordinator = Coordinator(cfg, history.open_run(cfg, directory), log_dir=tmp_path,
+                                  console=egg_net.Console(Lines()), island=gossip.Terms("a", []))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -653,9 +669,9 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(egg_net.Coordinator(cfg, run, "127.0.0.1", log_dir=tmp_path,
-                                                                             console=egg_net.Console(Lines()),
-                                                                             island=gossip.Terms("a", []))) as again:
+        with contextlib.closing(run), contextlib.closing(Coordinator(cfg, run, log_dir=tmp_path,
+                                                                     console=egg_net.Console(Lines()),
+                                                                     island=gossip.Terms("a", []))) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -833,7 +849,7 @@ class Archipelago:
                 self.workers.append(subprocess.Popen(
                     [sys.executable, "egg.py", "worker", "127.0.0.1", "--port", str(self.ports[i]), "--threads", "1",
                      "--preset", "laptop",
-                     *(f"-D{k}={egg_config.text(v)}" for k, v in egg_config.changed(self.cfgs[i]).items()),
+                     *(f"-D{k}={egg_config.text(v)}" for k, v in differing(self.cfgs[i]).items()),
                      "-DDEVICE=cpu"],
                     cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             else:

@@ -217,11 +217,13 @@ def test_answers_come_within_a_millisecond(tmp_path):
 
 
 def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
-    program = ("import sys, egg_net, egg_config; from cluster import history\n"
+    program = ("import sys, egg_net, egg_config; from cluster import event_log, history\n"
                "assert not {m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'engine')}\n"
                "cfg = egg_config.make()\n"
                "run = history.open_run(cfg)\n"
-               f"coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, log_dir={str(tmp_path)!r})\n"
+               "console = egg_net.Console()\n"
+               f"events = event_log.Events(cfg, run, {str(tmp_path)!r}, console)\n"
+               "coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, console=console, events=events)\n"
                "print(coordinator.address[1], flush=True)\ncoordinator.poll(5)\n")
     times = [1.0]
     while min(times) >= 0.5 and len(times) < 6:                  # other tests may keep the machine busy for a moment

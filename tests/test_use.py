@@ -33,14 +33,13 @@ from cluster import snapshots
 from tools import train
 from tools import use
 from tools.debug import Reading
-from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, drawn,
+from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, differing, drawn, feed,
                  hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
 
 CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
-DEFINES = [x for name, value in CFG.shared().items() if value != getattr(egg_config.make(), name)
-           for x in ("-D", f"{name}={egg_config.text(value)}")]
+DEFINES = [x for name, value in differing(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ def trained(tmp_path_factory):
     state = states[SNAPSHOT]
     body, upload = snapshots.pack(state), snapshots.Upload(CFG, state.step, state.seed, state_digest.of_state(state),
                                                            directory / "ckpt")
-    upload.add(len(body), 0, body)
+    feed(upload, len(body), 0, body)
     upload.keep(directory / "ckpt" / f"snapshot-{SNAPSHOT:08d}-3.5000.egg", run.fitness(SNAPSHOT - 1))
     run.close()
     return directory, states
@@ -489,7 +488,7 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here, capsys):
         old = Peer(server.port, CFG)
         old.ask(0)
         assert old.closed() and "from an imported model" in server.lines.text
-        server.coordinator.shelf.block = lambda *_: None             # the snapshot cannot be read
+        server.coordinator.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
         lost = cpu_engine.CpuEngine(CFG, threads=1)
         with pytest.raises(egg_net.NetError, match="from an imported model"):
             egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
@@ -507,7 +506,7 @@ def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
         step_once(CFG, engine, run)
         body, upload = snapshots.pack(engine.state()), snapshots.Upload(CFG, engine.step, engine.seed, engine.digest(),
                                                                         "new")
-        upload.add(len(body), 0, body)
+        feed(upload, len(body), 0, body)
         shelf.put(upload)
     run.close()
     assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)

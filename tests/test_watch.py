@@ -38,7 +38,8 @@ from cluster import event_log
 from cluster import wire
 from cluster.progress import Progress
 from cluster.wire import LOG_MESSAGE, VALIDATION
-from kit import CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread
+from kit import (CFG, FUZZ, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until,
+                 work_in_thread)
 
 EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
 PASSWORD = auth.page_password(SECRET).encode()
@@ -959,7 +960,7 @@ PIECES = [b"GET ", b"/", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\r\nHost: a", b"
           b":", b" ", b"\0", b"\xff", b"a"]
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@FUZZ
 @hypothesis.given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join)
                   | st.lists(st.sampled_from(PIECES)).map(lambda rest: b"GET / HTTP/1.1\r\nHost: a" + b"".join(rest)))
 def test_any_head_is_parsed_or_refused(data):
@@ -1039,11 +1040,13 @@ def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):
 
 def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
     program = ("import sys, threading, egg_net, egg_config\n"
-               "from cluster import auth, history; from tools import live_page\n"
-               "cfg = egg_config.make()\n"
+               "from cluster import auth, event_log, history; from tools import live_page\n"
+               "cfg, console = egg_config.make(), egg_net.Console(quiet=True)\n"
                "where = live_page.where(('127.0.0.1', 0), auth.Access())\n"
                "run = history.open_run(cfg)\n"
-               f"coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, log_dir={str(tmp_path)!r}, http=where)\n"
+               f"events = event_log.Events(cfg, run, {str(tmp_path)!r}, console)\n"
+               "coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, console=console, events=events,"
+               " http=where)\n"
                "coordinator.poll(0)\n"
                "heavy = ('numba', 'llvmlite', 'tensorboardX', 'matplotlib')\n"
                "print({m for m in sys.modules if m.split('.')[0] in heavy}, threading.active_count())")

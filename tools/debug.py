@@ -10,10 +10,7 @@ import json
 
 import numpy as np
 
-from model import integer_tables
-from model import parameters
-from model import rules
-from model import transforms
+from model import integer_tables, parameters, rules, transforms
 from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports
@@ -45,8 +42,8 @@ def hashes(seed, index):
 def drawn(r, mask, gaussian):
     """int64: the noise of SPEC 2 from an array of hashes."""
     def u(a, b):
-        return np.where(r >> np.uint32(a) & np.uint32(1), 1,
-                        -1) * (r >> np.uint32(b) & np.uint32(mask)).astype(np.int64)
+        sign = np.where(r >> np.uint32(a) & np.uint32(1), 1, -1)
+        return sign * (r >> np.uint32(b) & np.uint32(mask)).astype(np.int64)
     return u(0, 1) + u(5, 6) + u(10, 11) if gaussian else u(0, 1)
 
 
@@ -104,8 +101,8 @@ class Reading:
             sb = wrap(p.sum(1))
         else:
             sb = wrap(truncated(xn * f).sum(1))
-        a = truncated(self.noise(seed + t.seed_a,
-                                 cols).astype(np.float32) * self.factor(t.overlay_a, seed + t.seed_a, cols))
+        noise = self.noise(seed + t.seed_a, cols).astype(np.float32)
+        a = truncated(noise * self.factor(t.overlay_a, seed + t.seed_a, cols))
         return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.cfg.NOISE_SHIFT))
 
     def layer_norm(self, h, name, layer, seed, sign):
@@ -144,8 +141,8 @@ class Reading:
         for head in range(cfg.N_HEADS):
             part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
             scores = q[:, part] @ k[:, part].T >> cfg.SHIFT_ATTN
-            seen.append([exp[np.minimum(len(exp) - 1,
-                                        scores[t, :t + 1].max() - scores[t, :t + 1])] for t in range(len(q))])
+            down = [scores[t, :t + 1].max() - scores[t, :t + 1] for t in range(len(q))]
+            seen.append([exp[np.minimum(len(exp) - 1, distance)] for distance in down])
             for t, w in enumerate(seen[-1]):
                 total = (w[:, None] * v[:t + 1, part]).sum(0)
                 a[t, part] = np.clip(np.sign(total) * (np.abs(total) // w.sum()), -127, 127)
@@ -159,13 +156,12 @@ class Reading:
         if not sign:
             return e
         p = (self.noise(seed + t.seed_a, columns)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-        p = p * self.factor(t.overlay_a, seed + t.seed_a,
-                            columns)[:, None] * self.factor(t.overlay_b, seed + t.seed_b, hidden)
+        p = p * self.factor(t.overlay_a, seed + t.seed_a, columns)[:, None]
+        p = p * self.factor(t.overlay_b, seed + t.seed_b, hidden)
         return e + (truncated(p) * sign >> self.cfg.NOISE_SHIFT)
 
     def coefficients(self, tokens):
-        """int64 [positions]: the transform's coefficient of each position (model.transforms); only a whole window can
-        see its targets."""
+        """int64 [positions]: the transform's coefficient of each position; only a whole window can see its targets."""
         T, p = self.cfg.SEQ_LEN, transforms.PRIME[self.cfg.NTT_MODE]
         basis = transforms.basis(self.cfg, self.cfg.NTT_CAUSAL or len(tokens) != T)
         blocks = np.zeros((-(-len(tokens) // T), T), np.int64)
@@ -182,8 +178,7 @@ class Reading:
         h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
         self.see(-1, "Emb", h)
         h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
-                     "mlp_emb_bias_down",
-                     ("LN_Init", "InitMLP_Exp", "InitMLP"))
+                     "mlp_emb_bias_down", ("LN_Init", "InitMLP_Exp", "InitMLP"))
         rope = integer_tables.rope_table(cfg, len(tokens)).astype(np.int64)
         for layer in range(cfg.N_LAYERS):
             n = self.layer_norm(h, "ln_1", layer, seed, sign)
@@ -220,8 +215,7 @@ def attention_statistics(weights):
     """Of the weights of one query (int64 [context]): entropy in bits, largest share and weight, sum, their number."""
     share = weights[weights > 0] / weights.sum()
     return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()),
-            "largest": int(weights.max()),
-            "sum": int(weights.sum()), "context": int(share.size)}
+            "largest": int(weights.max()), "sum": int(weights.sum()), "context": int(share.size)}
 
 
 def trace(cfg, state, tokens):
@@ -256,12 +250,10 @@ def describe(told, colour):
             lines.append(_line(f"[S{step:5d} L{part['layer']:2d} T{position:3d}] ", part, colour))
             continue
         possible = np.log2(part["context"]) if part["context"] > 1 else np.inf
-        lines.append(colour(f"[S{step:5d} L{part['layer']:2d} T{position:3d} H{part['head']}] ",
-                            "grey") + colour(f"{'Attn':14}", "yellow")
-                     + ": " + _entropy(part["entropy"], possible,
-                                       colour) + "MaxW:" + colour(f"{part['largest']:6d}", "cyan")
-                     + " SumW:" + colour(f"{part['sum']:8d}",
-                                         "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
+        head = colour(f"[S{step:5d} L{part['layer']:2d} T{position:3d} H{part['head']}] ", "grey")
+        lines.append(head + colour(f"{'Attn':14}", "yellow") + ": " + _entropy(part["entropy"], possible, colour)
+                     + "MaxW:" + colour(f"{part['largest']:6d}", "cyan") + " SumW:"
+                     + colour(f"{part['sum']:8d}", "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
     lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part, colour) for part in told["weights"]]
     return lines
 

@@ -23,8 +23,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from cluster import auth
-from cluster import hub
+from cluster import auth, hub
 from cluster.event_log import WatchError
 from tools import curves
 

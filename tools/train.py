@@ -11,14 +11,10 @@ import socket
 import time
 from typing import NamedTuple
 
-from cluster import auth
-from model import data_files
-from model import parameters
-from engine import engines
-from engine import hardware
-from cluster import history
+from cluster import auth, event_log, history
+from model import data_files, parameters
+from engine import engines, hardware
 import egg_net
-from cluster import event_log
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary
@@ -38,8 +34,7 @@ class TrainError(EggError):
 
 
 class Data(NamedTuple):
-    """tokens: training data; validation: model.data_files.Validation or None; decoding: model.data_files.Decoding or
-    None."""
+    """tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None."""
     tokens: object
     validation: object
     decoding: object
@@ -55,8 +50,7 @@ def open_data(cfg, warn):
 
 
 def print_references(cfg, data, console):
-    """Prints a line about the data and one with the validation figures of simple models. Returns {model: figure}, {}
-    without validation."""
+    """Prints a line about the data and one about simple models. Returns {model: figure}, {} without validation."""
     console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} tokens of {cfg.VOCAB_SIZE:,} kinds")
     if data.validation is None:
         return {}
@@ -106,8 +100,7 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
 
 
 def inspector(cfg, tokens):
-    """A function that a worker calls with its engine before chunk 0 of a step: the reports of DEBUG, None without
-    it."""
+    """A function that a worker calls with its engine before chunk 0 of a step, for the reports of DEBUG, or None."""
     if not cfg.DEBUG:
         return None
     from tools import debug
@@ -143,8 +136,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
 
 
 class Final(NamedTuple):
-    """What the first worker measures at the end: step, validation figure (None: no validation), sample of text (None:
-    no samples)."""
+    """What the first worker measures at the end: step, validation figure or None, sample of text or None."""
     step: int
     figure: object
     sample: object

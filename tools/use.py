@@ -2,6 +2,7 @@
 (SPEC 18), and import such a file."""
 
 import codecs
+import contextlib
 import itertools
 import json
 import math
@@ -11,11 +12,8 @@ import sys
 import time
 import numpy as np
 
-from model import data_files
-from cluster import history
-from model import parameters
-from model import rules
-from cluster import snapshots
+from model import data_files, parameters, rules
+from cluster import history, snapshots
 from engine import engines
 from egg_config import EggError, explained
 
@@ -32,8 +30,7 @@ class UseError(EggError):
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
     snapshot with the best validation; console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
-    run = history.read_run(cfg, directory)
-    try:
+    with contextlib.closing(history.read_run(cfg, directory)) as run:
         state = _state(cfg, run, best, console.line)
         until = state.step if best else run.step
         tokens = _tokens_of(cfg, run) if cfg.RARE_TOKENS and state.step < until else None
@@ -44,8 +41,6 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
             history.replay(run, engine, step + 1)
         console.clear()
         return engine
-    finally:
-        run.close()
 
 
 def _state(cfg, run, best, warn):
@@ -305,8 +300,7 @@ def read_config(path):
 
 
 def import_(cfg, path, directory):
-    """Makes a save directory that begins with a safetensors file, at its step or at 1; returns a line about it. Raises
-    UseError, HistoryError."""
+    """Makes a save directory that begins with a safetensors file; returns a line about it. Raises EggError."""
     arrays, metadata = read_tensors(path)
     state, full = from_arrays(cfg, arrays, path)
     try:
