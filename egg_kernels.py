@@ -254,7 +254,8 @@ class Forward(products.Forward):
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         self._noisy = transformer.Members(cfg, self._packing, card, silent)
-        self._serve(self._noisy.clean_kernels)
+        self._clean = SimpleNamespace(kernels=self._noisy.clean_kernels)
+        self._serve()
 
     def tables(self):
         super().tables(no_job=np.zeros(3, np.uint32), gelu=integer_tables.gelu_table(),

@@ -777,8 +777,7 @@ class Forward(products.Forward):
         else:
             self._noisy = _Pass(cfg, True, shared_limit, silent)
         self._clean = _Pass(cfg, False, shared_limit)
-        more = [(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else []
-        self._serve(self._clean.kernels, more)
+        self._serve([(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else [])
 
     def tables(self):
         super().tables(no_job=np.zeros(2, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),

@@ -244,12 +244,12 @@ class Forward:
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
 
-    def _serve(self, clean, more=()):
-        """With plan and passes made: what the engine compiles. clean: kernels of validation; more: of a step."""
+    def _serve(self, more=()):
+        """With plan, noisy and clean pass made: what the engine compiles. more: kernels of a step."""
         self.packed_bytes = self._packing.bytes
         generate = [(self._token, self._token_types, 5 * self.cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]
         self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)], "step": self._noisy.kernels + [*more],
-                        "validate": clean, "generate": generate}
+                        "validate": self._clean.kernels, "generate": generate}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
