@@ -1,5 +1,5 @@
-"""The transformer's forward pass on CUDA (SPEC 2 to 7): what the engine calls, validation and single-token generation.
-`kernels.transformer` has the evaluation of members, with noise, `kernels.gru` the recurrent model with the same
+"""The transformer's forward pass on CUDA (SPEC 2 to 7): what the engine calls, and single-token generation.
+`kernels.transformer` has the evaluation of members and validation, `kernels.gru` the recurrent model with the same
 interface.
 
 What the CUDA engine uses:
@@ -20,8 +20,8 @@ What the CUDA engine uses:
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member.
                         overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
-                        job: uint32 [2] on the device = seed of the step, first pair of the job; offset, pairs: Python
-                        ints
+                        job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1; offset,
+                        pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -35,428 +35,18 @@ Launches only enqueue work on `stream`, allocate nothing and can be captured in 
 device arrays.
 """
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float64, int8, int32, int64, uint32, uint64
+from numba import cuda, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels import transformer
-from kernels.parts import (A8, A32, AF64, PLAN, TILE, amax_scale, blocks, byte, clip, ntt_functions,
-                           pack4, quad_max, quad_sum, quantise)
+from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
 from kernels import products
-from kernels.products import CLEAN_EXPS, Pass, block_sum, chunk, matrix_vector, ranges, tile_functions
-from kernels.rules import build_noise, device, divide
+from kernels.products import block_sum, matrix_vector
+from kernels.rules import build_noise, device
 from model import integer_tables
-
-
-# --- validation: one kernel a phase, activations in device memory ----------------------------------------------------
-#
-# Row = (pair of windows, window, position), so a pair is 2 T consecutive rows; activations and packed matrices (one row
-# an output column) are core matrices (kernels.ptx) and every fragment or piece of a row is 16 aligned bytes.
-# A call's run-time constants (where its parameters lie, their seed offsets) are a row of the plan.
-
-def _rows_kernel(cfg, nz, source):
-    """h = the embedding look-up, or amax(h + product); then n = ln(h).
-
-    source: "embedding", "attention" (no bias) or "mlp". Launch [pairs of windows, row blocks], 256 threads; four lanes
-    share a row.
-    plan: 0 ln, 4 ln bias, 8 bias (of each the first word: its weights); embedding: 20 packed."""
-    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
-    EMBED, BIAS = source == "embedding", source != "attention"
-    SHIFT = cfg.SHIFT_OUT if source == "attention" else cfg.SHIFT_MLP_DOWN
-    ROWS, WORDS = min(2 * T, 128), 3 * H
-    NTT = EMBED and cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, nz, False, cfg.NTT_CAUSAL)
-
-    if EMBED:
-        @device
-        def values(sm, word, y, at, col, weights, coef):
-            """The four elements of a word."""
-            out = cuda.local.array(4, int32)
-            for k in range(4):
-                v = byte(word, k)
-                if NTT:
-                    v = int32(v + look_up(weights, weights, uint32(0), coef, col + k)[0])
-                out[k] = clip(int32(v + sm[2 * H + col + k]))
-            return out[0], out[1], out[2], out[3]
-    else:
-        @device
-        def values(sm, word, y, at, col, weights, coef):
-            """The four elements of a word before amax."""
-            out = cuda.local.array(4, int32)
-            for k in range(4):
-                v = int32(byte(word, k) + int32(y[at + k] >> int32(SHIFT)))
-                out[k] = int32(v + sm[2 * H + col + k]) if BIAS else v
-            return out[0], out[1], out[2], out[3]
-
-    @cuda.jit(launch_bounds=256)
-    def rows(call, plan, weights, packed, windows, count, h, n, y):
-        sm = cuda.shared.array(WORDS, int32)                 # ln, its bias, bias
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        first = cuda.blockIdx.y * ROWS
-        p = call * PLAN
-        for i in range(t, H, 256):
-            sm[i], sm[H + i] = weights[plan[p] + i], weights[plan[p + 4] + i]
-            if BIAS:
-                sm[2 * H + i] = weights[plan[p + 8] + i]
-        cuda.syncthreads()
-        lane = t & 31
-        q = lane & 3
-        for group in range(t >> 5, ROWS // 8, 8):
-            here = first + group * 8
-            if here < 2 * T:
-                member = 1 if here >= T else 0
-                row = unit * (2 * T) + here + (lane >> 2)
-                at_h = (row >> 3) * (2 * H) + lane           # word of the row's piece 0; pieces are 32 words apart
-                at_e, coef = int64(0), int32(0)
-                if EMBED:
-                    window = min(2 * unit + member, count - 1)
-                    token = windows[window * (T + 1) + here + (lane >> 2) - member * T]
-                    at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-                    if NTT:
-                        coef = coefficient(windows, window * (T + 1), here + (lane >> 2) - member * T)
-                total = int32(0)
-                if EMBED:
-                    for piece in range(H // 16):
-                        a, b, c, d = values(sm, packed[at_e + piece * 32], y, 0, piece * 16 + q * 4, weights, coef)
-                        h[at_h + piece * 32] = pack4(a, b, c, d)
-                        total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
-                else:
-                    top = int32(0)
-                    for piece in range(H // 16):
-                        col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, h[at_h + piece * 32], y, row * H + col, col, weights, coef)
-                        top = int32(max(top, max(max(abs(a), abs(b)), max(abs(c), abs(d)))))
-                    scale = amax_scale(quad_max(top))
-                    for piece in range(H // 16):
-                        col = piece * 16 + q * 4
-                        a, b, c, d = values(sm, h[at_h + piece * 32], y, row * H + col, col, weights, coef)
-                        a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
-                        h[at_h + piece * 32] = pack4(a, b, c, d)
-                        total = int32(total + int32(int32(abs(a) + abs(b)) + int32(abs(c) + abs(d))))
-                mean = int32(max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1)))
-                x = cuda.local.array(4, int32)
-                for piece in range(H // 16):
-                    word = h[at_h + piece * 32]
-                    for k in range(4):
-                        i = piece * 16 + q * 4 + k
-                        x[k] = clip(int32(divide(int32(byte(word, k) * sm[i]), mean) + sm[H + i]))
-                    n[at_h + piece * 32] = pack4(x[0], x[1], x[2], x[3])
-
-    return rows
-
-
-def _product_kernel(cfg, K, N, up):
-    """y = x W, int32 [z][rows][N]; with `up`: u = GELU[clip((y >> SHIFT_MLP_UP) + bias)], int8 core matrices of N bytes
-    a row.
-
-    Launch [row tiles, column tiles, matrices], 256 threads. plan, 8 entries a matrix: 0 packed words, 1 seed A, 2
-    overlay A, 3.. the bias (vector_function)."""
-    SHIFT, KC = cfg.SHIFT_MLP_UP, chunk(K)
-    fetch, _, walk = tile_functions(K, KC)
-
-    @cuda.jit(launch_bounds=256)
-    def product(call, plan, weights, packed, stride, gelu, x, y, u):
-        sm = cuda.shared.array(0, int32)
-        table = cuda.shared.array(256, int32)
-        t, z = cuda.threadIdx.x, cuda.blockIdx.z
-        lane, warp = t & 31, t >> 5
-        row0, col0 = cuda.blockIdx.x * TILE, cuda.blockIdx.y * TILE
-        p = call * PLAN + z * 8
-        at = ptx.shared_address(sm, 0)
-        at_a, at_b = int64(row0) * (K // 4), plan[p] + int64(col0) * (K // 4)
-        fetch(at, x, at_a, packed, at_b, 0, t)
-        ptx.copy_commit()
-        if up:
-            table[t] = gelu[t]
-        acc = cuda.local.array(64, int32)
-        walk(acc, at, x, at_a, packed, at_b, warp, lane, t)
-        for i in range(4):
-            row = row0 + (warp >> 1) * 32 + i * 8 + (lane >> 2)
-            for j in range(8):
-                for k in range(2):
-                    v = acc[((i >> 1) * 8 + j) * 4 + (i & 1) * 2 + k]
-                    c = col0 + (warp & 1) * 64 + j * 8 + (lane & 3) * 2 + k
-                    if up:
-                        v = clip(int32(int32(v >> int32(SHIFT)) + weights[plan[p + 3] + c]))
-                        u[uint64((row >> 3) * (8 * N) + (c >> 4) * 128 + (row & 7) * 16 + (c & 15))] = table[v & 255]
-                    elif c < N:
-                        y[uint64((z * stride + row) * N + c)] = v
-
-    return product, 4 * TILE * KC
-
-
-def _rotate_kernel(cfg):
-    """q, k, v int8 from y int32 [3][rows][H]: rotary embedding of q and k, amax of each. q, k as core matrices; v
-    transposed, core matrices of one row a channel, positions permuted within 32 as the weights' mma fragments hold
-    them. Launch [rows / 64, 3]."""
-    H, T, D, BIT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT
-    TP = (T + 31) // 32 * 32
-
-    @device
-    def turn(y, at, rope, at_rope, rotate):
-        e, o = y[at], y[at + 1]
-        if not rotate:
-            return e, o
-        cos, sin, half = int64(rope[at_rope]), int64(rope[at_rope + 1]), int64(1) << int64(BIT - 1)
-        return (int32((int64(e) * cos - int64(o) * sin + half) >> int64(BIT)),
-                int32((int64(e) * sin + int64(o) * cos + half) >> int64(BIT)))
-
-    @cuda.jit(launch_bounds=256)
-    def rotate(rows, stride, rope, y, q, k, v):
-        t, which = cuda.threadIdx.x, cuda.blockIdx.y
-        lane = t & 31
-        row = cuda.blockIdx.x * 64 + (t >> 5) * 8 + (lane >> 2)
-        if row < rows:
-            position = row % T
-            at_y = int64(which * stride + row) * H
-            top = int32(0)
-            for piece in range(H // 16):
-                col = piece * 16 + (lane & 3) * 4
-                for pair in range(2):
-                    a, b = turn(y, at_y + col + 2 * pair, rope, position * D + (col + 2 * pair) % D, which < 2)
-                    top = int32(max(top, max(abs(a), abs(b))))
-            scale = amax_scale(quad_max(top))
-            slot = position & 31
-            slot = ((position & ~31) | ((slot >> 4) << 4) | (((slot & 7) >> 1) << 2) | (((slot >> 3) & 1) << 1)
-                    | (slot & 1))
-            for piece in range(H // 16):
-                col = piece * 16 + (lane & 3) * 4
-                a, b = turn(y, at_y + col, rope, position * D + col % D, which < 2)
-                c, d = turn(y, at_y + col + 2, rope, position * D + (col + 2) % D, which < 2)
-                a, b, c, d = quantise(a, scale), quantise(b, scale), quantise(c, scale), quantise(d, scale)
-                if which == 0:
-                    q[(row >> 3) * (2 * H) + piece * 32 + lane] = pack4(a, b, c, d)
-                elif which == 1:
-                    k[(row >> 3) * (2 * H) + piece * 32 + lane] = pack4(a, b, c, d)
-                else:
-                    at = (int64(row // T) * H + (col & ~7)) * TP + (slot >> 4) * 128 + (col & 7) * 16 + (slot & 15)
-                    v[at], v[at + 16], v[at + 32], v[at + 48] = a, b, c, d
-
-    return rotate
-
-
-def _attention_kernel(cfg):
-    """a int8 core matrices from q, k, v of _rotate_kernel: a warp makes 16 positions of one head. Launch 128 threads, a
-    warp a task.
-
-    Scores are made twice, first for the row maxima. A score fragment of four column tiles is, byte for byte, an A
-    fragment over 32 positions (in the permuted order v is stored in), so the weights go into their byte-limb products
-    without leaving registers."""
-    H, T, D, HEADS, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN
-    TP, BLOCKS, LIMBS = (T + 31) // 32 * 32, (T + 15) // 16, (cfg.SOFTMAX_SCALE_BIT + 8) // 8
-    PART = min(D, 64)                                       # channels accumulated together
-    TILES, LOWEST = PART // 8, -2 ** 31
-    QUERY, SUMS = D // 8, 3 * TILES * 4
-
-    @device
-    def scores(s, query, k, at):
-        """s[4 j ...] for the 32 positions whose keys start at word `at`."""
-        for j in range(4):
-            c = (int32(0), int32(0), int32(0), int32(0))
-            for i in range(D // 32):
-                where = at + j * (2 * H) + i * 64
-                c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], k[where],
-                               k[where + 32], c[0], c[1], c[2], c[3])
-            s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = c[0], c[1], c[2], c[3]
-
-    @cuda.jit(launch_bounds=128)
-    def attention(units, exps, q, k, v, a):
-        exp = cuda.shared.array(256, int32)
-        t = cuda.threadIdx.x
-        exp[t], exp[t + 128] = exps[t], exps[t + 128]
-        cuda.syncthreads()
-        lane = t & 31
-        task = cuda.blockIdx.x * 4 + (t >> 5)
-        block, head, member = task % BLOCKS, (task // BLOCKS) % HEADS, task // (BLOCKS * HEADS)
-        if member >= 2 * units:
-            return
-        row0 = member * T + block * 16
-        piece = head * (D // 16)
-        position, two = block * 16 + (lane >> 2), (lane & 3) * 2
-        query = cuda.local.array(QUERY, int32)
-        for i in range(D // 32):
-            at = (row0 >> 3) * (2 * H) + (piece + 2 * i) * 32 + lane
-            query[4 * i], query[4 * i + 1] = q[at], q[at + 2 * H]
-            query[4 * i + 2], query[4 * i + 3] = q[at + 32], q[at + 2 * H + 32]
-        at_k = ((member * T) >> 3) * (2 * H) + piece * 32 + lane
-        s = cuda.local.array(16, int32)
-        top0, top1 = int32(LOWEST), int32(LOWEST)
-        groups = (block * 16 + 15) // 32 + 1
-        for group in range(groups):
-            scores(s, query, k, at_k + group * (8 * H))
-            for j in range(4):
-                for e in range(2):
-                    c = group * 32 + j * 8 + two + e
-                    if c <= position:
-                        top0 = int32(max(top0, s[4 * j + e]))
-                    if c <= position + 8:
-                        top1 = int32(max(top1, s[4 * j + 2 + e]))
-        top0, top1 = int32(quad_max(top0) >> int32(SHIFT)), int32(quad_max(top1) >> int32(SHIFT))
-        sums = cuda.local.array(SUMS, int32)
-        limb = cuda.local.array(4, int32)
-        for part in range(D // PART):
-            total0, total1 = int32(0), int32(0)
-            for i in range(SUMS):
-                sums[i] = 0
-            for group in range(groups):
-                scores(s, query, k, at_k + group * (8 * H))
-                for j in range(4):
-                    for e in range(2):
-                        c = group * 32 + j * 8 + two + e
-                        d = int32(min(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT))), int32(255)))
-                        w = exp[d] if c <= position else int32(0)
-                        s[4 * j + e] = w
-                        total0 = int32(total0 + w)
-                        d = int32(min(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT))), int32(255)))
-                        w = exp[d] if c <= position + 8 else int32(0)
-                        s[4 * j + 2 + e] = w
-                        total1 = int32(total1 + w)
-                for n in range(LIMBS):
-                    pick = n * 0x11 + 0x40
-                    # a0, a2 of row g from tiles 0, 1 and 2, 3; a1, a3 the same of row g + 8
-                    for i in range(4):
-                        m = (i >> 1) * 8 + (i & 1) * 2
-                        limb[i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
-                                                       ptx.byte_permute(s[m + 4], s[m + 5], pick), 0x5410)
-                    for d in range(TILES):
-                        at = ((int64(member) * H + head * D + part * PART + d * 8) * TP + group * 256) // 4 + lane
-                        m = (n * TILES + d) * 4
-                        r = ptx.mma_u8s8(limb[0], limb[1], limb[2], limb[3], v[at], v[at + 32],
-                                             sums[m], sums[m + 1], sums[m + 2], sums[m + 3])
-                        sums[m], sums[m + 1], sums[m + 2], sums[m + 3] = r[0], r[1], r[2], r[3]
-            den0, den1 = float(quad_sum(total0)), float(quad_sum(total1))
-            for d in range(TILES):
-                col = head * D + part * PART + d * 8 + two
-                for half in range(2):
-                    row = row0 + half * 8 + (lane >> 2)
-                    for e in range(2):
-                        m = d * 4 + half * 2 + e
-                        # exact
-                        num = float(sums[m]) + 256.0 * float(sums[TILES * 4 + m]) + 65536.0 * float(sums[TILES * 8 + m])
-                        if position + half * 8 < T:
-                            a[(row >> 3) * (8 * H) + ((col + e) >> 4) * 128 + (row & 7) * 16 + ((col + e) & 15)] = clip(
-                                int32(num / (den1 if half else den0)))
-
-    return attention
-
-
-def _head_kernel(cfg):
-    """The output head of validation: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima
-    and for the sums.
-    nats float64 [rows] is set to the cross-entropy of each position.
-
-    Launch [row tiles], 256 threads. plan: 0 packed words. exps: float64 exponentials of logit differences."""
-    H, T, V, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT
-    KC, LOWEST, SCALE = chunk(H), -2 ** 31, float(cfg.SOFTMAX_EXP_SCALE)
-    STAGE, CHUNKS, TILES = 2 * TILE * KC, H // KC, (V + TILE - 1) // TILE
-    STEPS, RAGGED = 2 * TILES * CHUNKS, V % TILE != 0
-    fetch, multiply, _ = tile_functions(H, KC)
-
-    # A thread has rows r = 0..3, 8 apart, of 16 columns; one call a row, as larger loops over acc would not be unrolled
-    # on every card.
-
-    @device
-    def largest(acc, r, top, limit):
-        """top, and the columns before `limit` of row r; those beyond become the lowest value."""
-        for j in range(8):
-            for e in range(2):
-                i = (r >> 1) * 32 + (r & 1) * 2 + j * 4 + e
-                if RAGGED and j * 8 + e >= limit:
-                    acc[i] = int32(LOWEST)
-                top = int32(max(top, acc[i]))
-        return top
-
-    @device
-    def weigh(acc, r, top, total, hit, where, limit, exps):
-        """Adds the exponentials of row r, whose largest logit is top[r], to total[r]; column `where` is the target."""
-        some = float64(0)
-        for j in range(8):
-            for e in range(2):
-                v = int32(acc[(r >> 1) * 32 + (r & 1) * 2 + j * 4 + e] >> int32(SHIFT))
-                if not RAGGED or j * 8 + e < limit:
-                    some += exps[uint32(min(uint32(int32(top[r] - v)), uint32(CLEAN_EXPS - 1)))]
-                if where == j * 8 + e:
-                    hit[r] = v
-        total[r] += some
-
-    @cuda.jit(launch_bounds=256)
-    def head(call, plan, packed, windows, count, rows, exps, x, nats):
-        sm = cuda.shared.array(0, int32)
-        best, hits = cuda.shared.array((2, 128), int32), cuda.shared.array((2, 128), int32)
-        part = cuda.shared.array((2, 128), float64)
-        t = cuda.threadIdx.x
-        lane, warp = t & 31, t >> 5
-        g, q = lane >> 2, lane & 3
-        row0 = cuda.blockIdx.x * TILE
-        p = call * PLAN
-        at = ptx.shared_address(sm, 0)
-        at_a = int64(row0) * (H // 4)
-        fetch(at, x, at_a, packed, int64(plan[p]), 0, t)
-        ptx.copy_commit()
-        acc = cuda.local.array(64, int32)
-        top, target, hit = cuda.local.array(4, int32), cuda.local.array(4, int32), cuda.local.array(4, int32)
-        total = cuda.local.array(4, float64)
-        for r in range(4):                                  # this thread's rows
-            row = row0 + (warp >> 1) * 32 + r * 8 + g
-            window = row // T
-            top[r], total[r], hit[r], target[r] = LOWEST, 0, 0, -1
-            if row < rows and window < count:
-                target[r] = windows[window * (T + 1) + row - window * T + 1]
-        for i in range(64):
-            acc[i] = 0
-        for step in range(STEPS):
-            chunk, tile = step % CHUNKS, (step // CHUNKS) % TILES
-            if step + 1 < STEPS:
-                ahead = ((step + 1) // CHUNKS) % TILES
-                fetch(int32(at + ((step + 1) & 1) * STAGE), x, at_a, packed, plan[p] + int64(ahead) * (TILE * H // 4),
-                      ((step + 1) % CHUNKS) * KC, t)
-            ptx.copy_commit()
-            ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (step & 1) * STAGE), warp, lane)
-            if chunk == CHUNKS - 1:
-                col0 = tile * TILE + (warp & 1) * 64 + q * 2
-                limit = V - col0
-                if step < STEPS // 2:
-                    top[0], top[1] = largest(acc, 0, top[0], limit), largest(acc, 1, top[1], limit)
-                    top[2], top[3] = largest(acc, 2, top[2], limit), largest(acc, 3, top[3], limit)
-                else:
-                    weigh(acc, 0, top, total, hit, target[0] - col0, limit, exps)
-                    weigh(acc, 1, top, total, hit, target[1] - col0, limit, exps)
-                    weigh(acc, 2, top, total, hit, target[2] - col0, limit, exps)
-                    weigh(acc, 3, top, total, hit, target[3] - col0, limit, exps)
-                if step == STEPS // 2 - 1:                   # rows are shared by two warps: the larger maximum, shifted
-                    for r in range(4):
-                        m = quad_max(top[r])
-                        if q == 0:
-                            best[warp & 1, (warp >> 1) * 32 + r * 8 + g] = m
-                    cuda.syncthreads()
-                    for r in range(4):
-                        m = (warp >> 1) * 32 + r * 8 + g
-                        top[r] = int32(int32(max(best[0, m], best[1, m])) >> int32(SHIFT))
-                for i in range(64):
-                    acc[i] = 0
-            cuda.syncthreads()
-        for r in range(4):
-            some = total[r]
-            some += cuda.shfl_xor_sync(0xFFFFFFFF, some, 1)
-            some += cuda.shfl_xor_sync(0xFFFFFFFF, some, 2)
-            h = quad_sum(hit[r])
-            if q == 0:
-                m = (warp >> 1) * 32 + r * 8 + g
-                part[warp & 1, m] = some
-                hits[warp & 1, m] = h
-                best[warp & 1, m] = top[r]
-        cuda.syncthreads()
-        row = row0 + t
-        if t < TILE and row < rows and row // T < count:
-            h = int32(hits[0, t] + hits[1, t])
-            nats[row] = math.log(part[0, t] + part[1, t]) + float(int32(best[0, t] - h)) / SCALE
-
-    return head, 2 * STAGE
 
 
 # --- one token at a time, without noise -------------------------------------------------------------------------------
@@ -601,11 +191,6 @@ def _token_kernel(cfg):
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
-ROWS_TYPES = (int64, A32, A8, A32, A32, int64, A32, A32, A32)
-PRODUCT_TYPES = (int64, A32, A8, A32, int64, A8, A32, A32, A8)
-ROTATE_TYPES = (int64, int64, A32, A32, A32, A32, A8)
-ATTENTION_TYPES = (int64, A32, A32, A32, A32, A8)
-HEAD_TYPES = (int64, A32, A32, A32, int64, int64, AF64, A32, AF64)
 TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
 
 
@@ -655,72 +240,6 @@ class _Plan(products.Plan):
                                down=self._add(self._biased(down, layer, bias_down) + self._input(down, layer)))
 
 
-class _Clean(Pass):
-    """The forward pass without noise, one kernel a phase; a pair is two windows."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        nz, H, add = build_noise(cfg), cfg.HIDDEN_DIM, self.add
-        self.rows = {source: add(_rows_kernel(cfg, nz, source), ROWS_TYPES)
-                     for source in ("embedding", "attention", "mlp")}
-        self.square = add(_product_kernel(cfg, H, H, False), PRODUCT_TYPES)
-        self.up = add(_product_kernel(cfg, H, 4 * H, True), PRODUCT_TYPES)
-        self.down = add(_product_kernel(cfg, 4 * H, H, False), PRODUCT_TYPES)
-        self.rotate = add(_rotate_kernel(cfg), ROTATE_TYPES)
-        self.attention = add(_attention_kernel(cfg), ATTENTION_TYPES)
-        self.head = add(_head_kernel(cfg), HEAD_TYPES)
-
-    def layout(self, units):
-        """Byte ranges of the scratch arrays of `units` pairs, and their total."""
-        H, T = self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN
-        rows = blocks(units * 2 * T, TILE) * TILE
-        out, end = ranges(dict(h=rows * H, n=rows * H, y=12 * rows * H, q=(rows + 32) * H, k=(rows + 32) * H,
-                               v=2 * units * H * blocks(T, 32) * 32))
-        return out, rows, end
-
-    def launch(self, stream, plan, tables, weights, packed, windows, count, scratch, nats):
-        """Enqueues the whole pass over `count` windows."""
-        cfg, H, T, units = self.cfg, self.cfg.HIDDEN_DIM, self.cfg.SEQ_LEN, blocks(count, 2)
-        layout, stride, _ = self.layout(units)
-        part = {name: scratch[a:b] for name, (a, b) in layout.items()}
-        words = {name: x.view(np.int32) for name, x in part.items()}
-        h, n, y = words["h"], words["n"], words["y"]
-        y_down, u = y[:stride * H], part["y"][4 * stride * H:8 * stride * H]
-        packed, rows = packed.view(np.int32), units * 2 * T
-
-        def normalise(source, call):
-            kernel, shared = self.rows[source]
-            kernel[(units, blocks(2 * T, 128)), 256, stream, shared](call, tables.plan, weights, packed, windows, count,
-                                                                     h, n, y)
-
-        def product(kernel, call, x, columns, matrices=1, y=y, u=part["v"]):
-            kernel, shared = kernel
-            kernel[(stride // TILE, blocks(columns, TILE), matrices), 256, stream, shared](
-                call, tables.plan, weights, packed, stride, tables.gelu, x, y, u)
-
-        def mlp(calls):
-            product(self.up, calls.up, n, 4 * H, u=u)
-            product(self.down, calls.down, u.view(np.int32), H, y=y_down)
-
-        normalise("embedding", plan.embed)
-        mlp(plan.emb_mlp)
-        for layer in plan.layers:
-            normalise("mlp", layer.ln_1)
-            product(self.square, layer.qkv, n, H, 3)
-            self.rotate[0][(blocks(rows, 64), 3), 256, stream](rows, stride, tables.rope, y, words["q"], words["k"],
-                                                               part["v"])
-            tasks = 2 * units * cfg.N_HEADS * blocks(T, 16)
-            self.attention[0][blocks(tasks, 4), 128, stream](units, tables.exps, words["q"], words["k"], words["v"],
-                                                             part["n"])
-            product(self.square, layer.o, n, H)
-            normalise("attention", layer.ln_2)
-            mlp(layer.mlp)
-        normalise("mlp", plan.ln_f)
-        kernel, shared = self.head
-        kernel[stride // TILE, 256, stream, shared](plan.head, tables.plan, packed, windows, count, rows,
-                                                    tables.clean_exps, n, nats)
-
-
 class Forward(products.Forward):
     """See the top of this file."""
 
@@ -734,25 +253,27 @@ class Forward(products.Forward):
         super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES, logit)
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        self._noisy, self._clean = transformer.Noisy(cfg, self._packing, card, silent), _Clean(cfg)
+        self._noisy = transformer.Members(cfg, self._packing, card, silent)
+        self._clean = SimpleNamespace(kernels=self._noisy.clean_kernels)
         self._serve()
 
     def tables(self):
-        super().tables(gelu=integer_tables.gelu_table(),
+        super().tables(no_job=np.zeros(3, np.uint32), gelu=integer_tables.gelu_table(),
                        rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
     def scratch_bytes(self, pairs):
         return self._noisy.layout(pairs)[2]
 
     def clean_scratch_bytes(self, windows, length):
-        return self._clean.layout(blocks(windows, 2))[2]
+        return self._noisy.layout(blocks(windows, 2))[2]
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset,
                            pairs, scratch, losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._clean.launch(stream, self._plan, self._tables, weights, packed, windows, count, scratch, nats)
+        self._noisy.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count,
+                           self._tables.no_job, 0, blocks(count, 2), scratch, nats, clean=True)
 
     def cache_bytes(self, positions):
         cfg = self.cfg

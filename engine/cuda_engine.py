@@ -43,6 +43,7 @@ numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have sm
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
 DIGESTERS = 1024            # blocks that make a digest, at most
+NOISY = (1 << 32) - 1       # the last word of a job: mask of the noise
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
@@ -139,6 +140,7 @@ def compile_share():
     """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
     reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
     left."""
+    gc.disable()                                             # saves a tenth of the time
     (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
@@ -397,7 +399,7 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(2, np.uint32), cuda.device_array(2, np.int64)
+        self._job, self._place = cuda.device_array(3, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
         # of changed weights
@@ -471,7 +473,7 @@ class CudaEngine:
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
-        self._job.copy_to_device(np.array([self.seed, first // 2], np.uint32), self.stream)
+        self._job.copy_to_device(np.array([self.seed, first // 2, NOISY], np.uint32), self.stream)
         if self._tokens is None:
             cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
@@ -528,7 +530,7 @@ class CudaEngine:
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
-        self._job.copy_to_device(np.array([self.seed, 0], np.uint32), self.stream)
+        self._job.copy_to_device(np.array([self.seed, 0, NOISY], np.uint32), self.stream)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int

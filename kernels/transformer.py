@@ -1,6 +1,7 @@
-"""The transformer's noisy forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
+"""The transformer's forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
 
-`egg_kernels` documents the calls and has validation and generation. Five parts make it:
+`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out, a window a
+member instead of a window a pair, and an embedding and a head of its own. Five parts make it:
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -26,12 +27,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (A8, A32, A64, AU32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
-from kernels.products import DOWN, PLAIN, QUADS, UP, Pass, ranges
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
 from kernels.rules import build_noise, device, divide, loss_function
 from model import integer_tables
 from model import parameters
@@ -117,6 +118,18 @@ def begin_functions(cfg, nz, inputs, most=0):
         return int32(c + int32(int32(s * n) >> int32(NOISE_SHIFT)))
 
     return row, column, begin, 0x4B400000 if FITS else 0
+
+
+def masked_vector(cfg, nz):
+    """vector_function, with the noise masked by `mask`: job[2] as int32, -1 or, for validation, 0."""
+    vector = vector_function(cfg, nz, True)
+
+    @device
+    def masked(weights, overlay, plan, at, seed, i, mask):
+        w = int32(weights[plan[at] + i])
+        plus, minus = vector(weights, overlay, plan, at, seed, i)
+        return int32(w + int32(int32(plus - w) & mask)), int32(w + int32(int32(minus - w) & mask))
+    return masked
 
 
 def load4(nz):
@@ -405,7 +418,7 @@ def _up_kernel(cfg, nz, card, KP):
     start, done, leave = P.start, P.done, P.leave
     noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz)
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
-    vector = vector_function(cfg, nz, True)
+    vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
                                                      256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
@@ -436,14 +449,15 @@ def _up_kernel(cfg, nz, card, KP):
                      + at)
 
     @card.device
-    def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, seed):
+    def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, job, seed):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
+        mask = int32(job[2])
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
         for slot in range(SLOTS):
             mine = uint32(seed + uint32((member + slot) >> 1))
             stream, to = uint32(mine + uint32(plan[p + 1])), at + slot * TABLE + c
-            sm[to] = as_column(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i))
-            plus, minus = vector(weights, overlay, plan, p + 3, mine, i)
+            sm[to] = as_column(int32(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i) & mask))
+            plus, minus = vector(weights, overlay, plan, p + 3, mine, i, mask)
             bias = minus if (member + slot) & 1 else plus
             sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
             # both forms: a branch here would make the products wait for each other
@@ -513,7 +527,7 @@ def _up_kernel(cfg, nz, card, KP):
         for i in range(64):
             acc[i] = 0
         row, member, slot, sign = place(first, t)
-        prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, seed)
+        prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, job, seed)
         s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1)
@@ -537,7 +551,7 @@ def _up_kernel(cfg, nz, card, KP):
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place(tile + every, t)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
-                        weights, overlay, seed)
+                        weights, overlay, job, seed)
                 if last:
                     s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
                 ptx.named_barrier(1 + group, 128)
@@ -638,20 +652,21 @@ def _full_kernel(cfg, nz, card, kind):
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
     noise, scaled, four = nz.noise, nz.scaled, load4(nz)
-    vector = vector_function(cfg, nz, True)
+    vector = masked_vector(cfg, nz)
 
     @card.device
-    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, seed):
+    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, job, seed):
         """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
         used."""
-        col = min(columns + min(c, CG * N - 1), H - 1)
+        col, mask = min(columns + min(c, CG * N - 1), H - 1), int32(job[2])
         for slot in range(SLOTS):
             mine = uint32(seed + uint32((member + slot) >> 1))
             stream = uint32(mine + uint32(plan[p + 1]))
-            sm[at + slot * TABLE + c] = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
+            n = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
+            sm[at + slot * TABLE + c] = int32(n & mask)
             if DOWN:
-                plus, minus = vector(weights, overlay, plan, p + 3, mine, col)
+                plus, minus = vector(weights, overlay, plan, p + 3, mine, col, mask)
                 sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
 
     @card.device
@@ -729,8 +744,8 @@ def _full_kernel(cfg, nz, card, kind):
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
+    # not card.written: its own loops are unrolled by every compiler, and written out they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    @card.written
     def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
              spill):
         sm = cuda.shared.array(0, int32, 128)
@@ -780,7 +795,7 @@ def _full_kernel(cfg, nz, card, kind):
                     step += 1
                 start(acc, base, bar, step, PIECES - 1, PIECES - 1, t)
                 # while the tensor cores work
-                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, seed)
+                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, job, seed)
                 ptx.named_barrier(1 + rg, CG * 128)
                 done(acc)
                 leave(bar, step, t)
@@ -842,25 +857,35 @@ def _full_kernel(cfg, nz, card, kind):
 
 # --- head -------------------------------------------------------------------------------------------------------------
 
-def _head_kernel(cfg, nz, card):
+def _head_kernel(cfg, nz, card, like=None):
     """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the
     sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words
     packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
+
+    like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
+    each position; `pairs` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
+    of 16 columns, then up the tiles of 128, which no other thread has: the order of the sums is the same on every card.
 
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
     LOGIT, NOISE_SHIFT, ONES, SILENT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
+    NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
+    SUMS, MEMBERS = (4, 0) if NATS else (2, 1)               # of a thread; shift from a member to its window
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     FARTHEST = (MOST << LOGIT) + ONES
     # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
     # from 2^31)
     PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
-    EXPS = (MOST + 1) * STRIDE
+    EXPS = 1 if NATS else (MOST + 1) * STRIDE
     _, SLOTS = _place_function(cfg, 1)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V)
+    budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
+    shape = wide_shape(budget, H, V)
+    if NATS:                                                 # one column group, if possible with the packing of `like`
+        found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
+        shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
     RG, CG, TILES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
     AT_TABLES = shape.bytes // 4
@@ -907,6 +932,47 @@ def _head_kernel(cfg, nz, card):
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
         return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
 
+    @device
+    @written_out
+    def add_nats(totals, acc, top0, top1, exps, limit):
+        """Adds the exponentials of the two rows to totals [64 columns][row]."""
+        for g in range(2):
+            some0, some1 = float64(0), float64(0)
+            for j in range(8):
+                for e in range(2):
+                    i = 32 * g + 4 * j + e
+                    d0 = int32(top0 - int32(acc[i] >> int32(LOGIT)))
+                    d1 = int32(top1 - int32(acc[i + 2] >> int32(LOGIT)))
+                    w0 = exps[uint64(min(uint32(d0), uint32(CLEAN_EXPS - 1)))]
+                    w1 = exps[uint64(min(uint32(d1), uint32(CLEAN_EXPS - 1)))]
+                    if RAGGED:
+                        known = 64 * g + 8 * j + e < limit
+                        w0, w1 = w0 if known else float64(0), w1 if known else float64(0)
+                    some0 += w0
+                    some1 += w1
+            totals[2 * g] += some0
+            totals[2 * g + 1] += some1
+
+    @device
+    def settled(top, table):
+        """The highest logit of validation; of members the highest level with the same logit."""
+        if NATS:
+            return int32(top >> int32(LOGIT))
+        return int32(int32(top | int32(ONES)) + table)
+
+    @device
+    def finish(losses, unit, odd, position, totals, top0, top1, z0, z1, table):
+        if NATS:
+            losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
+            if position + 8 < T:
+                losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
+        else:
+            less = int32(table + int32(BASE))
+            loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            if position + 8 < T:
+                loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
+            cuda.atomic.add(losses, 2 * unit + odd, loss)
+
     @card.device
     def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
@@ -931,14 +997,15 @@ def _head_kernel(cfg, nz, card):
         base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         at, at_overlay = plan[call * PLAN], plan[call * PLAN + 2]
         init(bar, t)
-        for i in range(t, EXPS, THREADS):
-            exp[i] = exps[i // STRIDE]
+        if not NATS:
+            for i in range(t, EXPS, THREADS):
+                exp[i] = exps[i // STRIDE]
         cuda.syncthreads()
         rows(base, bar, 0, tile, x, t)
         for i in range(min(STAGES, STEPS)):
             fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
         row, member, slot, sign = place(tile, t)
-        unit, position = (member + slot) >> 1, row % LENGTH
+        unit, position = (member + slot) >> MEMBERS, row % LENGTH
         s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
         seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
         z0, z1 = int32(0), int32(0)
@@ -948,8 +1015,9 @@ def _head_kernel(cfg, nz, card):
             z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay,
                               stream, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
-        total0, total1 = int64(0), int64(0)
-        acc = cuda.local.array(64, int32)
+        acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
+        for k in range(SUMS):
+            totals[k] = 0
         for i in range(64):
             acc[i] = 0
         here, at_exp, table = AT_TABLES + group * (2 * SLOTS * 128), int32((lane & (COPIES - 1))
@@ -1004,7 +1072,9 @@ def _head_kernel(cfg, nz, card):
                         for k in range(CG):
                             top0, top1 = int32(max(top0, sm[mine + k])), int32(max(top1, sm[mine + 8 * CG + k]))
                         ptx.named_barrier(5 + rg, CG * 128)
-                    top0, top1 = int32(int32(top0 | int32(ONES)) + table), int32(int32(top1 | int32(ONES)) + table)
+                    top0, top1 = settled(top0, table), settled(top1, table)
+            elif NATS:
+                add_nats(totals, acc, top0, top1, exps, limit)
             else:
                 e0, e1 = uint32(0), uint32(0)
                 for j in range(16):
@@ -1012,44 +1082,39 @@ def _head_kernel(cfg, nz, card):
                         i = 4 * j + e
                         e0 = uint32(e0 + uint32(weight(top0, acc[i], last, at_exp)))
                         e1 = uint32(e1 + uint32(weight(top1, acc[i + 2], last, at_exp)))
-                total0 += int64(e0)
-                total1 += int64(e1)
+                totals[0] += int64(e0)
+                totals[1] += int64(e1)
                 if RAGGED and limit < 128:                   # the hidden columns counted as the smallest weight
                     hidden = 0
                     for j in range(16):
                         for e in range(2):
                             hidden += 1 if j * 8 + e >= limit else 0
-                    total0 -= int64(hidden) * exp[MOST * STRIDE]
-                    total1 -= int64(hidden) * exp[MOST * STRIDE]
+                    totals[0] -= int64(hidden) * exp[MOST * STRIDE]
+                    totals[1] -= int64(hidden) * exp[MOST * STRIDE]
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1)
-        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 1)
-        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 1)
-        total0 += cuda.shfl_xor_sync(0xFFFFFFFF, total0, 2)
-        total1 += cuda.shfl_xor_sync(0xFFFFFFFF, total1, 2)
+        for k in range(SUMS):
+            totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 1)
+            totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 2)
         if CG > 1:
             mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
             if q == 0:
-                wide[mine + side], wide[mine + 8 * CG + side] = total0, total1
+                wide[mine + side], wide[mine + 8 * CG + side] = totals[0], totals[1]
             ptx.named_barrier(5 + rg, CG * 128)
-            total0, total1 = int64(0), int64(0)
+            totals[0], totals[1] = 0, 0
             for k in range(CG):
-                total0 += wide[mine + k]
-                total1 += wide[mine + 8 * CG + k]
+                totals[0] += wide[mine + k]
+                totals[1] += wide[mine + 8 * CG + k]
         if q == 0 and side == 0 and unit < pairs and position < T:
-            less = int32(table + int32(BASE))
-            loss = position_loss(total0, int32(int32(top0 - less) >> int32(LOGIT)), z0)
-            if position + 8 < T:
-                loss += position_loss(total1, int32(int32(top1 - less) >> int32(LOGIT)), z1)
-            cuda.atomic.add(losses, 2 * unit + ((member + slot) & 1), loss)
+            finish(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
-def _embed_kernel(cfg, nz, card):
+def _embed_kernel(cfg, nz, card, clean):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position.
+    four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.NOISE_SHIFT
     vector = vector_function(cfg, nz, True)
@@ -1059,7 +1124,7 @@ def _embed_kernel(cfg, nz, card):
 
     @cuda.jit(launch_bounds=256)
     @card.written
-    def embed(call, plan, weights, packed, overlay, windows, job, offset, h, losses):
+    def embed(call, plan, weights, packed, overlay, windows, count, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1075,29 +1140,39 @@ def _embed_kernel(cfg, nz, card):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            at_window = unit * (T + 1)
+            at_window = (2 * unit if clean else unit) * (T + 1)
+            at_other = min(2 * unit + 1, count - 1) * (T + 1)
             token = windows[at_window + min(position, T - 1)]
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
             at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
+            at_o = at_e
+            if clean:
+                token = windows[at_other + min(position, T - 1)]
+                at_o = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
             address = ptx.shared_address(table, (lane & 3) * 4)
             x = cuda.local.array(8, int32)
-            coef = int32(0)
+            coef, coef_o = int32(0), int32(0)
             if NTT:
                 coef = coefficient(windows, at_window, min(position, T - 1))
+                if clean:
+                    coef_o = coefficient(windows, at_other, min(position, T - 1))
             for piece in range(H // 16):
                 word = packed[uint64(at_e + piece * 32)]
+                word_o = packed[uint64(at_o + piece * 32)] if clean else word
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
                     d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f)
                                               * factors[piece * 16 + (lane & 3) * 4 + k]))
-                    e = byte(word, k)
-                    more = int32(0), int32(0)
+                    e, o = byte(word, k), byte(word_o, k)
+                    more, more_o = int32(0), int32(0)
                     if NTT:
-                        more = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
-                    x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more[0]))
-                    x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more[1]))
+                        more, more_o = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
+                        if clean:
+                            more_o = look_up(weights, overlay, seed, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
+                    x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more))
+                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more_o))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 
@@ -1114,7 +1189,7 @@ def _norm_kernel(cfg, nz, card, streams):
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
     FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
     BYTES, THREADS_OF_H = streams * H // 4, blocks(H, 256) * 256
-    vector = vector_function(cfg, nz, True)
+    vector = masked_vector(cfg, nz)
     noise, factor, whole_factor = nz.noise, nz.factor, nz.whole
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
@@ -1148,12 +1223,12 @@ def _norm_kernel(cfg, nz, card, streams):
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        seed, mask = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), int32(job[2])
         whole = int32(1)
         for i in range(t, THREADS_OF_H, 256):
             if i < H:                                        # H is a multiple of 32: so for whole warps
-                table[i], table[H + i] = vector(weights, overlay, plan, p, seed, i)
-                even, odd = vector(weights, overlay, plan, p + 4, seed, i)
+                table[i], table[H + i] = vector(weights, overlay, plan, p, seed, i, mask)
+                even, odd = vector(weights, overlay, plan, p + 4, seed, i, mask)
                 table[2 * H + i], table[3 * H + i] = shared_bias(even), shared_bias(odd)
                 for s in range(SUMMED):
                     stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
@@ -1449,26 +1524,31 @@ def _attention_kernel(cfg, nz, card):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-EMBED_TYPES = (int64, A32, A8, A32, A8, A32, AU32, int64, A32, A64)
+EMBED_TYPES = (int64, A32, A8, A32, A8, A32, int64, AU32, int64, A32)               # and losses
 NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
 UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, A32, A32)
 FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
 ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
-HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64, A32, A32, A32, A64)
+HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64)                  # and exps, n, sb, losses
 
 
-class Noisy(Pass):
-    """The noisy forward pass of a configuration on a Card."""
+class Members(Pass):
+    """The forward pass of a configuration on a Card: of members, and without noise of windows (`clean_kernels`)."""
 
     def __init__(self, cfg, packing, card, silent):
         super().__init__(cfg)
-        nz, add = build_noise(cfg, silent), self.add
-        self.embed = add(_embed_kernel(cfg, nz, card), EMBED_TYPES)
+        nz, none, add = build_noise(cfg, silent), build_noise(cfg, True), self.add
         self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
         self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
-        self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES)
+        shared = list(self.kernels)
+        self.embed = add(_embed_kernel(cfg, nz, card, False), EMBED_TYPES + (A64,))
+        self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES + (A32, A32, A32, A64))
+        of_step, self.kernels = self.kernels, shared
+        self.clean_embed = add(_embed_kernel(cfg, none, card, True), EMBED_TYPES + (AF64,))
+        self.clean_head = add(_head_kernel(cfg, none, card, self.head[2]), HEAD_TYPES + (AF64, A32, A32, AF64))
+        self.kernels, self.clean_kernels = of_step, self.kernels
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
         used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
@@ -1477,6 +1557,9 @@ class Noisy(Pass):
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
             order, (_, _, shape) = used[t.name]
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
+            if t.name == "embedding":
+                KP = self.clean_head[2].KP
+                self.at_clean = (self.at[t.name, 0] if KP == shape.KP else packing.add(t, order, shape.columns(), KP))
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1490,8 +1573,8 @@ class Noisy(Pass):
         return out, rows, end
 
     def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
-               losses):
-        """Enqueues the whole pass over so many pairs."""
+               losses, clean=False):
+        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0."""
         layout, stride, _ = self.layout(pairs)
         part = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
         h, n, sb, u, q, k, v, spill = (part[name] for name in ("h", "n", "sb", "u", "q", "k", "v", "spill"))
@@ -1517,8 +1600,10 @@ class Noisy(Pass):
                 tables.gelu, n, sb, u)
             full("down", calls.down, down, layer, u)
 
-        self.embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
-            plan.embed, tables.plan, weights, packed, overlay, windows, job, offset, h, losses)
+        embed, head, at, exps = ((self.clean_embed, self.clean_head, self.at_clean, tables.clean_exps) if clean else
+                                 (self.embed, self.head, self.at["embedding", 0], tables.exps))
+        embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
+            plan.embed, tables.plan, weights, packed, overlay, windows, count, job, offset, h, losses)
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -1531,7 +1616,6 @@ class Noisy(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        kernel, shared, shape = self.head
+        kernel, shared, shape = head
         kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
-            plan.head, self.at["embedding", 0], tables.plan, packed, overlay, windows, pairs, job, offset, tables.exps,
-            n, sb, losses)
+            plan.head, at, tables.plan, packed, overlay, windows, count, job, offset, exps, n, sb, losses)

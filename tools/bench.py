@@ -127,9 +127,9 @@ def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
         return line
     del engine                                               # its memory is for the worker
     gc.collect()
-    step = _whole_step(shape, tokens, device, threads, 5)
+    step, found = _whole_step(shape, tokens, device, threads, 5)
     if step is None:
-        return line + "  not enough steps in 15 s"
+        return f"{line}  {found}"
     beyond = 1 - (-(-shape.N_CHUNKS // len(hardware.devices(shape))) * evaluation + update) / step
     return line + f" {step * 1e3:9.2f} {beyond:7.1%}"
 
@@ -217,8 +217,8 @@ def bench_steps(cfg, tokens, device, threads):
         if device == "cpu" and not changes:
             # a whole population would take minutes
             shape = _for_cpu(shape, engines.make(shape, tokens, device, threads))
-        step = _whole_step(shape, tokens, device, threads, seconds)
-        print(f"whole steps, {name}: " + ("not enough complete" if step is None else
+        step, found = _whole_step(shape, tokens, device, threads, seconds)
+        print(f"whole steps, {name}: " + (found if step is None else
               f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
               f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"), flush=True)
 
@@ -226,7 +226,8 @@ def bench_steps(cfg, tokens, device, threads):
 # --- what both use ----------------------------------------------------------------------------------------------------
 
 def _whole_step(cfg, tokens, device, threads, seconds):
-    """Seconds of a step in a training of 3 times `seconds`, after its first third; None without two such steps."""
+    """(seconds of a step, None without two; what was found) in a training of 3 times `seconds`, after the first third
+    of its steps, in which the slices of a worker are small."""
     with tempfile.TemporaryDirectory() as directory:
         data, log = pathlib.Path(directory) / "tokens.bin", pathlib.Path(directory) / "log.jsonl"
         kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
@@ -237,8 +238,10 @@ def _whole_step(cfg, tokens, device, threads, seconds):
                     threads=threads, console=egg_net.Console(quiet=True), log_json=str(log))
         events = [json.loads(line) for line in log.read_text().splitlines()]
     ends = [event["elapsed"] for event in events if event["event"] == "step"]
-    ends = [end for end in ends if end > seconds]            # the first slices of a worker are small
-    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
+    joined = sum(event["event"] == "joined" for event in events)
+    found = f"{len(ends)} steps in {3 * seconds} s, the last after {max(ends, default=0)} s; {joined} workers joined"
+    ends = ends[len(ends) // 3:]
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, found
 
 
 def _for_cpu(cfg, engine):
