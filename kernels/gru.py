@@ -56,10 +56,10 @@ def divide_function(d):
     return divide
 
 
-def _registers(cfg, card):
-    """Decorator of device functions with loops over registers and noise within. Every compiler leaves those of mode 2;
-    of the others no compiler leaves the inner ones, over d and g."""
-    if cfg.ADAPTIVE_NOISE_MODE == 2:
+def _registers(card, long=False):
+    """Decorator of device functions with loops over registers. Every compiler leaves those with `long` bodies, as noise
+    of mode 2 makes them; of the others no compiler leaves the inner ones, over d and g."""
+    if long:
         return lambda function: device(written_out(function))
     return device if card.unrolls else lambda function: device(written_out(function, {"i", "j"}))
 
@@ -298,7 +298,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     Q = quotient_functions(cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
     as_row, as_column, begin, quotients, pairs = Q.row, Q.column, Q.begin, Q.word, Q.pairs
-    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
+    two, registers = ptx.int16_pairs(cc), _registers(card, cfg.ADAPTIVE_NOISE_MODE == 2)
     add2, min2, max2, HIGHEST, LOWEST = two.add2, two.min2, two.max2, both(255), both(1)
 
     @card.device
@@ -546,13 +546,14 @@ def _nats_kernel(cfg):
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def _recurrence(cfg, card):
-    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence."""
+    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence. Those of noise mode 2 are
+    too large for that."""
     H = cfg.HIDDEN_DIM
     passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
     N = blocks(H, 128 * passes) * 32
     ways = []
     for rows in 64, 32:
-        for resident in True, False:
+        for resident in (False,) if cfg.ADAPTIVE_NOISE_MODE == 2 else (True, False):
             states = 2 * rows * H
             budget = card.shared - 2816 - states - (N * passes * 1024 if resident else 0)
             for rank, shape in transformer._shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
@@ -565,11 +566,16 @@ def _recurrence(cfg, card):
     return best, rows, resident
 
 
+def _tables(cfg):
+    return 4 if cfg.ADAPTIVE_NOISE_MODE == 2 else 2
+
+
 def _recur_kernel(cfg, nz, card, cc, clean):
     """One layer's state through n positions, some pairs a block: x = clip(x + h) in place. Launch [blocks] of 512
     threads. A warp has eight pairs, a warpgroup N columns of each of its passes; what a thread needs of its columns it
     finds in `own`, 16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
-    other matrix.
+    other matrix. In noise mode 2, where a factor is a hash and a root, the scaled column noise of both matrices
+    follows.
 
     at: packed word of U_f; U_h follows. plan: 0 b_f, 4 b_h (vector_function); 8, 12: packed words, seed A, overlay A,
     seed B of U_f and U_h; 16, 17 their overlays B. states words of int8 [sequences or groups, H]: where `begin`, a pair
@@ -579,7 +585,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     shape, ROWS, RESIDENT = _recurrence(cfg, card)
     N, PER, PIECES, STAGES = shape.N, shape.passes // 2, H // shape.KP, shape.stages
     KS, ACC, PAST, RAGGED = N // 16, N // 2, ROWS * H // (8 * shape.KP), GROUPS * N * PER != H
-    ALL, AT_PAST, AT_OWN = KS * PER, ROWS * H, shape.bytes
+    ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
+    TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
     P = transformer.product_functions(card, shape, matrices=2)
     init, fill, refill, start, done, leave = P.init, P.fill, P.refill, P.start, P.done, P.leave
@@ -588,7 +595,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     Q = quotient_functions(cfg, nz, H)
     as_row, as_column, begin_acc, pairs = Q.row, Q.column, Q.begin, Q.pairs
     gated2, next2 = gru_parts.state_functions(cc)
-    two, registers = ptx.int16_pairs(cc), _registers(cfg, card)
+    two, registers = ptx.int16_pairs(cc), _registers(card)
     add2, min2, max2 = two.add2, two.min2, two.max2
     FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
 
@@ -603,11 +610,11 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     else:
         @device
         def load_own(base, own, which, k, t):
-            return ptx.load4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4)
+            return ptx.load4(own, (int64(cuda.blockIdx.x) * (TABLES * ALL) + which * ALL + k) * (THREADS * 4) + t * 4)
 
         @device
         def store_own(base, own, which, k, t, a, b, c, d):
-            ptx.store4(own, (int64(cuda.blockIdx.x) * (2 * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, a, b, c, d)
+            ptx.store4(own, (int64(cuda.blockIdx.x) * (TABLES * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, a, b, c, d)
 
     @device
     def column_of(k, t):
@@ -672,10 +679,13 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     acc[8 * j + i] = begin_acc(int32(0), int32(0))
             else:
                 column, stream = column_of(ahead * KS + j, t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
-                word = load_own(base, own, which, ahead * KS + j, t)[0]
+                noises = load_own(base, own, which + TABLES - 2, ahead * KS + j, t)
                 for g in range(4):
                     i = 8 * j + (g >> 1) * 4 + (g & 1)
-                    n = column_noise(word, g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
+                    if SCALED:
+                        n = noises[g]
+                    else:
+                        n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n), begin_acc(s1, n)
         for piece in range(PIECES):
             start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
@@ -706,7 +716,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         past = gated2(y, z, ptx.read_shared(int32(at_h + d * (8 * H))))
                         if works:
                             ptx.store_shared(int32(at_h + AT_PAST + d * (8 * H)), past)
-                        sums[d] = add_inputs(sums[d], past, w[3], overlay, plan[p + 17], stream, column + g * 16)
+                        if not SCALED:
+                            sums[d] = add_inputs(sums[d], past, w[3], overlay, plan[p + 17], stream, column + g * 16)
 
     @registers
     def advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works, live,
@@ -738,7 +749,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         h = h if (keeps1 if d else keeps0) else int32(0)
                         if works:
                             ptx.store_shared(at_h, h)
-                        sums[d] = add_inputs(sums[d], h, noises, overlay, plan[p + 16], stream, column + g * 16)
+                        if not SCALED:
+                            sums[d] = add_inputs(sums[d], h, noises, overlay, plan[p + 16], stream, column + g * 16)
                     if live:
                         ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
@@ -790,6 +802,13 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             for which in range(2):
                 w0, w1, w2, w3 = make_own(weights, overlay, plan, p, seed, which, k, t)
                 store_own(base, own, which, k, t, w0, w1, w2, w3)
+                if SCALED:
+                    at_overlay, first = plan[p + 10 + 4 * which], min(column, H - 4)
+                    a = uint32(seed + uint32(plan[p + 9 + 4 * which]))
+                    store_own(base, own, which + 2, k, t, column_noise(w0, 0, overlay, at_overlay, a, first),
+                              column_noise(w0, 1, overlay, at_overlay, a, first),
+                              column_noise(w0, 2, overlay, at_overlay, a, first),
+                              column_noise(w0, 3, overlay, at_overlay, a, first))
                 if which == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin:
@@ -815,6 +834,16 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, base, bar, own,
                             plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
                             keeps0, keeps1)
+                if SCALED and works:                         # once, not in every pass: it is long
+                    overlay_b, seed_b = plan[p + 17 - which], uint32(seed + uint32(plan[p + 15 - 4 * which]))
+                    for k in range(ALL):
+                        column = column_of(k, t)
+                        if not RAGGED or column < H:
+                            at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
+                            w3 = load_own(base, own, which, k, t)[3]
+                            sums[0] = add_inputs(sums[0], ptx.read_shared(at_h), w3, overlay, overlay_b, seed_b, column)
+                            sums[1] = add_inputs(sums[1], ptx.read_shared(int32(at_h + 8 * H)), w3, overlay, overlay_b,
+                                                 seed_b, column)
                 store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
                 if BULK:
                     ptx.proxy_fence()
@@ -966,7 +995,7 @@ class Rows(Pass):
         super().__init__(cfg)
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
-        self.own_bytes = shape.columns() * 128               # 16 a thread, matrix and 16 columns
+        self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.embed = add(_embed_kernel(cfg, nz, clean), EMBED_TYPES + (losses,))
         self.norm_one = add(_norm_kernel(cfg, nz, cc, 1), NORM_TYPES)
         self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2), NORM_TYPES)
