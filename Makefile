@@ -19,7 +19,7 @@ CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hard
 run: $(VENV)/ready
 	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
 	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
-	echo "make run: one minute of training, the first time after about 25 s of compiling (two quiet cores)"; set -x; \
+	echo "make run: one minute of training, the first time after about 15 s of compiling (two quiet cores)"; set -x; \
 	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
 
 install: $(VENV)/ready

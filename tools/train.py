@@ -26,7 +26,7 @@ FINAL_SECONDS = 120.0      # that the first of them may take for the final valid
 LEAVE_SECONDS = 5.0        # that each may take to end
 SLOW_SECONDS = 30.0        # a step that takes longer is announced
 SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
-COMPILING = "(once; about 25 s)"
+COMPILING = "(once; about 15 s)"
 
 
 class TrainError(EggError):
