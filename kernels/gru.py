@@ -609,12 +609,16 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             ptx.store_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16), a, b, c, d)
     else:
         @device
+        def place_of(which, k, t):
+            return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + t * 4
+
+        @device
         def load_own(base, own, which, k, t):
-            return ptx.load4(own, (int64(cuda.blockIdx.x) * (TABLES * ALL) + which * ALL + k) * (THREADS * 4) + t * 4)
+            return ptx.load4(own, place_of(which, k, t))
 
         @device
         def store_own(base, own, which, k, t, a, b, c, d):
-            ptx.store4(own, (int64(cuda.blockIdx.x) * (TABLES * ALL) + which * ALL + k) * (THREADS * 4) + t * 4, a, b, c, d)
+            ptx.store4(own, place_of(which, k, t), a, b, c, d)
 
     @device
     def column_of(k, t):
