@@ -519,6 +519,7 @@ class Coordinator:
             return
         self._conclude_step()                        # if two end in one turn
         self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
+        self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
         if names := self.trust.unconfirmed(step):
             self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
@@ -528,10 +529,9 @@ class Coordinator:
         self.dispatcher.answer_waiting()
 
     def _conclude_step(self):
-        """Has the disk keep the step that has ended, and reports it: both while the workers go on."""
+        """Reports the step that has ended, while the workers go on."""
         if self._ended:
             event, self._ended = self._ended, None
-            self.run.sync()
             self.events.emit("step", **event)
 
     def _begin_step(self):
