@@ -567,6 +567,7 @@ def _recurrence(cfg, card):
 
 
 def _tables(cfg):
+    """Tables of 16 bytes that a thread of the recurrence has for 16 columns."""
     return 4 if cfg.ADAPTIVE_NOISE_MODE == 2 else 2
 
 

@@ -596,11 +596,12 @@ class Compiler:
         self.directory = directory
 
     def files(self, constants, cc, part="all", names=None):
-        """[(Kernel, its file)] of a configuration on a card; names: the first kernel of each of these is enough."""
+        """[(Kernel, its file)] of a configuration on a card; names: of each name as many kernels as it stands there."""
         from engine import kernel_cache
         some, known = kernels_of(constants, cc)[part], {}
         if names is not None:
-            some = {kernel.name: kernel for kernel in reversed(some) if kernel.name in names}.values()
+            some = [kernel for name in dict.fromkeys(names)
+                    for kernel in [k for k in some if k.name == name][:names.count(name)]]
         return [(kernel, self.directory / kernel_cache.key(known, kernel.dispatcher, kernel.signature))
                 for kernel in some]
 

@@ -199,13 +199,16 @@ def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, status,
 
 
 def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
+    def pulls(isle):
+        return [event for event in isle.events if event["event"] == "gossip" and event["outcome"] == "pull"]
+
     cfg = egg_config.make(**{**ISLE.constants(), "VALIDATE_EVERY": 0})
     with Isle(tmp_path / "a", "a", 30, cfg=cfg, validation=None) as a, \
             Isle(tmp_path / "b", "b", 3, [a], cfg=cfg, validation=None) as b:
-        until(lambda: "is better" in b.lines.text)
+        until(lambda: pulls(b) and "is better" in b.lines.text)
         bits, unit = egg_config.loss_unit(cfg.constants())
         shares = re.search(r"a is better, ([0-9.]+) against ([0-9.]+) (\S+): ", b.lines.text)
-        event = next(event for event in b.events if event["event"] == "gossip" and event["outcome"] == "pull")
+        event = pulls(b)[0]
         assert shares[3] == unit and (event["kind"], event["ours"] > event["theirs"]) == ("loss", True)
         assert float(shares[1]) == pytest.approx(bits * event["theirs"], abs=1e-3)
         assert float(shares[2]) == pytest.approx(bits * event["ours"], abs=1e-3)
