@@ -154,10 +154,10 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
-        constants = self._constants._replace(matrix_shift=self.cfg.noise_shift(self.step))
+        shift = self.cfg.noise_shift(self.step)
 
         def work(a, b):
-            self._model.evaluate(constants, self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b])
+            self._model.evaluate(self._w, windows[a:b], self.seed, shift, first // 2 + a, losses[a:b])
 
         self._spread(count // 2, work, together=self._model.together)
         return losses.ravel()

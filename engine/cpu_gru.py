@@ -293,24 +293,23 @@ class Gru:
         self.cfg, self._constants, self._exp = cfg, constants, exp
         self.together = TOGETHER
 
-    def evaluate(self, c, w, windows, seed, first_pair, losses):
+    def evaluate(self, w, windows, seed, shift, first_pair, losses):
         for at in range(0, len(windows), TOGETHER):
             some, first = windows[at:at + TOGETHER], first_pair + at
-            self._run(c, w, some, self._state(2 * len(some)), self.cfg.STATE_TOKENS, seed + first & 0xFFFFFFFF, 1, first,
-                      losses=losses[at:at + TOGETHER])
+            self._run(w, some, self._state(2 * len(some)), self.cfg.STATE_TOKENS, seed + first & 0xFFFFFFFF, 1, first,
+                      shift, losses=losses[at:at + TOGETHER])
 
     def validate(self, w, windows, exp64, unit, nats):
         for at in range(0, len(windows), 2 * TOGETHER):
             some = windows[at:at + 2 * TOGETHER]
-            self._run(self._constants, w, some, self._state(len(some)), exp64=exp64, unit=unit,
-                      nats=nats[at:at + 2 * TOGETHER])
+            self._run(w, some, self._state(len(some)), exp64=exp64, unit=unit, nats=nats[at:at + 2 * TOGETHER])
 
-    def _run(self, c, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
-             nats=NONE):
+    def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, shift=0, exp64=NONE, unit=0.0,
+             losses=NO_LOSSES, nats=NONE):
         """int32 [GROUP, V padded]: the z of `run_windows`."""
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(c, w, self._exp, windows, before, state, np.uint32(seed), noisy, first_pair,
-                    self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
+        run_windows(self._constants._replace(matrix_shift=shift), w, self._exp, windows, before, state, np.uint32(seed),
+                    noisy, first_pair, self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
         return z
 
     def _state(self, sequences):
@@ -320,7 +319,6 @@ class Gru:
         state = self._state(1)
 
         def more(tokens):
-            z = self._run(self._constants, w, np.append(tokens, 0)[None].astype(np.int32), state)
-            return z[(len(tokens) - 1) % GROUP]
+            return self._run(w, np.append(tokens, 0)[None].astype(np.int32), state)[(len(tokens) - 1) % GROUP]
 
         return more

@@ -385,24 +385,23 @@ class Transformer:
         self._tables = Tables(exp, self._rope(cfg.SEQ_LEN), self._basis(cfg.NTT_CAUSAL))
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
-    def evaluate(self, c, w, windows, seed, first_pair, losses):
-        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; c: Constants of the step; windows int32,
-        of model.rules.windows; seed of the step."""
-        self._run(c, w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
-                  losses=losses)
+    def evaluate(self, w, windows, seed, shift, first_pair, losses):
+        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.rules.windows;
+        seed, shift: of the step and its noise."""
+        self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
+                  shift=shift, losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
         """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
         run_windows."""
-        self._run(self._constants, w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit,
-                  nats=nats)
+        self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
 
-    def _run(self, c, w, tables, windows, cache, start=0, seed=0, noisy=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
-             nats=NONE):
+    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, shift=0, exp64=NONE, unit=0.0,
+             losses=NO_LOSSES, nats=NONE):
         """int32 [GROUP, V padded]: the z of `run_windows`."""
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(c, w, tables, windows, start, *cache, np.int64(seed), noisy, exp64, unit, losses,
-                    nats, z)
+        run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache, np.int64(seed), noisy,
+                    exp64, unit, losses, nats, z)
         return z
 
     def _cache(self, layers, positions):
@@ -425,7 +424,7 @@ class Transformer:
                 sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
                 tables = tables._replace(rope=self._rope(room), ntt=self._basis(True))
             sequence[0, start:start + n] = tokens
-            z = self._run(self._constants, w, tables, sequence[:, :start + n + 1], cache, start)
+            z = self._run(w, tables, sequence[:, :start + n + 1], cache, start)
             start += n
             return z[(n - 1) % GROUP]
 

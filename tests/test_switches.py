@@ -413,7 +413,8 @@ def test_their_kernels_compile(names, compiled_kernels):
          RARE_TOKENS=0.01),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
          ADAPTIVE_NOISE_MODE=2,
-         RARE_TOKENS=0.02, TOKEN_MASK=1)], ids=["muon-ntt3", "falling-noise", "falling-noise-gru", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
+         RARE_TOKENS=0.02, TOKEN_MASK=1)],
+    ids=["muon-ntt3", "falling-noise", "falling-noise-gru", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
