@@ -400,8 +400,8 @@ class Transformer:
              losses=NO_LOSSES, nats=NONE):
         """int32 [GROUP, V padded]: the z of `run_windows`."""
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache, np.int64(seed), noisy,
-                    exp64, unit, losses, nats, z)
+        run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache, np.int64(seed),
+                    noisy, exp64, unit, losses, nats, z)
         return z
 
     def _cache(self, layers, positions):
