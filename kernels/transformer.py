@@ -554,8 +554,8 @@ def _up_kernel(cfg, nz, card, KP):
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
                         weights, overlay, job, seed)
                 if last:
-                    s0 = as_row(int32(sb[uint64(row)] * sign), shift)
-                    s1 = as_row(int32(sb[uint64(row + 8)] * sign), shift)
+                    s0, s1 = (as_row(int32(sb[uint64(row)] * sign), shift),
+                              as_row(int32(sb[uint64(row + 8)] * sign), shift))
                 ptx.named_barrier(1 + group, 128)
                 done(acc)
                 leave(bar, step, t)
