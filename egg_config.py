@@ -347,7 +347,7 @@ def make(**values):
     unknown = [k for k in values if k not in _DEFAULTS]
     if unknown:
         raise ConfigError(f"{unknown[0]}: {_no_such(unknown[0])}")
-    cfg = Config(**{**_DEFAULTS, **values})
+    cfg = Config(**{**_DEFAULTS, **{name: _tuples(value) for name, value in values.items()}})
     if not cfg.POPULATION_SIZE:
         cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
     validate(cfg)
