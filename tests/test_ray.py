@@ -200,7 +200,7 @@ def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, gpu_worker
 
 @pytest.mark.parametrize("error, words", [
     (RuntimeError("The function failed to import:\nTraceback\nModuleNotFoundError: No module named 'egg_config'"),
-     "a node has lost egg_config, .* --temp-dir .*"),
+     "a node has lost egg_config, .* --temp-dir.*"),
     (ModuleNotFoundError("No module named 'numba.cuda'"), "a node has no numba: install requirements/core.txt .*"),
     (RuntimeError("first\n  File x\nfoo.BarError: what\n\nlogs: none"), "foo.BarError: what"),
     (OSError("disk\nfull"), "OSError: disk")])
