@@ -202,14 +202,15 @@ def initial_state(cfg):
 
 
 def to_canonical(matrix):
-    """[rows, cols] -> flat [rows / 4, cols, 4]."""
-    rows, cols = matrix.shape
-    return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols).transpose(0, 2, 1)).ravel()
+    """[rows, cols, ...] -> flat [rows / 4, cols, 4, ...]."""
+    rows, cols, *rest = matrix.shape
+    return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols, *rest).swapaxes(1, 2)).reshape(-1, *rest)
 
 
 def from_canonical(flat, rows, cols):
-    """Flat [rows / 4, cols, 4] -> [rows, cols]."""
-    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4).transpose(0, 2, 1)).reshape(rows, cols)
+    """Flat [rows / 4, cols, 4, ...] -> [rows, cols, ...]."""
+    rest = flat.shape[1:]
+    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4, *rest).swapaxes(1, 2)).reshape(rows, cols, *rest)
 
 
 def _xorshift(state, count):
