@@ -2,11 +2,13 @@
 product, in one run. `--shapes`: a line for each of SHAPES.
 """
 
+import contextlib
 import gc
 import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -15,11 +17,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import data_files
-from engine import engines
-from engine import hardware
-from model import parameters
-from model import rules
+from engine import engines, hardware
+from model import data_files, parameters, rules
 import egg_net
 from tools import train
 
@@ -64,7 +63,11 @@ def main(cfg, args):
     print(f"configuration: {_shape(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
           f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
           "token")
-    tokens = _tokens(cfg)
+    if os.path.exists(cfg.INPUT_FILE):
+        tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+    else:
+        print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
+        tokens = _random_tokens(cfg)
     bench_engine(cfg, tokens, device, args.threads)
     bench_steps(cfg, tokens, device, args.threads)
 
@@ -107,8 +110,7 @@ def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
     per_token = parameters.products_per_token(shape)
     if device == "cpu" and per_token > MOST_FOR_CPU:
         return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
-    tokens = np.random.default_rng(0).integers(0, shape.VOCAB_SIZE, 1 << 20)
-    tokens = tokens.astype(np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32)
+    tokens = _random_tokens(shape)
     engine = engines.make(shape, tokens, device, threads)
     if device == "cpu":
         shape = _for_cpu(shape, engine)
@@ -136,8 +138,8 @@ def bench_engine(cfg, tokens, device, threads):
     on_cpu = device == "cpu"
     engine, members = evaluation_on_cpu(cfg, tokens, threads) if on_cpu else evaluation_on_gpu(cfg, tokens, device)
     time_of = _once if on_cpu else _seconds
-    fitness = _fitness(cfg)
-    seconds, matrices = time_of(lambda: engine.update(fitness)), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    fitness, matrices = _fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    seconds = time_of(lambda: engine.update(fitness))
     print(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
           f"{2e-12 * cfg.N_PAIRS * matrices / seconds:.3g} TOP/s", flush=True)
     print(f"digest      {_seconds(engine.digest) * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
@@ -260,14 +262,16 @@ def _shape(cfg):
 
 
 def _print_machine():
-    print(f"{platform.machine()}, {hardware.cores()} cores, {_processor()}; Python {platform.python_version()}")
+    names = []
+    with contextlib.suppress(OSError):
+        names = re.findall(r"(?m)^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[:1]
+    name = "".join(names) or platform.processor() or "unknown processor"
+    print(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 
-def _tokens(cfg):
-    if os.path.exists(cfg.INPUT_FILE):
-        return data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
-    return np.random.default_rng(0).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(np.uint32)
+def _random_tokens(cfg):
+    kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
+    return np.random.default_rng(0).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(kind)
 
 
 def _members(engine, cfg, seconds):
@@ -283,12 +287,3 @@ def _gemm_rate(seconds=0.5):
         a @ b
         done += a.size * b.shape[1]
     return done / (time.perf_counter() - started)
-
-
-def _processor():
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return next(names, "unknown processor")
-    except OSError:
-        return platform.processor() or "unknown processor"
