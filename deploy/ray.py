@@ -36,7 +36,6 @@ NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # da
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.25        # between two looks at the coordinator
 NODES_SECONDS = 2.0        # between two looks for new nodes
-WAIT_MINUTES = 5.0         # for resources of the first worker
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
@@ -247,7 +246,7 @@ def home(save_dir):
     return holding[0]
 
 
-def train(cfg, args, access, http, console):
+def train(cfg, args, secret, http, console):
     """What `egg.py ray` does; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
     DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
@@ -259,10 +258,10 @@ def train(cfg, args, access, http, console):
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
                  if os.path.isfile(getattr(cfg, name))}
         cfg = egg_config.make(**{**cfg.constants(), **{name: os.path.abspath(getattr(cfg, name)) for name in files}})
-        secret, node = access.secret or os.urandom(32), home(save_dir)
+        secret, node = secret or os.urandom(32), home(save_dir)
         there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
-        port = (cfg.PORT if args.port is None else args.port) or ray.get(free_port.options(**there).remote())
+        port = args.port or ray.get(free_port.options(**there).remote())
         actor = ray.remote(CoordinatorActor).options(
             **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
         finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
@@ -272,7 +271,7 @@ def train(cfg, args, access, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
+            follow(actor, finish, workers, args.wait, console)
         finally:
             console.clear()
         done = ray.get(finish)
