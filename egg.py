@@ -376,7 +376,8 @@ def debug(cfg, args):
 
 @command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
          option("--out", "write a picture (needs matplotlib; also .svg and .pdf)", "FILE.png"),
-         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"))
+         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"),
+         flag("--log", "a logarithmic x axis"))
 def plot(cfg, args):
     """draw loss and validation of runs, and the merges of islands, in the terminal or as a picture
 
@@ -384,7 +385,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, printer(), args.x, args.out)
+    plot.plot(args.runs, printer(), args.x, args.out, args.log)
 
 
 @command()
@@ -417,6 +418,21 @@ def prepare(cfg, args):
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+
+
+@command("--minutes", "--threads", "--log-json",
+         option("--batch", "windows of SEQ_LEN tokens a step (default: 64)", "N",
+                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=64),
+         option("--rate", "the highest learning rate (default: 0.003)", "X",
+                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.003))
+def backprop(cfg, args):
+    """a yardstick: the same shape by back-propagation on the same text (needs PyTorch), a minute if nothing is said
+
+    examples:
+      python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl
+      python egg.py plot ckpt backprop.jsonl --x time"""
+    from tools import backprop
+    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, printer(), args.log_json)
 
 
 @command("--threads", "--gpu",

@@ -69,6 +69,7 @@ class Curve:
             step, tokens, value = _numbers(event, "step", "tokens", "value")
             _cut(self.validation, step)
             seconds = next((point[2] for point in reversed(self.loss) if point[0] < step), 0.0)
+            seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
             self.validation.append((int(step), tokens, seconds, value))
             self.unit = str(event["unit"])
         elif kind == "references":
