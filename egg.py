@@ -421,12 +421,12 @@ def prepare(cfg, args):
 
 
 @command("--minutes", "--threads", "--log-json",
-         option("--batch", "windows of SEQ_LEN tokens a step (default: 64)", "N",
-                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=64),
-         option("--rate", "the highest learning rate (default: 0.003)", "X",
-                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.003))
+         option("--batch", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)", "N",
+                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=32),
+         option("--rate", "the highest learning rate (default: 0.006)", "X",
+                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.006))
 def backprop(cfg, args):
-    """a yardstick: the same shape by back-propagation on the same text (needs PyTorch), a minute if nothing is said
+    """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
 
     examples:
       python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl

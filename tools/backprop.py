@@ -7,25 +7,24 @@ import time
 
 import egg_config
 from cluster import event_log
-from egg_config import EggError
 from model import parameters
 from tools import train as training
 
 WARM_UP = 100              # steps in which the learning rate rises; then it falls linearly, by seconds,
 LAST_RATE = 0.05           # to this share
 WEIGHT_DECAY = 0.1
-MOMENTS = (1, 1.5, 2, 3, 4.5, 6, 8, 10)  # seconds after which it validates; also ten times, a hundred times ... these
+MOMENTS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)     # seconds after which it validates; and ten times, a hundred times ...
 AT_ONCE = 1 << 14          # tokens of validation in one forward pass
 
 
-class BackpropError(EggError):
+class BackpropError(egg_config.EggError):
     """About PyTorch, or a device that it does not have."""
 
 
 def train(cfg, minutes, batch, rate, threads, console, log_json=None):
-    """Trains for so many minutes, validation not counted, on `batch` windows a step at random places of the text. rate:
-    the highest learning rate; threads: cores of a CPU, default all. Prints every validation, and appends it to the file
-    log_json. Raises BackpropError, DataError, WatchError."""
+    """Trains for so many minutes, validation not counted, on `batch` windows a step at random places. rate: the highest
+    learning rate; threads: cores of a CPU, default all. Prints every validation and appends it to the file log_json.
+    Raises BackpropError, DataError, WatchError."""
     try:
         import torch
     except ImportError:
@@ -40,7 +39,7 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None):
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_float32_matmul_precision("high")       # TF32 on a GPU
     torch.manual_seed(cfg.ISLAND_SEED)
-    unit = egg_config.loss_unit(cfg.constants())[1]
+    before, unit = 0.0, egg_config.loss_unit(cfg.constants())[1]
     with contextlib.ExitStack() as stack:
         log = log_json and stack.enter_context(contextlib.closing(
             event_log.JsonLog(log_json, "give --log-json a file that can be written", console.line, True)))
@@ -51,7 +50,6 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None):
 
         emit("start", step=0, directory=None, config=cfg.constants())
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
-        before = 0.0
         for step, seconds, loss, value in _run(torch, cfg, data, "cuda" if gpu else "cpu", 60 * minutes, batch, rate):
             tokens = step * batch * cfg.SEQ_LEN
             if step:
@@ -64,8 +62,7 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None):
 def _run(torch, cfg, data, device, until, batch, rate):
     """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation)."""
     text = torch.from_numpy(data.tokens.astype("i4")).to(device)
-    windows = torch.from_numpy(data.validation.windows).to(device)
-    held_out = windows.split(AT_ONCE // windows.shape[1] + 1)
+    held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
     weights = _weights(torch, cfg, device)
     learnt = [p for w in weights.values() for p in (w.parameters() if isinstance(w, torch.nn.Module) else [w])]
     optimizer = torch.optim.AdamW(learnt, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
@@ -73,8 +70,8 @@ def _run(torch, cfg, data, device, until, batch, rate):
 
     def loss_of(windows, reduction="mean"):
         logits = _logits(torch, cfg, weights, windows[:, :-1])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten().long(),
-                                                 reduction=reduction)
+        targets = windows[:, 1:].flatten().long()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction=reduction)
 
     def some_loss():
         return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
@@ -91,8 +88,7 @@ def _run(torch, cfg, data, device, until, batch, rate):
         moment = min([until, *(m * power for m in MOMENTS if m * power > seconds)])
         first, started, total, now = step, time.perf_counter(), 0.0, seconds
         while now < moment:
-            share = min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - now / until)
-            optimizer.param_groups[0]["lr"] = rate * share
+            optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - now / until)
             optimizer.zero_grad()
             loss = some_loss()
             loss.backward()
@@ -105,17 +101,16 @@ def _run(torch, cfg, data, device, until, batch, rate):
 
 
 def _weights(torch, cfg, device):
-    """{(name, layer): float32 parameter}, those of model.parameters.TABLE: a matrix is [inputs, outputs]. The gates of
-    the recurrent model are those of torch.nn.GRU instead, three where egg has two."""
+    """{(name, layer): float32 parameter}: the arrays of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU
+    is in place of the gates of the recurrent model: it has three instead of two."""
     weights, start = {}, {p.name: p.start for p in parameters.table(cfg)}
     for t in parameters.tensors(cfg):
         if t.name[:2] in ("u_", "b_") or t.name in ("w_f", "w_h"):
             if t.name == "w_f":
                 weights["gru", t.layer] = torch.nn.GRU(cfg.HIDDEN_DIM, cfg.HIDDEN_DIM, batch_first=True)
-        elif t.matrix:
-            weights[t.name, t.layer] = torch.randn(t.rows, t.cols) * t.rows ** -0.5
         else:
-            weights[t.name, t.layer] = torch.full((t.cols,), start[t.name] / 16)
+            weights[t.name, t.layer] = torch.randn(t.rows, t.cols) * t.rows ** -0.5 if t.matrix else \
+                torch.full((t.cols,), start[t.name] / 16)
     return {key: w.to(device) if key[0] == "gru" else w.to(device).requires_grad_() for key, w in weights.items()}
 
 
@@ -134,15 +129,15 @@ def _logits(torch, cfg, weights, x):
         return (h @ weights[name, layer]).unflatten(-1, (cfg.N_HEADS, cfg.HEAD_DIM)).transpose(1, 2)
 
     def rotated(h):
-        angle = torch.arange(h.shape[2], device=h.device)[:, None] * 10000.0 ** (
-            -torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
+        frequency = 10000.0 ** (-torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
+        angle = torch.arange(h.shape[2], device=h.device)[:, None] * frequency
         even, odd, cos, sin = h[..., ::2], h[..., 1::2], angle.cos(), angle.sin()
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
     h = functional.embedding(x, weights["embedding", 0].t())
     if cfg.MODEL == "transformer":
-        h = mlp(h + weights["emb_bias", 0], "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
-                "mlp_emb_bias_down")
+        h = h + weights["emb_bias", 0]
+        h = mlp(h, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
     for layer in range(cfg.N_LAYERS):
         n = norm(h, "ln_1", layer)
         if cfg.MODEL == "gru":

@@ -322,7 +322,10 @@ def picture(charts, names, path, tree):
                         xytext=(4, 0), textcoords="offset points", fontsize=9)             # beside the curves
         ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
-        ax.set_xscale("log" if chart.log else "linear")
+        if chart.log:
+            ax.set_xscale("log")
+            ax.set_xticks(*zip(*chart.x_ticks(9)))
+            ax.set_xticks([], minor=True)
         ax.set(xlim=(min(c.x_start for c in charts), chart.x_end), ylim=(chart.low - margin, chart.high + margin))
         ax.grid(True, color="0.9", linewidth=0.8)
     if tree.runs:
