@@ -1,4 +1,4 @@
-"""What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of what it computes and of weights.
+"""Inside one member: a plain reading of the SPEC in NumPy, and statistics of what it computes and of the weights.
 
 The tests hold the engines against `Reading`, so it takes nothing from `model.rules`: hash, noise, factor, norms and
 products are written here once more, from the SPEC, the slow and obvious way. DEBUG=1 prints what it sees, with the
