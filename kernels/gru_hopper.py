@@ -415,12 +415,11 @@ def _recur_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
         desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
-        acc = cuda.local.array(32, int32)
+        acc, left = cuda.local.array(32, int32), left_of(job_shift(job))
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
         # of a row of its sequence
         line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE
-        left = left_of(job_shift(job))
         for position in range(T):
             ahead = line + min(position + AHEAD, T - 1) * (H // 4)
             if group == 0:
