@@ -1028,7 +1028,8 @@ class Rows(gru_parts.RecurrentPass):
         processors = cuda.get_current_device().MULTIPROCESSOR_COUNT
         layout, some, few, stride, _ = self.layout(units, n)
         at, candidates = layout["gates"][0], layout["candidates"]
-        given = self.arguments(given, tables, layout, scratch, units=units, stride=stride, beyond=(candidates[0] - at) // 4)
+        given = self.arguments(given, tables, layout, scratch, units=units, stride=stride,
+                               beyond=(candidates[0] - at) // 4)
         both_gates, normed = scratch[at:candidates[1]].view(np.int32), given["normed"]
         if self.clean:
             given["exps"] = tables.clean_exps

@@ -235,8 +235,8 @@ def _wide_kernel(cfg, nz, head):
             cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
 
     @cuda.jit(launch_bounds=THREADS)
-    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, gates, candidates, tokens,
-             width, skip, units, exps, losses):
+    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, gates, candidates,
+             tokens, width, skip, units, exps, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
         t = cuda.threadIdx.x

@@ -15,8 +15,8 @@ from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
 # of the parameters of kernels, by name; all others are int64
-TYPES = dict.fromkeys(("plan packed windows tokens exps rope x h u a z out sb spill queries keys values gates candidates "
-                       "f_out h_out states own").split(), A32)
+TYPES = dict.fromkeys(("plan packed windows tokens exps rope x h u a z out sb spill queries keys values gates "
+                       "candidates states own").split(), A32)
 TYPES |= dict(weights=A8, overlay=A8, gelu=A8, bytes_=A8, job=AU32, losses=A64)
 
 
@@ -194,7 +194,7 @@ class Pass:
         return self.kernels[-1]
 
     def arguments(self, given, tables, layout, scratch, **more):
-        """What the kernels of a launch are given, by name: `given`, the arrays of a layout in scratch memory, `more`."""
+        """What all kernels of a launch are given, by name: also the arrays of a layout in scratch memory."""
         arrays = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
         return given | arrays | dict(plan=tables.plan, exps=tables.exps, packed=given["packed"].view(np.int32)) | more
 

@@ -746,8 +746,8 @@ def _full_kernel(cfg, nz, card, kind):
 
     # not card.written: its own loops are unrolled by every compiler, and written out they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, queries, keys, values,
-             spill):
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, queries, keys,
+             values, spill):
         sm = cuda.shared.array(0, int32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
@@ -1482,7 +1482,8 @@ def _attention_kernel(cfg, nz, card):
                     for i in range(D // 32):
                         where = at + (head * (D // 16) + 2 * i) * 32
                         query[4 * i], query[4 * i + 1] = queries[uint64(where)], queries[uint64(where + 2 * H)]
-                        query[4 * i + 2], query[4 * i + 3] = queries[uint64(where + 32)], queries[uint64(where + 2 * H + 32)]
+                        query[4 * i + 2] = queries[uint64(where + 32)]
+                        query[4 * i + 3] = queries[uint64(where + 2 * H + 32)]
                     for i in range(SUMS):
                         high[i], low[i] = 0, 0
                 scores(s, query, at_k + here, wide)
