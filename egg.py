@@ -244,7 +244,7 @@ def worker(cfg, args):
          option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
                 "if this is given (default: the fewest that a node has)", number(int, 1, 1024, "a number of cores")),
          option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)",
-                number(float, 1e-3, 1e6, "a number of minutes"), default=5),
+                number(float, 1e-3, 1e6, "a number of minutes")),
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
