@@ -1,7 +1,7 @@
 """The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
 
-A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing has to wait for
-the disk: a file that was only half written is detected and removed.
+A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing waits for the
+disk: a file that was only half written is detected.
 """
 
 import contextlib
@@ -154,15 +154,15 @@ class Upload:
     whichever is given; `hash`: its `state_hash` then. remember: no file is written, and the decompressed bytes are kept
     in memory for `state`. Raises ValueError for data that cannot be right, OSError of the disk."""
 
+    total = hash = _file = None
+    finished = pending = False
+
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
-        self.total, self.finished, self.pending, self._data = None, False, False, b""
-        self.remembered, self._raw = remember, bytearray()
-        self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
-        self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
-        self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
-        self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=history.WINDOW), b""
-        self._file = None
+        self.remembered, self._raw, self._data, self._overlay = remember, bytearray(), b"", b""
+        self._cfg, self._size, self._got, self._unpacked = cfg, sum(sizes(cfg)), 0, 0        # _got: bytes of the body
+        self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
+        self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
@@ -187,31 +187,23 @@ class Upload:
             raw = self._zstd.decompress(self._data, PIECE)
         except (pyzstd.ZstdError, EOFError) as error:
             raise ValueError(str(error)) from None
-        self._data, eof = b"", self._zstd.eof
-        self._left -= len(raw)
-        if self._left >= 0:
-            self._sha256.update(raw)
-            self._blake2b.update(raw)
-            self._digest.update(raw)
-            self._keep_overlay(raw)
+        self._data, eof, left = b"", self._zstd.eof, self._size - self._unpacked - len(raw)
+        if left >= 0:
+            for digest in self._digests:
+                digest.update(raw)
+            self._overlay += raw[max(sum(sizes(self._cfg)[:2]) - self._unpacked, 0):]
             if self.remembered:
                 self._raw += raw
-        self.pending = self._left >= 0 and not eof and not self._zstd.needs_input
+        self._unpacked += len(raw)
+        self.pending = left >= 0 and not eof and not self._zstd.needs_input
         complete = self._got == self.total and not self.pending
-        if self._left < 0 or eof and (self._left or self._got != self.total or self._zstd.unused_data) \
-                or complete and not eof:
-            raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
+        if left < 0 or eof and (left or self._got != self.total or self._zstd.unused_data) or complete and not eof:
+            raise ValueError(f"it does not unpack to {self._size} bytes")
         if complete:
-            got = self._digest.digest(), self._sha256.digest()
-            if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
+            digest, sha256, self.hash = (digest.digest() for digest in self._digests)
+            if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-            self.digest, self.sha256 = got
-            self.hash, self.finished = self._blake2b.digest(), True
-
-    def _keep_overlay(self, raw):
-        weights, moments, _ = sizes(self._cfg)
-        at = sum(sizes(self._cfg)) - self._left - len(raw)     # offset of `raw` in the state
-        self._overlay += raw[max(weights + moments - at, 0):]
+            self.digest, self.sha256, self.finished = digest, sha256, True
 
     def overlay(self):
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
@@ -233,7 +225,7 @@ class Upload:
         raw = self._raw
         if not self.remembered:
             self._file.seek(HEAD_SIZE)
-            raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
+            raw = history.unzip(self._file.read(), self._size)
         return from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
@@ -262,9 +254,8 @@ class Shelf:
         self.stopped = False                                 # no more snapshots: they cannot be written
         for name in os.listdir(self.directory) if self.directory else ():
             if name.startswith("snapshot-") and name.endswith(".part"):
-                with contextlib.suppress(OSError):
-                    if run.owned:                            # otherwise it may be an upload in progress
-                        os.unlink(os.path.join(self.directory, name))
+                if run.owned:                                # otherwise it may be an upload in progress
+                    self.remove(name)
             elif match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
         if run.owned and run.start.epoch and (first := self.files.get(run.start.step)):
@@ -297,6 +288,10 @@ class Shelf:
         """Step of the snapshot with the best validation, None if none was validated."""
         return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
 
+    def path(self, step):
+        """That of a snapshot, None where there is none of this step."""
+        return os.path.join(self.directory, self.files[step]) if step in self.files else None
+
     def state(self, step):
         """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
         return read(self.cfg, os.path.join(self.directory, self.files[step]))
@@ -316,11 +311,6 @@ class Shelf:
                                            f"{start.epoch} began, is missing or damaged: restore it from a copy, or "
                                            f"continue from the previous epoch: mv {old} {name}")
 
-    def wanted(self, step):
-        every = self.cfg.SNAPSHOT_EVERY
-        return bool(self.directory and every and step and step % every == 0 and step not in self.files
-                    and not self.stopped)
-
     def put(self, upload):
         """Adds a finished upload. Raises OSError."""
         step, name = upload.step, f"snapshot-{upload.step:08d}.egg"
@@ -329,21 +319,19 @@ class Shelf:
         self.arrange()
 
     def validated(self, step, figure):
-        """Stores the validation figure of a step, for the file name of its snapshot, which may still be on its way."""
+        """The figure of a validation, for the file name of the snapshot of this step, which may still be on its way."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
 
     def forget(self, step):
-        """Removes a snapshot."""
         if step in self.files:
             self.remove(self.files.pop(step))
         self.digests.pop(step, None)
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        """Removes a file if it exists."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.directory, name))
 
@@ -367,9 +355,7 @@ class Shelf:
                 os.replace(path + ".part", path)
 
     def block(self, step, offset, size):
-        """See Readers.piece."""
-        path = os.path.join(self.directory, self.files[step]) if step in self.files else None
-        return self.readers.piece((self.run.start.epoch, step), path, offset, size)
+        return self.readers.piece((self.run.start.epoch, step), self.path(step), offset, size)
 
 
 class Readers:

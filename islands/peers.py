@@ -15,7 +15,8 @@ import egg_config
 from cluster import auth, greeting, history, wire
 from cluster.hub import Budget, address_text, split_address
 from cluster.session import Role, Session
-from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
+from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
+                          STATE_WANTED, V2)
 from egg_config import ConfigError, EggError
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
@@ -110,15 +111,14 @@ class Peer:
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
 
 
-class Call(Role):
-    """The role of a session with an island that was called, until both are introduced."""
+class PeerRole(Role):
+    """The role of a session with another island. target: the Target that was called, and caller: the greeting.Caller
+    until both are introduced; None if the other island called. peer: None until then."""
 
-    peer = None
-
-    def __init__(self, session, peers, target):
+    def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers, self.target = peers, target
-        self.caller = greeting.Caller(peers.coordinator.access.secret, peers.card())
+        self.peers, self.target, self.caller, self.peer = peers, target, caller, None
+        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
 
     def begin(self):
         self.session.version = V2
@@ -126,41 +126,48 @@ class Call(Role):
 
     def handle(self, opcode, payload):
         if opcode == ERROR:
-            self.peers.read_error(self.session, payload)
+            code, why = greeting.read_error(payload)
+            if code == FULL:
+                self.session.close()
+            else:
+                self.peers.refused(self.session, why, code)
+        elif self.peer:
+            self.peer.heard = time.monotonic()
+            if opcode != STATE_REQUEST:
+                return self.peers.island.handle(self.peer, opcode, payload)
+            self.wanted = STATE_WANTED.unpack(payload)
+            self.send_piece()
         elif opcode == ISLAND and self.caller.welcome:
             self.peers.accepted(self.session, greeting.read_card(payload))
         else:
             try:
-                answer = self.caller.handle(opcode, payload)
+                if answer := self.caller.handle(opcode, payload):
+                    self.session.reply(*answer)
             except greeting.GreetingError as error:
                 self.peers.refused(self.session, str(error))
-            else:
-                if answer:
-                    self.session.reply(*answer)
         return True
 
     def check(self, now):
-        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+        if not self.peer and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.close()                     # it is called again
+        elif self.wanted:
+            self.send_piece()
 
-    def closed(self):
-        self.peers.lost(self.session)
-
-
-class PeerRole(Role):
-    """The role of a session with a peer. target: the Target that was called, None if the peer called."""
-
-    def __init__(self, session, peers, peer, target):
-        super().__init__(session)
-        self.peers, self.peer, self.target = peers, peer, target
-        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
-
-    def handle(self, opcode, payload):
-        if opcode == ERROR:
-            self.peers.read_error(self.session, payload)
-            return False
-        self.peer.heard = time.monotonic()
-        return self.peers.island.handle(self.peer, opcode, payload)
+    def send_piece(self):
+        """Sends the requested piece as soon as the bandwidth allows; until then nothing more is read from the peer."""
+        shelf, bandwidth, (sha256, offset, size) = self.peers.coordinator.shelf, self.peers.bandwidth, self.wanted
+        size = min(size, bandwidth.piece)
+        if not bandwidth.take(size):
+            self.session.wait()
+            return
+        self.wanted = None
+        step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
+        total, data = shelf.readers.piece(sha256, shelf.path(step), offset, size)
+        if total and offset < total == offset + len(data):
+            self.peer.given += 1
+        self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
+        if self.session.waits:
+            self.session.go_on()
 
     def closed(self):
         self.peers.lost(self.session)
@@ -168,11 +175,12 @@ class PeerRole(Role):
 
 class Peers:
     """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
-    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call. Raises IslandError."""
+    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: a
+    transfer.Bucket, for the states that they request. Raises IslandError."""
 
-    def __init__(self, island, coordinator, name, addresses, tls):
+    def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
-        self.id, self.name, self.tls = os.urandom(8).hex(), name, tls
+        self.id, self.name, self.tls, self.bandwidth = os.urandom(8).hex(), name, tls, bandwidth
         self.targets = [Target(*address) for address in addresses]
         self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
 
@@ -188,8 +196,6 @@ class Peers:
             if not peer.session and now - peer.heard > FORGOTTEN:
                 del self.known[peer.name]
         self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
-
-    # trust
 
     def trusted(self, peer):
         return time.monotonic() >= self.distrusted.get(peer.identity, 0.0)
@@ -241,7 +247,7 @@ class Peers:
         """An island that called has been let in."""
         session.reply(ISLAND, json.dumps(self.card()).encode())
         if session.open:
-            self._introduced(session, card, author, None)
+            self._introduced(session, PeerRole(session, self), card, author)
 
     def accepted(self, session, card):
         """An island that was called, with this card, has let this island in."""
@@ -249,19 +255,20 @@ class Peers:
         if why := self.objection(card, author):
             self.refused(session, why)
         else:
-            self._introduced(session, card, author, session.role.target)
+            self._introduced(session, session.role, card, author)
 
-    def _introduced(self, session, card, author, target):
+    def _introduced(self, session, role, card, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer = self.known.setdefault(card.name, Peer(card.name))
+        peer, target = self.known.setdefault(card.name, Peer(card.name)), role.target
         old, same = peer.session, peer.id == card.id
         if target:
             target.name, target.pause = peer.name, BACK_OFF[0]
         if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
             session.close()
             return
-        session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
-        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        session.role, role.peer, session.title = role, peer, f"{peer.name} ({session.address})"
+        session.take(wire.FROM_ISLAND)
+        session.idle = None
         if not session.known:
             session.become_known()
         peer.session, peer.id, peer.identity, peer.host = session, card.id, author.identity, author.host
@@ -270,18 +277,17 @@ class Peers:
         if old:
             old.close()
         else:
-            self._log(session.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+            self._log(peer.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
 
     def _call(self, target):
         family, address = target.addresses[0]
-        admission, traffic = self.coordinator.admission, self.coordinator.progress.traffic
+        caller = greeting.Caller(self.coordinator.access.secret, self.card())
         try:
-            session = Session(self.coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, traffic,
-                              admission.door, wire.only(admission.limits, wire.FROM_CALLED), self.tls, target.host)
+            session = Session(self.coordinator.admission, socket.socket(family, socket.SOCK_STREAM), address,
+                              wire.FROM_CALLED, self.tls, target.host)
         except OSError:                              # there are no file descriptors left
-            target.failed()
-            return
-        session.title, session.role, target.session = target.title, Call(session, self, target), session
+            return target.failed()
+        session.title, target.session, session.role = target.title, session, PeerRole(session, self, target, caller)
 
     # ends
 
@@ -298,7 +304,7 @@ class Peers:
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
-            self._log(session.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+            self._log(peer.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
 
     def refused(self, session, why, code=None):
         """The other island refuses this one."""
@@ -307,14 +313,6 @@ class Peers:
             target.failed(longest=True)
             self._log_target(target, f"{target.title} refuses this island: {why}", "refused")
         session.close()
-
-    def read_error(self, session, payload):
-        """The other island ends the connection with a reason."""
-        code, why = greeting.read_error(payload)
-        if code == FULL:
-            session.close()
-        else:
-            self.refused(session, why, code)
 
     def _log_target(self, target, line, state):
         """Once for each target."""

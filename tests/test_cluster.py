@@ -362,7 +362,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
         # version 1 has none, and is idle all the same
         assert old.chunk(0) == 32
         until(lambda: not server.coordinator.hub.connections)
-        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.admission.door.by_host
+        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.admission.by_host
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
