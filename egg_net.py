@@ -213,7 +213,6 @@ class Worker:
         return True
 
     def _send_state(self, link, opcode, step):
-        """Answers a SNAPSHOT_WANTED or HASH_WANTED."""
         if step != self.engine.step:
             raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
         state = self.engine.state()
@@ -357,7 +356,6 @@ class Coordinator:
                 or self.minutes is not None and started is not None and now - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
-        """Does what there is to do, after waiting for it at most `timeout` seconds."""
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
         self.collector.unpack()
         self.dispatcher.answer_waiting()
@@ -405,7 +403,7 @@ class Coordinator:
         self.dismiss()
         self.hub.close()
         self.island.close()
-        self.shelf.readers.close()
+        self.shelf.close_unread()
 
     status = status.report
 
@@ -463,7 +461,6 @@ class Coordinator:
             self.dispatcher.hold(worker)
 
     def take_result(self, worker, result):
-        """result: a wire.Result. Raises FrameError."""
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
@@ -510,7 +507,6 @@ class Coordinator:
     # what else workers send
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
-        """Raises FrameError."""
         figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
         if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])

@@ -57,7 +57,6 @@ class Bans:
         self._unwritten = {}
 
     def add(self, identity, reason):
-        """identity, reason: one line each."""
         try:
             if self.path is None:
                 raise OSError
@@ -70,7 +69,6 @@ class Bans:
             self._unwritten[identity] = reason
 
     def all(self):
-        """{identity: reason}."""
         bans = dict(self._unwritten)
         if self.path is not None:
             with contextlib.suppress(OSError):
@@ -133,7 +131,6 @@ class Admission:
         return Author(session.host, card.id, card.name, hashlib.sha256(shown).hexdigest() if shown else "")
 
     def let_in_version_1(self, session):
-        """Raises Refused."""
         if not self.coordinator.island.takes_version_1:
             raise Refused(NO_SNAPSHOTS)
         if self.access.secret or self.access.tls:

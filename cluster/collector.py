@@ -141,7 +141,7 @@ class Collector:
 
     def check(self, now):
         """Gives up an upload that does not come, or that nobody confirms."""
-        self.shelf.readers.check(now)
+        self.shelf.close_unread(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
                 self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has confirmed "
@@ -152,9 +152,8 @@ class Collector:
         self.settle()
 
     def begin_epoch(self):
-        """The run has another start now."""
         self.drop()
-        self.shelf = snapshots.Shelf(self.cfg, self.run, self.shelf.readers)
+        self.shelf.begin_epoch()
         self.shelf.arrange()
 
     def _end(self):

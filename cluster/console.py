@@ -50,7 +50,6 @@ class Printer:
         self._write(self._erased())
 
     def write(self, text, name=None):
-        """Writes part of a line at once, in a colour."""
         text = clean(text) if self.terminal else text
         self.stream.write(self._encodable(self.colour(text, name) if name and text else text))
         self.stream.flush()
@@ -142,7 +141,6 @@ class Console(Printer):
         return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        """Of the last step and the last validation; see `fit`."""
         step, val = self._step, self._validation
         loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
         same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
@@ -275,7 +273,6 @@ def path_text(path):
 
 
 def count_text(n):
-    """A number of tokens in millions or billions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 

@@ -117,7 +117,6 @@ class Dispatcher:
 
     @property
     def busy(self):
-        """Whether there are requests to answer at once."""
         return bool(self._due or self.changed and self.waiting)
 
     def begin_step(self):

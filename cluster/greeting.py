@@ -68,7 +68,6 @@ class Caller:
         self._hello = os.urandom(wire.NONCE.size)
 
     def begin(self):
-        """(opcode, payload) of the first frame."""
         return wire.HELLO, self._hello
 
     def handle(self, opcode, payload):
@@ -129,6 +128,5 @@ class Host:
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
     def welcome(self, welcome):
-        """(opcode, payload) of the frame that lets the caller in."""
         proof = auth.proof(self._secret, b"coordinator", self._hello, self._challenge, self._text)
         return wire.WELCOME, wire.WELCOMED.pack(proof, *welcome)

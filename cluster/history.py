@@ -181,10 +181,9 @@ class Run:
         self._remember(self.step, body)
         self._advance(at)
 
-    def copy(self, steps, read, start=None):
+    def copy(self, steps, read, start):
         """Appends the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), behind those that
-        this run has, which must be the same. start: of the other run, None for the random initial model."""
-        start = start or beginning(self.cfg)
+        this run has, which must be the same. start: of the other run."""
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
                                "--load-dir out")
@@ -301,16 +300,14 @@ def open_run(cfg, save_dir=None, load_dir=None):
     own = holds_run(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
         return open_directory(cfg, load_dir)
-    source = read_run(cfg, load_dir)
-    run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
-    try:
-        run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
-    except HistoryError:
-        run.close()
-        raise
-    finally:
-        source.close()
-    if own and run.directory is not None:
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
+        try:
+            run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
+        except HistoryError:
+            run.close()
+            raise
+    if own:
         _copy_rest(cfg, load_dir, run.directory)
     return run
 
@@ -323,7 +320,7 @@ def read_run(cfg, directory):
             return Run(cfg, open_file(path), directory)
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
-    run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
+    run.copy(len(fitness), lambda k: (fitness[k], 0, 0), run.start)
     return run
 
 
@@ -375,21 +372,20 @@ def epochs(directory):
 
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
+    def rank(directory):
+        path = os.path.join(directory, FILE)
+        try:
+            header = _header_of(path)
+            trained = header.start is not None or os.path.getsize(path) > header.size
+        except (OSError, HistoryError):
+            trained = True                   # its error will tell
+        return trained, os.path.getmtime(path)
+
     found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
                            "or give its directory with --load-dir")
-    return max(found, key=lambda name: (_is_trained(name), os.path.getmtime(os.path.join(name, FILE))))
-
-
-def _is_trained(directory):
-    """Whether a run has a step, or began with a trained model. One that cannot be read counts: its error will tell."""
-    try:
-        path = os.path.join(directory, FILE)
-        header = _header_of(path)
-        return header.start is not None or os.path.getsize(path) > header.size
-    except (OSError, HistoryError):
-        return True
+    return max(found, key=rank)
 
 
 def replay(run, engine, until=None):

@@ -60,7 +60,6 @@ class Budget:
         self.rate, self.most, self.credit, self._at = rate, most, most, time.monotonic()
 
     def refill(self):
-        """The credit now."""
         now = time.monotonic()
         self.credit, self._at = min(self.most, self.credit + (now - self._at) * self.rate), now
         return self.credit
@@ -99,7 +98,6 @@ class Crowd:
         self.members[connection] = True
 
     def discard(self, connection):
-        """Returns whether it was here."""
         return self.members.pop(connection, False)
 
 
@@ -203,7 +201,6 @@ class Hub:
         self._again.add(connection)
 
     def check(self, now):
-        """Lets every connection enforce its deadlines; called several times a second."""
         for connection in list(self.connections):
             self.guard(connection, connection.check, now)
         for listener in self._listeners:
@@ -255,7 +252,6 @@ class Connection:
         self._flush()
 
     def end(self):
-        """No more will be sent; the peer may still."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
@@ -301,7 +297,6 @@ class Connection:
     # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
     def _connected(self, _):
-        """The connection that was begun here stands, or cannot be made."""
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             return self.close()
         self._wait_for(0)

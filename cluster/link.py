@@ -94,7 +94,6 @@ class Link:
         self.sent_at = time.monotonic()
 
     def next(self, opcode, timeout=None):
-        """Payload of the next frame with this opcode; see `any_of`."""
         return self.any_of((opcode,), timeout)[1]
 
     def any_of(self, opcodes, timeout=None):
@@ -127,7 +126,6 @@ class Link:
         return seed, self._checked_step(step), position, payload[wire.RESPONSE.size:]
 
     def unpack_step(self, payload):
-        """The step in a REBUILD or SNAPSHOT_WANTED."""
         return self._checked_step(*wire.STEP.unpack(payload))
 
     def _checked_step(self, step):

@@ -105,7 +105,6 @@ class Progress:
                        self._completed - self.started if steps else 0.0, first, last, self.run.directory)
 
     def status(self):
-        """Its part of `egg.py status`."""
         return {"tokens_per_second": self.speed, "loss": None if self.loss is None else self.loss * self.bits,
                 "loss_unit": self.unit, "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
                 "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None}

@@ -51,7 +51,6 @@ def _begin(step, seed, kind=hashlib.sha256):
 
 
 def _parts(state):
-    """Weights, moments and overlay as bytes."""
     return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
 
 
@@ -182,7 +181,6 @@ class Upload:
         self.unpack()
 
     def unpack(self):
-        """Unpacks PIECE bytes at most."""
         try:
             raw = self._zstd.decompress(self._data, PIECE)
         except (pyzstd.ZstdError, EOFError) as error:
@@ -245,24 +243,29 @@ def upload_of_file(cfg, head, total, sha256, directory):
 
 
 class Shelf:
-    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed."""
+    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed.
+    Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
 
-    def __init__(self, cfg, run, readers=None):
-        self.cfg, self.run, self.directory, self.readers = cfg, run, run.directory, readers or Readers()
+    def __init__(self, cfg, run):
+        self.cfg, self.run, self.directory = cfg, run, run.directory
+        self._open = {}                                      # key -> (file, time of the last request), the latest last
+        self.begin_epoch()
+
+    def begin_epoch(self):
+        """Finds the snapshots of this epoch; those of earlier ones are removed."""
+        self.stopped = False
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
-        self.stopped = False                                 # no more snapshots: they cannot be written
-        for name in os.listdir(self.directory) if self.directory else ():
-            if name.startswith("snapshot-") and name.endswith(".part"):
-                if run.owned:                                # otherwise it may be an upload in progress
-                    self.remove(name)
-            elif match := history.SNAPSHOT.fullmatch(name):
+        names, start = os.listdir(self.directory) if self.directory else [], self.run.start
+        for name in names:
+            if match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
-        if run.owned and run.start.epoch and (first := self.files.get(run.start.step)):
-            for name in os.listdir(self.directory):          # those of earlier epochs
-                match = history.SNAPSHOT.fullmatch(name)
-                if match and int(match[1]) <= run.start.step and name != first:
-                    self.remove(name)
+            elif self.run.owned and name.startswith("snapshot-") and name.endswith(".part"):
+                self.remove(name)                            # otherwise it may be an upload in progress
+        if self.run.owned and start.epoch and (first := self.files.get(start.step)):
+            for match in filter(None, map(history.SNAPSHOT.fullmatch, names)):
+                if int(match[1]) <= start.step and match[0] != first:
+                    self.remove(match[0])
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
@@ -280,7 +283,6 @@ class Shelf:
 
     @property
     def newest(self):
-        """Step of the newest snapshot, 0 without one."""
         return max(self.files, default=0)
 
     @property
@@ -289,11 +291,9 @@ class Shelf:
         return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
 
     def path(self, step):
-        """That of a snapshot, None where there is none of this step."""
         return os.path.join(self.directory, self.files[step]) if step in self.files else None
 
     def state(self, step):
-        """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
         return read(self.cfg, os.path.join(self.directory, self.files[step]))
 
     def check_start(self):
@@ -312,7 +312,6 @@ class Shelf:
                                            f"continue from the previous epoch: mv {old} {name}")
 
     def put(self, upload):
-        """Adds a finished upload. Raises OSError."""
         step, name = upload.step, f"snapshot-{upload.step:08d}.egg"
         upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
@@ -355,18 +354,11 @@ class Shelf:
                 os.replace(path + ".part", path)
 
     def block(self, step, offset, size):
-        return self.readers.piece((self.run.start.epoch, step), self.path(step), offset, size)
-
-
-class Readers:
-    """The snapshot files that others read piece by piece. They stay open meanwhile, for they may be deleted."""
-
-    def __init__(self):
-        self._open = {}                              # key -> (file, time of the last request), the latest last
+        return self.piece((self.run.start.epoch, step), self.path(step), offset, size)
 
     def piece(self, key, path, offset, size):
         """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
-        path: None if it has been deleted."""
+        path: None if it has been removed."""
         file = self._open.pop(key, [None])[0]
         try:
             if not file and not path:
@@ -380,9 +372,7 @@ class Readers:
         except OSError:
             return 0, b""
 
-    def check(self, now):
+    def close_unread(self, now=math.inf):
+        """Closes the files that nobody has read for a while."""
         for key in [key for key, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
             self._open.pop(key)[0].close()
-
-    def close(self):
-        self.check(math.inf)

@@ -62,7 +62,6 @@ class Trust:
         return Verdict(WAIT, news=news)
 
     def forget(self, author):
-        """The author has left."""
         for votes in self.votes.values():
             self._withdraw(votes, author)
 
@@ -82,7 +81,6 @@ class Trust:
         return 0 < others >= count
 
     def clear(self):
-        """Another state takes the place of the present one."""
         for known in (self.votes, self.figures, self._tied):
             known.clear()
 

@@ -102,7 +102,6 @@ def read_json(data):
 
 
 def frame(opcode, *parts, version=V1):
-    """bytes of a whole frame."""
     payload = b"".join(parts)
     return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
 

@@ -73,7 +73,6 @@ class Standing(NamedTuple):
         return json.dumps({**self._asdict(), "state": self.state.hex() if self.state else None}).encode()
 
     def compares(self, other):
-        """Whether its fitness is of the same kind and unit."""
         return (self.kind, self.unit) == (other.kind, other.unit)
 
 
@@ -164,7 +163,7 @@ class Handover(NamedTuple):
 
 
 class Island(Hook):
-    """The island of a coordinator (egg_net.Coordinator). lineage: [dict for JSON] of its epochs. Raises IslandError."""
+    """The island of an egg_net.Coordinator. lineage: [dict for JSON] of its epochs. Raises NetError, UsageError."""
 
     takes_version_1 = False
 
@@ -351,7 +350,6 @@ class Island(Hook):
     # epochs
 
     def _due(self):
-        """The Handover that is due now, or None."""
         cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
         if self._must_undo():
             return Handover("undo", None, False, now)
@@ -406,12 +404,11 @@ class Island(Hook):
         except OSError as error:
             self._give_up(f"the new state cannot be kept: {error.strerror}")
         else:
-            self._epoch_begun(handover, origin)
+            self._epoch_begun(origin)
 
-    def _epoch_begun(self, handover, origin):
-        self.on_trial = origin
+    def _epoch_begun(self, origin):
+        handover, self.on_trial, self.idle_since = self.handover, origin, self.run.step
         self.lineage.append(ancestor(self.run.start, self.terms.name))
-        self.idle_since = self.run.step
         event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
         if handover.kind == "rejuvenate":
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "

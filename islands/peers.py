@@ -1,7 +1,5 @@
-"""The other islands: their addresses, connections and introductions, and which of them are trusted.
-
-There is no central place. Every island calls its peers, and serves them on the port and in the event loop of its
-coordinator. docs/PROTOCOL.md has the frames.
+"""The other islands: their addresses, connections and introductions, and which of them are trusted. There is no central
+place: every island calls its peers, and serves them on the port and in the event loop of its coordinator.
 """
 
 import json
@@ -13,11 +11,11 @@ import time
 
 import egg_config
 from cluster import auth, greeting, history, wire
-from cluster.hub import Budget, address_text, split_address
+from cluster.hub import Budget, NetError, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
                           STATE_WANTED, V2)
-from egg_config import ConfigError, EggError
+from egg_config import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 DISTRUST = 600.0           # seconds for which a peer is not trusted
@@ -28,12 +26,6 @@ QUESTIONS = 8              # questions of a peer that are answered in a row; aft
 MOST_PEERS, MOST_OF_HOST = 1024, 64
 FORGOTTEN = 600.0          # seconds after which a peer that is gone is forgotten
 
-
-class IslandError(EggError):
-    """About the address of a peer, or something that an island needs."""
-
-
-# --- the command line ------------------------------------------------------------------------------------------------
 
 def parse_name(text):
     """A name that any terminal, page or log can show. Raises ValueError."""
@@ -77,8 +69,6 @@ def peers_from_slurm(port, environ=os.environ):
     return [(host, port) for host in hosts.split() if host != own]
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------
-
 class Target:
     """An address to call. addresses: [(family, address)], the next one first; is_self: the island called itself."""
 
@@ -87,8 +77,8 @@ class Target:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise IslandError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
-                              "another island's coordinator") from None
+            raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
+                           "another island's coordinator") from None
         self.addresses = [(entry[0], entry[4]) for entry in found]
         self.name, self.session, self.is_self, self.logged = None, None, False, False
         self.pause, self.call_at = BACK_OFF[0], 0.0
@@ -162,7 +152,7 @@ class PeerRole(Role):
             return
         self.wanted = None
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
-        total, data = shelf.readers.piece(sha256, shelf.path(step), offset, size)
+        total, data = shelf.piece(sha256, shelf.path(step), offset, size)
         if total and offset < total == offset + len(data):
             self.peer.given += 1
         self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
@@ -176,7 +166,7 @@ class PeerRole(Role):
 class Peers:
     """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
     island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: a
-    transfer.Bucket, for the states that they request. Raises IslandError."""
+    transfer.Bucket, for the states that they request. Raises NetError."""
 
     def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
@@ -185,7 +175,6 @@ class Peers:
         self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
 
     def check(self, now):
-        """Calls and deadlines."""
         for target in self.targets:
             connected = target.name in self.known and self.known[target.name].session
             if not (target.session or target.is_self or connected) and now >= target.call_at:
@@ -244,7 +233,6 @@ class Peers:
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
     def joined(self, session, card, author):
-        """An island that called has been let in."""
         session.reply(ISLAND, json.dumps(self.card()).encode())
         if session.open:
             self._introduced(session, PeerRole(session, self), card, author)
@@ -292,7 +280,6 @@ class Peers:
     # ends
 
     def lost(self, session):
-        """The connection is closed."""
         target, peer = session.role.target, session.role.peer
         if self.coordinator.closing:
             return
@@ -307,7 +294,6 @@ class Peers:
             self._log(peer.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
 
     def refused(self, session, why, code=None):
-        """The other island refuses this one."""
         if target := session.role.target:
             target.is_self = target.is_self or code == ITSELF
             target.failed(longest=True)
@@ -324,7 +310,6 @@ class Peers:
         self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
 
     def status(self):
-        """[dict] for `status`."""
         def row(peer):
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}

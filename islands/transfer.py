@@ -67,7 +67,6 @@ class Incoming:
             self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
 
     def unpack(self):
-        """Unpacks for a moment what is pending."""
         until = time.monotonic() + UNPACK_SECONDS
         while self.pending and time.monotonic() < until:
             self.upload.unpack()
