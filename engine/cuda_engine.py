@@ -70,7 +70,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     silent: evaluation without noise (kernels.rules.build_noise)."""
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
-        every[verb] = [Kernel(k.py_func.__name__, k, signature, shared) for k, signature, shared in some]
+        every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
     for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
@@ -159,8 +159,8 @@ def compile_share():
 
 @contextlib.contextmanager
 def quick_numba():
-    """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
-    after every inlining the search for live variables, which only `del` wants (by an older, slower function than
+    """A block in which numba-cuda compiles in less than half of the time, to the same PTX. It omits what is not needed
+    here: after every inlining the search for live variables, which only `del` wants (by an older, slower function than
     numba's); copies of line numbers, and of a function that was read only to be inlined; the choice of a signature for
     every single call; and Python's search for garbage."""
     whole, collects = postproc.PostProcessor.run, gc.isenabled()
