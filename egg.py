@@ -372,7 +372,8 @@ def debug(cfg, args):
 
 @command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
          option("--out FILE.png", "write a picture (needs matplotlib; also .svg and .pdf)"),
-         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"))
+         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"),
+         flag("--log", "a logarithmic x axis"))
 def plot(cfg, args):
     """draw loss and validation of runs, and the merges of islands, in the terminal or as a picture
 
@@ -380,7 +381,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, Printer(), args.x, args.out)
+    plot.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
 @command()
@@ -413,6 +414,21 @@ def prepare(cfg, args):
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+
+
+@command("--minutes", "--threads", "--log-json",
+         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)",
+                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=32),
+         option("--rate X", "the highest learning rate (default: 0.006)",
+                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.006))
+def backprop(cfg, args):
+    """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
+
+    examples:
+      python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl
+      python egg.py plot ckpt backprop.jsonl --x time"""
+    from tools import backprop
+    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, Printer(), args.log_json)
 
 
 @command("--threads", "--gpu",

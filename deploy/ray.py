@@ -282,7 +282,7 @@ def train(cfg, args, secret, http, console):
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; the Summary."""
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
     with stop_signals() as stopped:
