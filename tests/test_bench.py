@@ -100,7 +100,7 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
     noise, = re.findall(r"noise costs (.*)% of evaluation", out)
     assert 0 < float(noise) < 90 and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
     for words in (r"evaluation  0\.0[0-3] M tokens/s, 0 TOP/s, .*% of the peak; .* ms for 256 tokens",
-                  r"update      \d+\.\d\d ms for 256 members", r"digest      [\d.]+ ms for .* MB",
+                  rf"update      \d+\.\d\d ms for {CFG.POPULATION_SIZE} members", r"digest      [\d.]+ ms for .* MB",
                   r"validation  [\d,]+ tokens/s", r"generation  [\d,]+ tokens/s \(prompt \d+, 512 new\)",
                   "kernels of the update, ms: votes 1.50, rest 0.25", "device memory in use 1.00 of 8 GiB"):
         assert re.search(f"(?m)^{words}", out), (words, out)
