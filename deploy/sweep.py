@@ -82,14 +82,11 @@ def read_table(path):
     return Table(**table)
 
 
-def space(constants):
-    """The search space of Ray Tune."""
-    def draw(low, high, log=False):
-        if type(low) is type(high) is int:
-            return (tune.lograndint if log else tune.randint)(low, high + 1)
-        return (tune.loguniform if log else tune.uniform)(low, high)
-    return {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
-            for name, value in constants.items()}
+def draw(low, high, log=False):
+    """The distribution of Ray Tune for a range."""
+    if type(low) is type(high) is int:
+        return (tune.lograndint if log else tune.randint)(low, high + 1)
+    return (tune.loguniform if log else tune.uniform)(low, high)
 
 
 def title(trial, names):
@@ -124,8 +121,8 @@ class Reporter(Console):
             self.found = {"validation": event["value"], "unit": event["unit"], "steps": event["step"]}
 
     def report(self):
-        if self.found:
-            found, self.found = self.found, None
+        found, self.found = self.found, None
+        if found:
             tune.report({**found, "minutes": self.trained})
 
 
@@ -157,13 +154,7 @@ class Progress(tune.Callback):
             last.get, ("validation", "unit", "steps", "minutes"))), flush=True)
 
     def on_trial_error(self, iteration, trials, trial, **info):
-        print(f"{trial}: {problem(trial.get_error())}", flush=True)
-
-
-def problem(error):
-    """An error of a trial in one line, without the traceback in which Ray wraps it."""
-    lines = str(getattr(error, "cause", None) or error).strip().split("\n")
-    return one_line(([line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines)[-1], 300)
+        print(f"{trial}: {cluster.problem(trial.get_error())}", flush=True)
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
@@ -196,14 +187,14 @@ def sweep(path, preset, defines, directory, address):
         with interruptible() as stopped:
             results = tuner.fit()
     except (ray.exceptions.RayError, tune.TuneError) as error:
-        raise cluster.RayError(f"{problem(error)}; the same command continues") from None
+        raise cluster.RayError(f"{cluster.problem(error)}; the same command continues") from None
     finally:
         ray.shutdown()
     if stopped:
         print("interrupted: the same command continues")
     ranked = rank(directory, names)
     if not ranked and not stopped:
-        raise cluster.RayError("no trial has a validation" + "".join(f": {problem(e)}" for e in results.errors[:1]))
+        raise cluster.RayError("no trial has a validation" + "".join(f": {cluster.problem(e)}" for e in results.errors[:1]))
     return [row[-1] for row in ranked]
 
 
@@ -239,7 +230,9 @@ def make_tuner(trainable, table, directory, count, name):
     budget, unit = (table.steps, "steps") if table.steps else (table.minutes, "minutes")
     scheduler = ASHAScheduler(unit, "validation", "min", budget, min(table.grace or budget / 8, budget),
                               table.reduction, stop_last_trials=False)
-    return tune.Tuner(trainable, param_space=space(table.constants), tune_config=tune.TuneConfig(
+    space = {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
+             for name, value in table.constants.items()}
+    return tune.Tuner(trainable, param_space=space, tune_config=tune.TuneConfig(
         scheduler=scheduler, num_samples=table.samples, trial_name_creator=name, trial_dirname_creator=name),
         run_config=tune.RunConfig("tune", directory, callbacks=[Progress(count)], verbose=0,
                                   failure_config=tune.FailureConfig(max_failures=1)))

@@ -378,16 +378,20 @@ def test_export_is_a_safetensors_file(here, capsys):
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(state.seed))
     by_library = safetensors.numpy.load_file("w.safetensors")
     tensors = parameters.tensors(CFG)
-    assert set(header) == set(by_library) == {use.tensor_name(t) for t in tensors} and "layers.1.w_q" in header
+
+    def name_of(t):
+        return f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
+
+    assert set(header) == set(by_library) == {name_of(t) for t in tensors} and "layers.1.w_q" in header
     for t in tensors:
-        told = header[use.tensor_name(t)]
+        told = header[name_of(t)]
         first, end = told["data_offsets"]
         flat = state.weights[t.weights:t.weights + t.size]
         want = parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
         assert np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]),
                               want)
-        assert np.array_equal(by_library[use.tensor_name(t)], want) and by_library[use.tensor_name(t)].dtype == np.int8
+        assert np.array_equal(by_library[name_of(t)], want) and by_library[name_of(t)].dtype == np.int8
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 

@@ -1,10 +1,13 @@
 """Draws loss and validation of runs, and the descent of islands, in the terminal or as a picture with matplotlib."""
 
+import collections
 import math
 import os
 import shutil
 import string
 import textwrap
+
+import numpy as np
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
@@ -31,11 +34,11 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     curves = read_curves(runs)
     charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
               if chart.lines]
-    tree = Tree(curves, charts[0])
+    tree, names = Tree(curves, charts[0]), [curve.name for curve in curves]
     if out is None:
-        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream))
+        printer.line(terminal(charts, names, tree, printer.stream))
     else:
-        picture(charts, [curve.name for curve in curves], out, tree)
+        picture(charts, names, out, tree)
 
 
 def read_curves(runs):
@@ -52,32 +55,27 @@ class Chart:
 
     def __init__(self, quantity, curves, x, log=False):
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
-        points = [getattr(curve, quantity) for curve in curves]
         units = sorted({curve.unit for curve in curves if curve.validation})
-        title, named = quantity, units
+        self.title, named = quantity, units
         if quantity == "loss":
-            title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
-        self.title = ", ".join([title, " or ".join(named)]) if named else title
+            self.title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
+        self.title += f", {' or '.join(named)}" * bool(named)
         furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME[:1] if log else TIME, 2) if x == "time" else (COUNT, 1)
-        size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
-        self.size = size
+        self.size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
-        self.log, self.x_end = log, furthest / size or 1.0
-        xs = [point[column] / size for line in points for point in line if point[column] > 0 or not log]
-        self.x_start = min([self.x_end / 10, *xs]) if log else 0.0
-        self.lines = []
-        for i, line in ((i, line) for i, line in enumerate(points) if line):
-            thinned = Thinned(POINTS)
-            for point in line:
-                if point[column] > 0 or not log:
-                    thinned.add(point[column] / size, point[3])
-            if thinned.all():
-                self.lines.append((i, thinned.all()))
-        ys = [y for _, line in self.lines for _, y in line]
-        self.low, self.high = (min(ys), max(ys)) if ys else (0.0, 1.0)
-        self.references = {}
+        self.log, self.x_end = log, furthest / self.size or 1.0
+        self.lines, self.references, xs = [], {}, [self.x_end / 10]
+        for i, points in enumerate(getattr(curve, quantity) for curve in curves):
+            thinned, points = Thinned(POINTS), [p for p in points if p[column] > 0 or not log]
+            for point in points:
+                thinned.add(point[column] / self.size, point[3])
+            self.lines += [(i, thinned.all())] * bool(points)
+            xs += [point[column] / self.size for point in points[:1]]
+        self.x_start = min(xs) if log else 0.0
+        ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
+        self.low, self.high = min(ys), max(ys)
         if quantity == "validation" and len(units) == 1:
             near = (self.high - self.low) / 2
             self.references = {k: y for curve in curves for k, y in curve.references.items()
@@ -147,10 +145,7 @@ class Tree:
 
     def living(self):
         """str: which lines live on, and on how many of the islands in `runs`."""
-        found = {}
-        for name in self.runs:
-            for origin, _ in self.descent(name):
-                found[origin] = found.get(origin, 0) + 1
+        found = collections.Counter(origin for name in self.runs for origin, _ in self.descent(name))
         gone = [printable(name) for name in self.runs if name not in found]
         lines = [f"{printable(k)} on {n}" for k, n in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))]
         gone = f"; gone: {shortened(gone)}" if gone else ""
@@ -258,26 +253,23 @@ def _beside(word, taken, columns):
 
 def _lanes(tree, chart, width, frame, paint):
     """One line per island: in each column the letter of the island from which most of the model comes."""
-    columns, out = width - LABEL - 1, []
+    columns = width - LABEL - 1
+    lanes = {name: [(" ", 0)] * columns for name in tree.lanes}
 
     def column(x):
         return min(max(round(chart.across(x) * (columns - 1)), 0), columns - 1)
 
     for name, pieces in tree.lanes.items():
-        cells = [(" ", 0)] * columns
         for start, end, shares in pieces:
             i = tree.numbers[max(shares, key=lambda origin: (shares[origin], origin))]
             for at in range(column(start), column(end) + 1):
-                cells[at] = LETTERS[i % 26], i
-        for giver, _, taker, x in tree.edges:
-            if taker == name:
-                cells[column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
-        for island, x in tree.rejuvenations:
-            if island == name:
-                cells[column(x)] = "!", cells[column(x)][1]
-        label = f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1)
-        out.append(label + "".join(paint(text, i) if text != " " else text for text, i in cells).rstrip())
-    return out
+                lanes[name][at] = LETTERS[i % 26], i
+    for giver, _, taker, x in tree.edges:
+        lanes[taker][column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
+    for name, x in tree.rejuvenations:
+        lanes[name][column(x)] = "!", lanes[name][column(x)][1]
+    return [f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
+        paint(text, i) if text != " " else text for text, i in cells).rstrip() for name, cells in lanes.items()]
 
 
 def _strokes(line, chart, width, height):
@@ -287,14 +279,10 @@ def _strokes(line, chart, width, height):
         y = (chart.high - point[1]) / (chart.high - chart.low) * (height - 1)
         return min(max(round(x), 0), width - 1), min(max(round(y), 0), height - 1)
 
-    before = place(line[0])
-    yield before
-    for point in line[1:]:
-        (x0, y0), (x1, y1) = before, place(point)
-        n = max(abs(x1 - x0), abs(y1 - y0))
-        for k in range(1, n + 1):
-            yield round(x0 + (x1 - x0) * k / n), round(y0 + (y1 - y0) * k / n)
-        before = x1, y1
+    dots = [place(point) for point in line]
+    for (x0, y0), (x1, y1) in zip(dots[:1] + dots, dots):
+        n = max(abs(x1 - x0), abs(y1 - y0), 1)
+        yield from ((round(x0 + (x1 - x0) * k / n), round(y0 + (y1 - y0) * k / n)) for k in range(n + 1))
 
 
 # --- a picture --------------------------------------------------------------------------------------------------------
@@ -314,7 +302,7 @@ def picture(charts, names, path, tree):
             ax.plot(*zip(*line), color=f"C{i}", linewidth=1.6, label=names[i], marker="o" if len(line) == 1 else None)
         for giver, _, taker, x in tree.edges:                # in the giver's colour, on the taker's curve
             for line in (line for i, line in chart.lines if i == tree.numbers[taker] and line[0][0] <= x):
-                ax.plot(x, _height(line, x), marker="v", markersize=6, color=f"C{tree.numbers[giver]}",
+                ax.plot(x, np.interp(x, *zip(*line)), marker="v", markersize=6, color=f"C{tree.numbers[giver]}",
                         markeredgecolor="white", zorder=3)
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
@@ -339,15 +327,6 @@ def picture(charts, names, path, tree):
             figure.savefig(path, dpi=110)
     except ValueError as error:
         raise WatchError(f"--out {path}: {error}") from None
-
-
-def _height(line, x):
-    """y of a curve at x: interpolated, or that of the last point."""
-    after = next((k for k, point in enumerate(line) if point[0] >= x), None)
-    if not after:
-        return line[-1][1] if after is None else line[0][1]
-    (x0, y0), (x1, y1) = line[after - 1:after + 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _draw_tree(ax, tree):

@@ -214,61 +214,46 @@ def read_tensors(path):
     return arrays, metadata
 
 
-def tensor_name(t):
-    """The name of a stored array (model.parameters.Tensor) in a safetensors file."""
-    return f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
+def views(cfg, state, full):
+    """Yields (name in a file, view of the State, shape, whether it is a matrix in canonical order) of every stored
+    array; full: with moments and noise scales."""
+    for t in parameters.tensors(cfg):
+        name, part = f"layers.{t.layer}.{t.name}" if t.per_layer else t.name, slice(t.weights, t.weights + t.size)
+        shape = (t.rows, t.cols) if t.matrix else (t.cols,)
+        yield name, state.weights[part], shape, t.matrix
+        if full:
+            yield name + ".moments", state.moments[part], (*shape, 3), t.matrix
+            yield name + ".noise_out", state.overlay[t.overlay_a:t.overlay_a + t.cols], (t.cols,), False
+        if full and t.matrix:
+            yield name + ".noise_in", state.overlay[t.overlay_b:t.overlay_b + t.rows], (t.rows,), False
 
 
 def to_arrays(cfg, state, full):
-    """{name: array} of a State; full: with moments and noise scales."""
-    arrays = {}
-    for t in parameters.tensors(cfg):
-        name, part = tensor_name(t), slice(t.weights, t.weights + t.size)
-        plain = lambda flat: parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
-        arrays[name] = plain(state.weights[part])
-        if full:
-            moments = [plain(np.ascontiguousarray(x)) for x in state.moments[part].T]
-            arrays[name + ".moments"] = np.stack(moments, axis=-1)
-            arrays[name + ".noise_out"] = state.overlay[t.overlay_a:t.overlay_a + t.cols]
-            if t.matrix:
-                arrays[name + ".noise_in"] = state.overlay[t.overlay_b:t.overlay_b + t.rows]
-    return arrays
+    """{name: array} of a State."""
+    return {name: parameters.from_canonical(view, *shape[:2]) if matrix else view
+            for name, view, shape, matrix in views(cfg, state, full)}
 
 
 def from_arrays(cfg, arrays, path):
     """(State, full) from {name: array}; full: with moments and noise scales, else initial ones. Raises UseError."""
-    parts, left = [], dict(arrays)
-    full = any(name.endswith(".moments") for name in arrays)
+    full, left = any(name.endswith(".moments") for name in arrays), set(arrays)
     advice = "set the constants as they were when it was made"
-
-    def take(name, shape, dtype):
-        dtype = np.dtype(dtype)
-        if name not in left:
+    n, zeros = parameters.n_weights(cfg), np.broadcast_to       # no memory is taken for what the file claims
+    blank = parameters.State(cfg, zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
+                             zeros(np.int8(0), parameters.n_overlay(cfg)))
+    for name, view, shape, _ in views(cfg, blank, full):
+        if name not in arrays:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
-        array = left.pop(name)
-        if array.shape != shape or array.dtype != dtype:
-            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {dtype} "
+        array = arrays[name]
+        if (array.shape, array.dtype) != (shape, view.dtype):
+            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {view.dtype} "
                            f"{list(shape)}: {advice}")
-        return array
-
-    for t in parameters.tensors(cfg):                # all is checked before memory is taken for what the file claims
-        name, shape = tensor_name(t), (t.rows, t.cols) if t.matrix else (t.cols,)
-        parts.append((t, take(name, shape, np.int8), *([
-            take(name + ".moments", (*shape, 3), np.float32), take(name + ".noise_out", (t.cols,), np.int8),
-            take(name + ".noise_in", (t.rows,), np.int8) if t.matrix else None] if full else ())))
+        left.remove(name)
     if left:
-        raise UseError(f"{path} holds {next(iter(left))}, which this configuration does not have: {advice}")
+        raise UseError(f"{path} holds {min(left)}, which this configuration does not have: {advice}")
     state = parameters.initial_state(cfg)
-    for t, weights, *rest in parts:
-        part = slice(t.weights, t.weights + t.size)
-        flat = lambda x: parameters.to_canonical(x) if t.matrix else x
-        state.weights[part] = flat(weights)
-        if full:
-            moments, noise_out, noise_in = rest
-            state.moments[part] = np.stack([flat(x) for x in np.moveaxis(moments, -1, 0)], axis=-1)
-            state.overlay[t.overlay_a:t.overlay_a + t.cols] = noise_out
-            if t.matrix:
-                state.overlay[t.overlay_b:t.overlay_b + t.rows] = noise_in
+    for name, view, _, matrix in views(cfg, state, full):
+        view[...] = parameters.to_canonical(arrays[name]) if matrix else arrays[name]
     try:
         parameters.check_state(state)
     except ValueError as error:
