@@ -75,10 +75,10 @@ def sampling(name, what):
     return number(float, *egg_config.FACTS["SAMPLING_" + name].allowed, what)
 
 
-def option(name, help, metavar=None, type=None, **more):
-    """(name, arguments for argparse)."""
-    values = {"help": help, "metavar": metavar, "type": type, **more}
-    return name, {k: v for k, v in values.items() if v is not None}
+def option(usage, help, type=None, **more):
+    """(name, arguments for argparse). usage: the name, then what stands for its value."""
+    name, _, metavar = usage.partition(" ")
+    return name, {"help": help, "metavar": metavar or None, "type": type, **more}
 
 
 def flag(name, help):
@@ -89,34 +89,33 @@ PORT = number(int, 0, 65535, "a port from 0 to 65535")
 TOKENS = number(int, 1, 1 << 40, "a number of tokens, 1 or more")
 CORES = hardware.cores()
 COMMON = dict([
-    option("--port", f"TCP port (default: PORT, {egg_config.PORT})", "N", PORT),
-    option("--steps", "stop when the run has N steps", "N", number(int, 1, 1 << 40, "a number of steps, 1 or more")),
-    option("--minutes", "stop after N minutes", "N", number(float, 1e-3, 1e7, "a number of minutes")),
-    option("--save-dir", "keep the run in DIR, and continue the run that is in it", "DIR"),
-    option("--load-dir", "start from the run in DIR", "DIR"),
-    option("--http", "serve a live page, and /metrics for Prometheus (default host: this machine only), with a "
-           "password if there is a secret", "[HOST:]PORT",
-           parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
-    option("--log-json", "append every event to FILE, one JSON object per line (docs/EVENTS.md)", "FILE"),
-    option("--tensorboard", "write figures and samples for TensorBoard (needs tensorboardX)", "DIR"),
-    option("--threads", "cores that the CPU engine uses (default: all)", "N",
+    option("--port N", f"TCP port (default: PORT, {egg_config.PORT})", PORT),
+    option("--steps N", "stop when the run has N steps", number(int, 1, 1 << 40, "a number of steps, 1 or more")),
+    option("--minutes N", "stop after N minutes", number(float, 1e-3, 1e7, "a number of minutes")),
+    option("--save-dir DIR", "keep the run in DIR, and continue the run that is in it"),
+    option("--load-dir DIR", "start from the run in DIR"),
+    option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
+           "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
+    option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
+    option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
+    option("--threads N", "cores that the CPU engine uses (default: all)",
            number(int, 1, CORES, f"a number of cores of this machine, 1 to {CORES}")),
-    option("--secret-file", "the secret that coordinator and workers share (default: variable EGG_SECRET)", "FILE"),
-    option("--tls-cert", "own certificate, PEM", "FILE"),
-    option("--tls-key", "key of the own certificate", "FILE"),
-    option("--tls-ca", "certificate of the other side or of its signer; with it a coordinator refuses workers without "
-           "a certificate", "FILE"),
+    option("--secret-file FILE", "the secret that coordinator and workers share (default: variable EGG_SECRET)"),
+    option("--tls-cert FILE", "own certificate, PEM"),
+    option("--tls-key FILE", "key of the own certificate"),
+    option("--tls-ca FILE", "certificate of the other side or of its signer; with it a coordinator refuses workers "
+           "without a certificate"),
     flag("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
-    option("--gpu", "the GPU to use (default: the first)", "N", number(int, 0, 1023, "the number of a GPU, 0 or more")),
+    option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023, "the number of a GPU, 0 or more")),
 ])
 ROOT = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
-SAVED_RUN = (option("--load-dir", "the saved run (default: the newest ckpt*); its configuration is used", "DIR"),
+SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
              flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
-CLUSTER = option("--address", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, or "
-                 "local: a new one on this machine (default: auto)", "ADDRESS")
+CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
+                 "or local: a new one on this machine (default: auto)")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 COMMANDS = []                  # (function, options, source of the saved constants)
 
@@ -162,12 +161,10 @@ def train(cfg, args):
     examples:
       python egg.py train --minutes 1 --save-dir ckpt
       python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
-    from cluster import auth
     from tools import train
     console = run_console(args)
     cfg = for_this_machine(cfg, args, console.line)
-    http = page(args, auth.Access(auth.read_secret(args.secret_file), None, args.insecure)) if args.http else None
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, http,
+    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
                        args.log_json, args.tensorboard)
     directory = done.coordinator.directory
     invite_to_continue(args.argv, directory, console)
@@ -180,14 +177,15 @@ def train(cfg, args):
          "--port", "--steps", "--minutes", *RUN, *TLS, "--verbose",
          flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
-         option("--island", "be an island of this name; every island and its workers need their own -D ISLAND_SEED=N",
-                "NAME", parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
-         option("--peer", "coordinator of another island; can be repeated, and all islands may be given the same list",
-                "HOST:PORT", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
+         option("--island NAME", "be an island of this name; every island and its workers need their own -D "
+                "ISLAND_SEED=N",
+                parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
+         option("--peer HOST:PORT", "coordinator of another island; can be repeated, and all islands may be given the "
+                "same list", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
          flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
-                "(default: 16M)", "BYTES", parsed_by("islands.peers", "parse_bandwidth",
-                                                     "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
+         option("--gossip-bandwidth BYTES", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
+                "(default: 16M)", parsed_by("islands.peers", "parse_bandwidth",
+                                            "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          flag("--no-accept", "give states to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
@@ -205,20 +203,20 @@ def coordinator(cfg, args):
                          args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
     tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
-    island = gossip.terms(args.island, args.peer, args.peers_from_slurm, port(cfg, args), args.gossip_bandwidth,
+    island = gossip.terms(args.island, args.peer, args.peers_from_slurm, args.port, args.gossip_bandwidth,
                          not args.no_accept, tls)
     console = run_console(args)
-    done = egg_net.run_coordinator(cfg, args.host, port(cfg, args), args.save_dir, args.load_dir, args.steps,
+    done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
                                    args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
                                    island)
     invite_to_continue(args.argv, done.directory, console)
 
 
-@command(option("host", "name or address of the coordinator", "HOST"),
+@command(option("host HOST", "name or address of the coordinator"),
          "--port", "--threads", "--gpu", "--secret-file", *TLS,
          option("--name", "name of this worker at the coordinator (default: its host and device)"),
-         option("--protocol", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)", type=int,
-                choices=(1, 2), default=0),
+         option("--protocol", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)",
+                int, choices=(1, 2), default=0),
          flag("--list-devices", "list the devices that a worker can use on this machine, one per line, and stop"))
 def worker(cfg, args):
     """evaluate for a coordinator, on a GPU if there is one
@@ -232,21 +230,20 @@ def worker(cfg, args):
         return
     access, device = access_to(args), hardware.one_device(cfg, args.gpu)
     from tools import train
-    train.work(cfg, args.host, port(cfg, args), device, args.threads, access=access, protocol=args.protocol,
+    train.work(cfg, args.host, args.port, device, args.threads, access=access, protocol=args.protocol,
                name=args.name)
 
 
 @command("--steps", "--minutes",
-         option("--save-dir", "keep the run in DIR, on the node that holds a run there, else on this node", "DIR",
+         option("--save-dir DIR", "keep the run in DIR, on the node that holds a run there, else on this node",
                 required=True),
          *RUN[1:], "--port", "--verbose", CLUSTER,
-         option("--workers", "number of workers, or all: as many as the nodes have room for (default: all)", "N",
+         option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
-         option("--cpus", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
-                "if this is given (default: the fewest that a node has)", "N",
-                number(int, 1, 1024, "a number of cores")),
-         option("--wait", "minutes to wait until the first worker has found its resources (default: 5)", "N",
-                number(float, 1e-3, 1e6, "a number of minutes")),
+         option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
+                "if this is given (default: the fewest that a node has)", number(int, 1, 1024, "a number of cores")),
+         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)",
+                number(float, 1e-3, 1e6, "a number of minutes"), default=5),
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
@@ -256,14 +253,12 @@ def ray(cfg, args):
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
     from cluster import auth
     from deploy import ray
-    access = auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
-    http = page(args, access) if args.http else None
-    console = run_console(args)
-    invite_to_continue(args.argv, ray.train(cfg, args, access, http, console), console)
+    console, secret = run_console(args), auth.read_secret(args.secret_file)
+    invite_to_continue(args.argv, ray.train(cfg, args, secret, page(args), console), console)
 
 
-@command(CLUSTER, option("file", "the table of settings, TOML (docs/CLUSTERS.md)", "FILE"),
-         option("--save-dir", "directory of the trials (default: FILE without .toml)", "DIR"))
+@command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
+         option("--save-dir DIR", "directory of the trials (default: FILE without .toml)"))
 def sweep(cfg, args):
     """train with many settings on a Ray cluster, stop the bad ones early, and rank them by validation
 
@@ -274,7 +269,7 @@ def sweep(cfg, args):
         print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
-@command(option("host", "the coordinator (default: localhost)", "HOST", nargs="?", default="localhost"), "--port",
+@command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
           "--secret-file", *TLS, flag("--json", "all of it, for programs"))
 def status(cfg, args):
     """what a coordinator is doing, and with which workers
@@ -282,7 +277,7 @@ def status(cfg, args):
     example: python egg.py status 10.0.0.1 --secret-file secret"""
     import json
     from cluster import status
-    report = status.fetch_status(cfg, args.host, port(cfg, args), access_to(args))
+    report = status.fetch_status(cfg, args.host, args.port, access_to(args))
     print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
 
 
@@ -295,15 +290,15 @@ def of_run(args):
 
 
 @command(*SAVED_RUN,
-         option("--prompt", "text to continue; -: all of standard input (default: a new line)", "TEXT", default="\n"),
-         option("--tokens", "tokens to add (default: 200); memory is the only limit", "N", TOKENS, default=200),
-         option("--temp", "temperature; 0 always takes the likeliest token (default: SAMPLING_TEMP)", "T",
+         option("--prompt TEXT", "text to continue; -: all of standard input (default: a new line)", default="\n"),
+         option("--tokens N", "tokens to add (default: 200); memory is the only limit", TOKENS, default=200),
+         option("--temp T", "temperature; 0 always takes the likeliest token (default: SAMPLING_TEMP)",
                 sampling("TEMP", "a temperature from 0 to 100")),
-         option("--min-p", "cut tokens less likely than this share of the likeliest (default: SAMPLING_MIN_P)", "P",
+         option("--min-p P", "cut tokens less likely than this share of the likeliest (default: SAMPLING_MIN_P)",
                 sampling("MIN_P", "a share from 0 to 1")),
-         option("--penalty", "nats taken once from every token seen (default: SAMPLING_PRESENCE_PENALTY)", "X",
+         option("--penalty X", "nats taken once from every token seen (default: SAMPLING_PRESENCE_PENALTY)",
                 sampling("PRESENCE_PENALTY", "a penalty from 0 to 100")),
-         option("--seed", "another seed gives another text (default: 1); both engines write the same", "N",
+         option("--seed N", "another seed gives another text (default: 1); both engines write the same",
                 number(int, 0, (1 << 32) - 1, "a seed from 0 to 4294967295"), default=1), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
@@ -319,8 +314,8 @@ def generate(cfg, args):
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, printer(), **settings)
 
 
-@command(*SAVED_RUN, option("file", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", "FILE", nargs="?"),
-         option("--tokens", "read at most N tokens of it, in evenly spread windows (default: all)", "N", TOKENS,
+@command(*SAVED_RUN, option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
+         option("--tokens N", "read at most N tokens of it, in evenly spread windows (default: all)", TOKENS,
                 default=0), saved=of_run)
 def eval_(cfg, args):
     """measure a saved run on held-out text: bits per byte, beside simple models
@@ -332,7 +327,7 @@ def eval_(cfg, args):
     use.evaluate(cfg, load(cfg, args), args.file, args.tokens, printer())
 
 
-@command(*SAVED_RUN, option("file", "the file to write", "FILE"),
+@command(*SAVED_RUN, option("file FILE", "the file to write"),
          flag("--full", "with the optimizer's moments and the noise scales, so that training can continue bit for bit"),
          saved=of_run)
 def export(cfg, args):
@@ -349,8 +344,8 @@ def of_file(args):
     return use.read_config(args.file), None
 
 
-@command(option("file", "a file of `egg.py export`; its configuration is used, -D changes it", "FILE"),
-         option("--save-dir", "the directory to make; train, coordinator and generate continue from it", "DIR",
+@command(option("file FILE", "a file of `egg.py export`; its configuration is used, -D changes it"),
+         option("--save-dir DIR", "the directory to make; train, coordinator and generate continue from it",
                 required=True), saved=of_file)
 def import_(cfg, args):
     """begin a run with the weights of a safetensors file
@@ -361,7 +356,7 @@ def import_(cfg, args):
     printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
-@command(*SAVED_RUN, option("--json", "append them to FILE, as one line of JSON", "FILE"), saved=of_run)
+@command(*SAVED_RUN, option("--json FILE", "append them to FILE, as one line of JSON"), saved=of_run)
 def debug(cfg, args):
     """statistics of a saved run: activations of member 0, attention, weights
 
@@ -374,9 +369,10 @@ def debug(cfg, args):
     debug.report(cfg, load(cfg, args), tokens, printer(), args.json)
 
 
-@command(option("runs", "a save directory, or a file of --log-json", "RUN", nargs="+"),
-         option("--out", "write a picture (needs matplotlib; also .svg and .pdf)", "FILE.png"),
-         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"))
+@command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
+         option("--out FILE.png", "write a picture (needs matplotlib; also .svg and .pdf)"),
+         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"),
+         flag("--log", "a logarithmic x axis"))
 def plot(cfg, args):
     """draw loss and validation of runs, and the merges of islands, in the terminal or as a picture
 
@@ -384,7 +380,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, printer(), args.x, args.out)
+    plot.plot(args.runs, printer(), args.x, args.out, args.log)
 
 
 @command()
@@ -396,11 +392,11 @@ def arch(cfg, args):
     print(parameters.describe(cfg))
 
 
-@command(option("texts", "files of text (or any bytes), read one after the other, also .zst", "TEXT", nargs="+"),
-         option("--vocab-size", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
-                "plain bytes", "N", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
-         option("--val", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)", "FILE"),
-         option("--out", "directory for the three files (default: this one)", "DIR", default="."),
+@command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
+         option("--vocab-size N", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
+                "plain bytes", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
+         option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
+         option("--out DIR", "directory for the three files (default: this one)", default="."),
          flag("--force", "replace such files without asking"))
 def prepare(cfg, args):
     """turn texts into input.bin, val.bin and decoding.bin
@@ -419,9 +415,24 @@ def prepare(cfg, args):
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
+@command("--minutes", "--threads", "--log-json",
+         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)",
+                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=32),
+         option("--rate X", "the highest learning rate (default: 0.006)",
+                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.006))
+def backprop(cfg, args):
+    """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
+
+    examples:
+      python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl
+      python egg.py plot ckpt backprop.jsonl --x time"""
+    from tools import backprop
+    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, printer(), args.log_json)
+
+
 @command("--threads", "--gpu",
-         option("--shapes", "a table of models instead: evaluation with each kind of int8 product, update; NAME: only "
-                "these of it", "NAME", nargs="*"),
+         option("--shapes NAME", "a table of models instead: evaluation with each kind of int8 product, update; NAME: "
+                "only these of it", nargs="*"),
          flag("--whole-steps", "with --shapes: also whole steps, and what they cost beyond evaluation and update"))
 def bench(cfg, args):
     """measure this machine: evaluation, update, a whole step, generation
@@ -438,20 +449,19 @@ def bench(cfg, args):
 
 # --- what commands share ---------------------------------------------------------------------------------------------
 
-def port(cfg, args):
-    return cfg.PORT if args.port is None else args.port
-
-
 def access_to(args):
     """The auth.Access of a worker or of `status`."""
     from cluster import auth
     return auth.Access(auth.read_secret(args.secret_file), auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
 
 
-def page(args, access):
-    """The live_page.Where of --http, None without it."""
-    from tools import live_page
-    return live_page.where(args.http, access) if args.http else None
+def page(args, access=None):
+    """The live_page.Where of --http, None without it. access: default: with the secret, without TLS."""
+    if args.http:
+        from cluster import auth
+        from tools import live_page
+        access = access or auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+        return live_page.where(args.http, access)
 
 
 def load(cfg, args):
@@ -516,17 +526,15 @@ def invite_to_continue(argv, directory, console):
     """Prints the command that goes on with the run in `directory`: argv, without limits and constants that are kept."""
     if directory is None:
         return
-    args = vars(parser(typed=False).parse_args(argv))
+    args = vars(parser(typed=False).parse_args(argv)) | {"save_dir": directory}
     kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
-    command, defines = args["function"].__name__, args["defines"]
-    args = {name: value for name, value in args.items() if value and name not in NOT_CONTINUED}
-    args |= {"save_dir": directory, "D": [define for define in defines if define.partition("=")[0].strip() not in kept]}
     words = []
     for name, value in args.items():
-        option = "-D" if name == "D" else "--" + name.replace("_", "-")
-        for one in value if isinstance(value, list) else [value]:
-            words += [option] if one is True else [option, one]
-    console.line("continue it: " + command_line(command, *words))
+        for one in () if not value or name in NOT_CONTINUED else value if isinstance(value, list) else [value]:
+            words += ["--" + name.replace("_", "-")] + [one] * (one is not True)
+    words += [word for define in args["defines"] if define.partition("=")[0].strip() not in kept
+              for word in ("-D", define)]
+    console.line("continue it: " + command_line(args["function"].__name__, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -583,7 +591,10 @@ def main(argv=None):
         args = parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
         saved, args.run = args.saved(args)
-        args.function(egg_config.load(args.preset, args.defines, saved=saved, run=args.run), args)
+        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run)
+        if vars(args).get("port", 0) is None:
+            args.port = cfg.PORT
+        args.function(cfg, args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

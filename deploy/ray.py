@@ -10,20 +10,13 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import time
 import traceback
-from typing import NamedTuple
 
 import numpy as np
-
-try:
-    import ray
-    from ray.util import metrics
-except ModuleNotFoundError as missing:
-    from egg_config import EggError
-    raise EggError(f"{missing.name} is missing: pip install -r requirements/ray.txt") from None
 
 import egg_config
 import egg_net
@@ -32,15 +25,21 @@ from cluster.console import one_line, stop_signals
 from egg_config import EggError, UsageError
 from model import data_files
 
+try:
+    import ray
+    from ray.util import metrics
+except ModuleNotFoundError as missing:
+    raise EggError(f"{missing.name} is missing: pip install -r requirements/ray.txt") from None
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # data travels as objects
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.25        # between two looks at the coordinator
 NODES_SECONDS = 2.0        # between two looks for new nodes
-WAIT_MINUTES = 5.0         # for resources of the first worker
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
+FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 GAUGES = {"step": "the last step", "loss": "mean loss of the population", "tokens_per_second": "speed of the last step",
           "value": "validation: cross-entropy of held-out text"}
 
@@ -75,6 +74,40 @@ def absolute(directory):
         raise UsageError(f"--save-dir {directory}: a job runs in a copy of its working directory, which Ray removes "
                          "afterwards: give an absolute path")
     return os.path.abspath(directory)
+
+
+def nodes():
+    """[{"CPU": number, "GPU": number}] of the nodes that are alive."""
+    return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
+            for node in ray.nodes() if node["Alive"]]
+
+
+def ready(references, timeout=0):
+    """Those of the references whose call is over."""
+    return ray.wait(references, num_returns=len(references), timeout=timeout)[0] if references else []
+
+
+def result(reference):
+    """What a call has returned. Raises the EggError with which it ended, or a RayError."""
+    try:
+        return ray.get(reference)
+    except Exception as error:          # whatever the actor raised, or why Ray has no result
+        cause = getattr(error, "cause", None)
+        raise cause if isinstance(cause, EggError) else RayError(problem(error)) from None
+
+
+def problem(error):
+    """An error of an actor or a trial in one line, without the tracebacks in which Ray wraps it."""
+    cause = getattr(error, "cause", None) or error
+    lines = f"{type(cause).__name__}: {cause}".strip().split("\n")
+    line = ([line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines)[-1]
+    if not (module := re.search(r"No module named '(\w+)", line)):
+        return one_line(line, 300)
+    if any(name.partition(".")[0] == module[1] for name in os.listdir(ROOT)):
+        return (f"a node has lost {module[1]}, a part of this program: several Ray nodes on one machine need a "
+                "`ray start --temp-dir` each; the same command continues")
+    return (f"a node has no {module[1]}: install requirements/core.txt (on GPU nodes cuda12.txt or cuda13.txt) on "
+            "every node")
 
 
 # --- actors ----------------------------------------------------------------------------------------------------------
@@ -139,22 +172,14 @@ class WorkerActor:
         try:
             train.work(cfg, *address, hardware.one_device(cfg), None if gpus else threads,
                        access=auth.Access(secret), name=name)
-        except Exception as error:
-            if isinstance(error, EggError):
-                raise
+        except EggError:
+            raise
+        except Exception:               # Ray starts another process
             traceback.print_exc()
             os._exit(1)
 
 
-# --- workers, seen from the driver -----------------------------------------------------------------------------------
-
-class Place(NamedTuple):
-    """A worker. placed: answers when Ray has found a place for it; served: when it has ended."""
-    resources: dict
-    actor: object
-    placed: object
-    served: object
-
+# --- the driver ------------------------------------------------------------------------------------------------------
 
 class Workers:
     """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker
@@ -162,7 +187,8 @@ class Workers:
 
     def __init__(self, cfg, workers, cpus, arguments, console):
         self.device, self.workers, self.given, self.console = cfg.DEVICE, workers, cpus, console
-        self.arguments, self.places, self.started, self.look_at = arguments, [], 0, 0.0
+        # alive: {reference of `run`, which ends with the worker: actor}; started: its resources, of all there were
+        self.arguments, self.alive, self.started, self.placed, self.look_at = arguments, {}, [], [], 0.0
         # a node without CPUs (often the head node) is for other things
         self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"]), default=1)
 
@@ -183,85 +209,59 @@ class Workers:
             return
         self.look_at = time.monotonic() + NODES_SECONDS
         for resources, wanted in self.wanted():
-            for _ in range(wanted - sum(place.resources == resources for place in self.places)):
-                actor = ray.remote(WorkerActor).options(**resources, max_restarts=-1, max_task_retries=-1).remote()
-                placed, served = actor.placed.remote(), actor.run.remote(*self.arguments(self.started, self.cpus))
-                self.places.append(Place(resources, actor, placed, served))
-                self.started += 1
+            for _ in range(wanted - self.started.count(resources)):
+                actor = ray.remote(WorkerActor).options(**resources, **FOR_EVER).remote()
+                self.placed.append(actor.placed.remote())
+                self.alive[actor.run.remote(*self.arguments(len(self.started), self.cpus))] = actor
+                self.started.append(resources)
 
     def watch(self):
         """Names the workers that ended with an error. Raises the error when no worker is left."""
-        ended = ready([place.served for place in self.places if place.actor])
-        for i, place in enumerate(self.places):
-            if place.actor and place.served in ended:
-                error, self.places[i] = failure(place.served), place._replace(actor=None)
-                if not any(p.actor for p in self.places):
-                    raise error
+        for served in ready(list(self.alive)):
+            del self.alive[served]
+            try:
+                result(served)
+            except EggError as error:
+                if not self.alive:
+                    raise
                 self.console.line(f"warning: a worker ended: {error}")
 
+    def needs(self):
+        """What a worker needs, and what is free."""
+        free = ray.available_resources()
+        need = "1 GPU and 1 CPU" if "num_gpus" in self.wanted()[0][0] else f"{self.cpus} CPUs"
+        return f"a worker needs {need}, free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
 
-def nodes():
-    """[{"CPU": number, "GPU": number}] of the nodes that are alive."""
-    return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
-            for node in ray.nodes() if node["Alive"]]
-
-
-def ready(references, timeout=0):
-    """Those of the references whose call is over."""
-    return ray.wait(references, num_returns=len(references), timeout=timeout)[0] if references else []
-
-
-def failure(reference):
-    """The error, of this program, with which a call has ended; None where it gave a result."""
-    try:
-        ray.get(reference)
-        return None
-    except Exception as error:          # whatever the actor raised, or Ray's reason why there is none
-        cause = getattr(error, "cause", None) or error
-    if isinstance(cause, ModuleNotFoundError):
-        return RayError(f"a node has no {cause.name}: install requirements/core.txt (on GPU nodes cuda12.txt or "
-                        "cuda13.txt) on every node")
-    return cause if isinstance(cause, EggError) else RayError(f"{type(cause).__name__}: {one_line(str(cause), 300)}")
-
-
-# --- the driver ------------------------------------------------------------------------------------------------------
 
 def home(save_dir):
     """Address of the node for the coordinator: where save_dir holds a run, else this node. Raises RayError."""
     own, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
     asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
              for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
-    for reference in asked.values():
-        if error := failure(reference):
-            raise error
-    holding = sorted(address for address, reference in asked.items() if ray.get(reference))
-    if own in holding or not holding:
-        return own
-    if len(holding) > 1:
+    holding = sorted(address for address, reference in asked.items() if result(reference))
+    if len(holding) > 1 and own not in holding:
         raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
                        "continue")
-    return holding[0]
+    return own if own in holding or not holding else holding[0]
 
 
-def train(cfg, args, access, http, console):
+def train(cfg, args, secret, http, console):
     """What `egg.py ray` does; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
     DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
-    load_dir = os.path.abspath(args.load_dir) if args.load_dir else None
+    load_dir, log_json, tensorboard = (path and os.path.abspath(path)
+                                       for path in (args.load_dir, args.log_json, args.tensorboard))
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # what is wrong with it is said here, not on every node
     connect(args.address)
     try:
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
                  if os.path.isfile(getattr(cfg, name))}
         cfg = egg_config.make(**{**cfg.constants(), **{name: os.path.abspath(getattr(cfg, name)) for name in files}})
-        secret, node = access.secret or os.urandom(32), home(save_dir)
+        secret, node = secret or os.urandom(32), home(save_dir)
         there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
-        port = cfg.PORT if args.port is None else args.port
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
-        port = port or ray.get(free_port.options(**there).remote())
-        log_json, tensorboard = (path and os.path.abspath(path) for path in (args.log_json, args.tensorboard))
-        actor = ray.remote(CoordinatorActor).options(
-            **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
+        port = args.port or ray.get(free_port.options(**there).remote())
+        actor = ray.remote(CoordinatorActor).options(**there, max_concurrency=4, **FOR_EVER).remote()
         finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
                                   minutes=args.minutes, access=auth.Access(secret), http=http, log_json=log_json,
                                   tensorboard=tensorboard)
@@ -269,11 +269,9 @@ def train(cfg, args, access, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            with stop_signals() as stopped:
-                follow(actor, finish, workers, args.wait or WAIT_MINUTES, stopped, console)
+            done = follow(actor, finish, workers, args.wait, console)
         finally:
             console.clear()
-        done = ray.get(finish)
         console.line(done.line())
         if done.last_validation:
             console.line("validation: {1:.3f} {2} at step {0}".format(*done.last_validation))
@@ -282,55 +280,46 @@ def train(cfg, args, access, http, console):
     return save_dir
 
 
-def follow(actor, finish, workers, wait, stopped, console):
-    """Shows what the coordinator tells and keeps the workers, until the run ends. Raises the error that ends it."""
+def follow(actor, finish, workers, wait, console):
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
-    while not ready([finish]):
-        now = time.monotonic()
-        if ready([news], POLL_SECONDS):
-            status = show(news, console)
-            time.sleep(POLL_SECONDS)
-            news, heard = actor.news.remote(), now
-            console.progress(status)
-        elif now - heard > SILENT_SECONDS:
-            console.progress("the coordinator does not answer: Ray starts it again when its node is there")
-        if stopped and stop_at is None:
-            console.line("stopping (once more to stop at once) ...")
-            actor.stop.remote()
-            stop_at = now + STOP_SECONDS
-        if stop_at is not None:
-            if now > stop_at:
+    with stop_signals() as stopped:
+        while not ready([finish]):
+            now = time.monotonic()
+            if ready([news], POLL_SECONDS):
+                status = show(news, console)
+                time.sleep(POLL_SECONDS)
+                news, heard = actor.news.remote(), now
+                console.progress(status)
+            elif now - heard > SILENT_SECONDS:
+                console.progress("the coordinator does not answer: Ray starts it again when its node is there")
+            if stopped and not stop_at:
+                console.line("stopping (once more to stop at once) ...")
+                actor.stop.remote()
+                stop_at = now + STOP_SECONDS
+            if stop_at and now > stop_at:
                 raise RayError("the coordinator does not stop; the completed steps are kept")
-            continue
-        workers.grow()
-        workers.watch()
-        placed = placed or ready([place.placed for place in workers.places])
-        if not placed and now - started > 60 * wait:
-            raise RayError(f"no free resources for a worker within {wait:g} min: {needs(workers)}: free some, add a "
-                           "node, or wait longer with --wait")
-        if not placed and not told and now - started > SILENT_SECONDS:
-            console.line(f"waiting for resources: {needs(workers)}")
-            told = True
+            if stop_at:
+                continue
+            workers.grow()
+            workers.watch()
+            placed = placed or ready(workers.placed)
+            if not placed and now - started > 60 * wait:
+                raise RayError(f"no free resources for a worker within {wait:g} min: {workers.needs()}: free some, add "
+                               "a node, or wait longer with --wait")
+            if not placed and not told and now - started > SILENT_SECONDS:
+                console.line(f"waiting for resources: {workers.needs()}")
+                told = True
     with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)
-    if error := failure(finish):
-        raise error
+    return result(finish)
 
 
 def show(news, console):
     """Passes what the coordinator told to the console; returns its status line. Raises RayError."""
-    if error := failure(news):
-        raise error
-    status, calls = ray.get(news)
+    status, calls = result(news)
     for name, *values in calls:
         getattr(console, name)(*values)
     return status
-
-
-def needs(workers):
-    """What a worker needs, and what there is."""
-    free, kinds = ray.available_resources(), workers.wanted()
-    need = "1 GPU and 1 CPU" if "num_gpus" in kinds[0][0] else f"{workers.cpus} CPUs"
-    return f"a worker needs {need}, free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"

@@ -35,9 +35,7 @@ NUMBERS = {"steps": (int, 1), "minutes": (float, 0.001), "samples": (int, 1), "g
 
 
 class Table(NamedTuple):
-    """What is to be tried. constants: {name: [value] or {"low", "high", "log"}}; samples: draws of the ranges for every
-    combination of the lists; steps or minutes: of a trial; grace: steps or minutes without early stopping, default an
-    eighth; reduction: of so many trials one passes a comparison; cpus, gpus: of a trial."""
+    """What is to be tried; docs/CLUSTERS.md explains it. constants: {name: [value] or {"low", "high", "log"}}."""
     constants: dict
     preset: str = None
     steps: int = None
@@ -82,20 +80,17 @@ def read_table(path):
     return Table(**table)
 
 
-def space(constants):
-    """The search space of Ray Tune."""
-    def draw(low, high, log=False):
-        if type(low) is type(high) is int:
-            return (tune.lograndint if log else tune.randint)(low, high + 1)
-        return (tune.loguniform if log else tune.uniform)(low, high)
-    return {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
-            for name, value in constants.items()}
+def draw(low, high, log=False):
+    """The distribution of Ray Tune for a range."""
+    if type(low) is type(high) is int:
+        return (tune.lograndint if log else tune.randint)(low, high + 1)
+    return (tune.loguniform if log else tune.uniform)(low, high)
 
 
 def title(trial, names):
     """Name of a trial and of its directory: its number, and what is varied."""
-    values = ((name, trial.config[name]) for name in names)
-    text = ",".join(f"{name}={value:.4g}" if type(value) is float else f"{name}={value}" for name, value in values)
+    values = {name: trial.config[name] for name in names}
+    text = ",".join(f"{k}={v:.4g}" if type(v) is float else f"{k}={v}" for k, v in values.items())
     return trial.trial_id.rpartition("_")[2][-3:] + "-" + re.sub(r"[^\w.=,+-]", "_", text)[:80]
 
 
@@ -124,8 +119,8 @@ class Reporter(Console):
             self.found = {"validation": event["value"], "unit": event["unit"], "steps": event["step"]}
 
     def report(self):
-        if self.found:
-            found, self.found = self.found, None
+        found, self.found = self.found, None
+        if found:
             tune.report({**found, "minutes": self.trained})
 
 
@@ -152,18 +147,11 @@ class Progress(tune.Callback):
 
     def on_trial_complete(self, iteration, trials, trial, **info):
         self.done += 1
-        last = trial.last_result
-        print("{} of {}: {}: {:.3f} {} after {} steps, {:.1f} min".format(self.done, self.count, trial, *map(
-            last.get, ("validation", "unit", "steps", "minutes"))), flush=True)
+        last = "{validation:.3f} {unit} after {steps} steps, {minutes:.1f} min".format_map(trial.last_result)
+        print(f"{self.done} of {self.count}: {trial}: {last}", flush=True)
 
     def on_trial_error(self, iteration, trials, trial, **info):
-        print(f"{trial}: {problem(trial.get_error())}", flush=True)
-
-
-def problem(error):
-    """An error of a trial in one line, without the traceback in which Ray wraps it."""
-    lines = str(getattr(error, "cause", None) or error).strip().split("\n")
-    return one_line(([line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines)[-1], 300)
+        print(f"{trial}: {cluster.problem(trial.get_error())}", flush=True)
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------
@@ -186,7 +174,7 @@ def sweep(path, preset, defines, directory, address):
     trainable = tune.with_resources(trial, {"cpu": table.cpus, "gpu": table.gpus})
     count = table.samples * math.prod(len(v) for v in table.constants.values() if isinstance(v, list))
     os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1", "RAY_AIR_NEW_OUTPUT": "0"}
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # a line per error is enough, see Progress
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # Progress has a line for each error
     cluster.connect(address)
     try:
         if not any(node["CPU"] >= table.cpus and node["GPU"] >= table.gpus for node in cluster.nodes()):
@@ -196,14 +184,14 @@ def sweep(path, preset, defines, directory, address):
         with interruptible() as stopped:
             results = tuner.fit()
     except (ray.exceptions.RayError, tune.TuneError) as error:
-        raise cluster.RayError(f"{problem(error)}; the same command continues") from None
+        raise cluster.RayError(f"{cluster.problem(error)}; the same command continues") from None
     finally:
         ray.shutdown()
     if stopped:
         print("interrupted: the same command continues")
     ranked = rank(directory, names)
     if not ranked and not stopped:
-        raise cluster.RayError("no trial has a validation" + "".join(f": {problem(e)}" for e in results.errors[:1]))
+        raise cluster.RayError(": ".join(["no trial has a validation", *map(cluster.problem, results.errors[:1])]))
     return [row[-1] for row in ranked]
 
 
@@ -239,7 +227,9 @@ def make_tuner(trainable, table, directory, count, name):
     budget, unit = (table.steps, "steps") if table.steps else (table.minutes, "minutes")
     scheduler = ASHAScheduler(unit, "validation", "min", budget, min(table.grace or budget / 8, budget),
                               table.reduction, stop_last_trials=False)
-    return tune.Tuner(trainable, param_space=space(table.constants), tune_config=tune.TuneConfig(
+    space = {name: tune.grid_search(value) if isinstance(value, list) else draw(**value)
+             for name, value in table.constants.items()}
+    return tune.Tuner(trainable, param_space=space, tune_config=tune.TuneConfig(
         scheduler=scheduler, num_samples=table.samples, trial_name_creator=name, trial_dirname_creator=name),
         run_config=tune.RunConfig("tune", directory, callbacks=[Progress(count)], verbose=0,
                                   failure_config=tune.FailureConfig(max_failures=1)))

@@ -1,7 +1,5 @@
 """Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes them.
-
-A file that is missing or wrong raises DataError, whose one line says what to do.
-"""
+A file that is missing or wrong raises DataError, whose one line says what to do."""
 
 import math
 import os
@@ -24,7 +22,7 @@ WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+
 
 
 class DataError(EggError):
-    """One line: which file, what is wrong with it, what to do."""
+    """About a data file."""
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -43,13 +41,17 @@ def open_tokens(cfg, path):
     with explained(DataError, path):
         tokens = np.memmap(path, "<u4" if wide else "u1", "r")
     if cfg.DETOKENIZE:
-        tokens = _detokenize(tokens, path, cfg.DECODING_FILE)
-    elif wide:
-        largest = _largest(tokens)
-        if largest >= cfg.VOCAB_SIZE:
-            raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE "
-                            "to that of the file (-D VOCAB_SIZE=N), or make the file again with "
-                            "`python egg.py prepare TEXT --vocab-size N`")
+        if not os.path.exists(cfg.DECODING_FILE):
+            raise DataError(f"{cfg.DECODING_FILE} is missing, and DETOKENIZE needs it to turn the tokens of {path} "
+                            "into bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 for plain "
+                            "bytes")
+        decoding = Decoding.read(cfg.DECODING_FILE)
+        _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
+        tokens = np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
+    elif wide and (largest := _largest(tokens)) >= cfg.VOCAB_SIZE:
+        raise DataError(f"{path} holds token {largest}, but VOCAB_SIZE is {cfg.VOCAB_SIZE}: set VOCAB_SIZE to that of "
+                        "the file (-D VOCAB_SIZE=N), or make the file again with "
+                        "`python egg.py prepare TEXT --vocab-size N`")
     if tokens.size < cfg.SEQ_LEN + 2:
         raise DataError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: "
                         f"{cfg.SEQ_LEN + 2} are needed; prepare a longer text or lower SEQ_LEN")
@@ -66,16 +68,6 @@ def _size(path):
 
 def _largest(tokens):
     return max(int(tokens[at:at + BLOCK].max()) for at in range(0, tokens.size, BLOCK))
-
-
-def _detokenize(tokens, path, decoding_file):
-    """uint8: the bytes that `tokens` stand for."""
-    if not os.path.exists(decoding_file):
-        raise DataError(f"{decoding_file} is missing, and DETOKENIZE needs it to turn the tokens of {path} into "
-                        "bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 for plain bytes")
-    decoding = Decoding.read(decoding_file)
-    _need_decodable(tokens, path, decoding, decoding_file)
-    return np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
 
 
 def _need_decodable(tokens, path, decoding, decoding_file):
@@ -124,16 +116,13 @@ class Decoding:
             if not ok:
                 raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
 
-        need(len(data) >= 4, f"{len(data)} bytes")
-        count = int.from_bytes(data[:4], "little")
+        count, pieces, at = int.from_bytes(data[:4], "little"), [], 4
         need(0 < count <= (len(data) - 4) // 4, f"{count} tokens in {len(data)} bytes")
-        pieces, at = [], 4
         for token in range(count):
-            length = int.from_bytes(data[at:at + 4], "little")
-            need(at + 4 <= len(data) and length <= LONGEST_TOKEN and at + 4 + length <= len(data),
-                 f"token {token} of {count} does not fit")
-            pieces.append(data[at + 4:at + 4 + length])
-            at += 4 + length
+            first = at + 4
+            at = first + int.from_bytes(data[at:first], "little")
+            need(first <= at <= min(len(data), first + LONGEST_TOKEN), f"token {token} of {count} does not fit")
+            pieces.append(data[first:at])
         need(at == len(data), f"{len(data) - at} bytes after the last token")
         return cls(pieces)
 

@@ -188,28 +188,27 @@ def initial_state(cfg):
         if params[t.param].start is not None:
             weights[t.weights:t.weights + t.size] = params[t.param].start
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
-    drawn = sorted((t for t in arrays if params[t.param].start is None),
-                   key=lambda t: (params[t.param].per_layer, t.layer, t.param))
-    draws = np.asarray(_xorshift(42, sum(t.size for t in drawn)))
-    at = 0
+    drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (t.per_layer, t.layer, t.param))
+    draws = _xorshift(42, sum(t.size for t in drawn))
     for t in drawn:
+        mine, draws = np.split(draws, [t.size])
         mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
-        matrix = uniform_noise(draws[at:at + t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
+        matrix = uniform_noise(mine, mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
-        at += t.size
     overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
     return State(cfg, weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
 
 
 def to_canonical(matrix):
-    """[rows, cols] -> flat [rows / 4, cols, 4]."""
-    rows, cols = matrix.shape
-    return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols).transpose(0, 2, 1)).ravel()
+    """[rows, cols, ...] -> flat [rows / 4, cols, 4, ...]."""
+    rows, cols, *rest = matrix.shape
+    return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols, *rest).swapaxes(1, 2)).reshape(-1, *rest)
 
 
 def from_canonical(flat, rows, cols):
-    """Flat [rows / 4, cols, 4] -> [rows, cols]."""
-    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4).transpose(0, 2, 1)).reshape(rows, cols)
+    """Flat [rows / 4, cols, 4, ...] -> [rows, cols, ...]."""
+    rest = flat.shape[1:]
+    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4, *rest).swapaxes(1, 2)).reshape(rows, cols, *rest)
 
 
 def _xorshift(state, count):
@@ -220,31 +219,24 @@ def _xorshift(state, count):
         x = x ^ x >> np.uint32(17)
         return x ^ x << np.uint32(5)
 
-    out = np.empty(count, np.uint32)
-    if count:
-        out[:1] = step(np.array([state], np.uint32))
+    out, done = np.empty(count, np.uint32), 1
+    out[:1] = step(np.array([state], np.uint32))
     # the image of every single bit under one step
     columns = step(np.uint32(1) << np.arange(32, dtype=np.uint32))
-    done = 1
     while done < count:
-        tables = _byte_tables(columns)
         more = min(done, count - done)
-        out[done:done + more] = _apply(tables, out[:more])
-        # the map of 2 n steps is that of n steps, twice
-        columns = _apply(tables, columns)
+        out[done:done + more] = _applied(columns, out[:more])
+        columns = _applied(columns, columns)                 # the map of 2 n steps is that of n steps, twice
         done += more
     return out
 
 
-def _byte_tables(columns):
-    """uint32 [4, 256]: the image of every value of each byte under the linear map whose columns are given."""
+def _applied(columns, x):
+    """uint32: the image of x under the linear map over bits whose columns are given, by tables for the bytes of x."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-    return np.stack([np.bitwise_xor.reduce(np.where(bits, columns[8 * k:8 * k + 8], np.uint32(0)),
-                                           axis=1) for k in range(4)])
-
-
-def _apply(tables, x):
-    return functools.reduce(np.bitwise_xor, (tables[k][x >> np.uint32(8 * k) & np.uint32(255)] for k in range(4)))
+    tables = (np.bitwise_xor.reduce(np.where(bits, columns[k:k + 8], np.uint32(0)), axis=1) for k in range(0, 32, 8))
+    return functools.reduce(np.bitwise_xor, (table[x >> np.uint32(8 * k) & np.uint32(255)]
+                                             for k, table in enumerate(tables)))
 
 
 # --- the architecture for people -------------------------------------------------------------------------------------
@@ -252,18 +244,15 @@ def _apply(tables, x):
 def describe(cfg):
     """str: a table of the parameters, then what model, optimizer and a step take."""
     rows, arrays = [("component", "dimensions", "parameters", "layers", "total", "size")], tensors(cfg)
-    for i, p in enumerate(table(cfg)):
-        mine = [t for t in arrays if t.param == i]
-        if not mine:
-            continue
-        total = sum(t.size for t in mine)
-        rows.append((p.name, " x ".join(str(width(s, cfg)) for s in p.shape), f"{mine[0].size:,}",
-                     str(len(mine)) if p.per_layer else "", f"{total:,}", _bytes(total)))
+    for t in (t for t in arrays if t.layer == 0):
+        count = cfg.N_LAYERS if t.per_layer else 1
+        rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
+                     str(count) if t.per_layer else "", f"{count * t.size:,}", _bytes(count * t.size)))
     n, T, members = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE
     rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i,
-                       (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+             .rstrip() for row in rows]
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
@@ -291,21 +280,16 @@ def describe(cfg):
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
         *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         ("a token", work),
-        ("a step",
-         f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = "
-         f"{members * T:,} tokens"),
+        ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = "
+                   f"{members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
-        ("on the wire",
-         f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every worker"),
-    )
+        ("on the wire", f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every "
+                        "worker"))
     return "\n".join(lines + [""] + [f"{name:12}{fact}" for name, fact in facts])
 
 
 def _bytes(n):
-    for unit in "B", "KiB", "MiB":
-        if n < 1024:
-            break
-        n /= 1024
-    else:
-        unit = "GiB"
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+    for size, unit in (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n} B"

@@ -5,9 +5,11 @@ import csv
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -41,13 +43,20 @@ def place(tmp_path_factory):
 def ray_cluster():
     """A head node without CPUs and two nodes with a CPU each."""
     from ray import cluster_utils
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1)
-        yield cluster
-    finally:
-        cluster.shutdown()
+
+    class Cluster(cluster_utils.Cluster):
+        def add_node(self, **arguments):
+            """Nodes of one machine would share a directory, where each replaces the code that another is importing."""
+            return super().add_node(temp_dir=tempfile.mkdtemp(dir=root), **arguments)
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as root:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +196,17 @@ def test_workers_follow_the_nodes(monkeypatch, device, workers, cpus, gpu_worker
     kinds = ray.Workers(changed(DEVICE=device), workers, cpus, None, None).wanted()
     counts = {"num_gpus" in resources: number for resources, number in kinds}
     assert (counts.get(True, 0), counts.get(False, 0)) == (gpu_workers, cpu_workers)
+
+
+@pytest.mark.parametrize("error, words", [
+    (RuntimeError("The function failed to import:\nTraceback\nModuleNotFoundError: No module named 'egg_config'"),
+     "a node has lost egg_config, .* --temp-dir.*"),
+    (ModuleNotFoundError("No module named 'numba.cuda'"), "a node has no numba: install requirements/core.txt .*"),
+    (RuntimeError("first\n  File x\nfoo.BarError: what\n\nlogs: none"), "foo.BarError: what"),
+    (OSError("disk\nfull"), "OSError: disk")])
+def test_errors_of_actors_are_a_line(error, words):
+    from deploy import ray
+    assert re.fullmatch(words, ray.problem(error))
 
 
 @pytest.mark.parametrize("text, words", [

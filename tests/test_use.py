@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -358,6 +359,15 @@ def test_eval_gives_the_figures_of_the_engine(here, capsys):
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
 
 
+def test_eval_names_the_windows_that_it_takes(here, capsys):
+    """Those of VALIDATE_WINDOW, where the model has them."""
+    cfg = egg_config.make(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VALIDATE_WINDOW=16, VOCAB_SIZE=256)
+    engine = types.SimpleNamespace(step=1, name="cpu", validate=lambda windows: (1.0, windows[:, 1:].size))
+    _, count, held_out = use.evaluate(cfg, engine, None, 0, egg_net.Console())
+    assert held_out.windows.shape[1] == 17 and f"val.bin: {count} tokens" in (out := capsys.readouterr().out)
+    assert "in windows of 16; " in out
+
+
 def test_eval_without_the_training_data(here, capsys):
     os.unlink("input.bin")
     status, out, err = call(capsys, "eval")
@@ -378,16 +388,20 @@ def test_export_is_a_safetensors_file(here, capsys):
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(state.seed))
     by_library = safetensors.numpy.load_file("w.safetensors")
     tensors = parameters.tensors(CFG)
-    assert set(header) == set(by_library) == {use.tensor_name(t) for t in tensors} and "layers.1.w_q" in header
+
+    def name_of(t):
+        return f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
+
+    assert set(header) == set(by_library) == {name_of(t) for t in tensors} and "layers.1.w_q" in header
     for t in tensors:
-        told = header[use.tensor_name(t)]
+        told = header[name_of(t)]
         first, end = told["data_offsets"]
         flat = state.weights[t.weights:t.weights + t.size]
         want = parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
         assert np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]),
                               want)
-        assert np.array_equal(by_library[use.tensor_name(t)], want) and by_library[use.tensor_name(t)].dtype == np.int8
+        assert np.array_equal(by_library[name_of(t)], want) and by_library[name_of(t)].dtype == np.int8
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -281,7 +282,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("tensorboardX", "matplotlib.figure"):
+    for name in ("tensorboardX", "matplotlib.figure", "torch"):
         monkeypatch.setitem(sys.modules, name, None)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
     advice = f"{egg.pip()} install tensorboardX"
@@ -289,7 +290,9 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     example(tmp_path / "log")
     assert egg.main(["plot", "log", "--out", "a.png"]) == 1
     assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "a.png").exists()
+    assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
+    assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
+    assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()
 
 
 # --- curves and plots -------------------------------------------------------------------------------------------------
@@ -326,18 +329,18 @@ class Stream(io.StringIO):
     encoding = property(lambda self: self.coding)
 
 
-def charts(paths, x="tokens"):
+def charts(paths, x="tokens", log=False):
     curves = plot.read_curves([str(p) for p in paths])
-    made = [plot.Chart("validation", curves, x), plot.Chart("loss", curves, x)]
+    made = [plot.Chart("validation", curves, x, log), plot.Chart("loss", curves, x, log)]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
 
 
 def test_a_terminal_plot_of_any_width(tmp_path):
     example(tmp_path / "one"), example(tmp_path / "two", steps=150, loss=1.5)
-    for x in ("tokens", "time", "steps"):
+    for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
         for encoding in ("utf-8", "ascii", "latin-1"):
             for width in (1, 13, 20, 40, 79, 80, 200):
-                text = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"], x), Stream(encoding), width)
+                text = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"], x, log), Stream(encoding), width)
                 body = text.split("\n\n")[:2]
                 assert all(len(line) <= max(width, plot.LABEL + 4) for part in body
                            for line in part.splitlines()[1:-1]), (x, width)
@@ -363,6 +366,24 @@ def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
         if label.strip():
             columns = [i for i, c in enumerate(drawn) if c == "a"]
             assert abs(10 - sum(columns) / len(columns) / 49 * 10 - float(label)) < 0.5, row
+
+
+def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
+    path = tmp_path / "line"
+    with open(path, "w") as file:          # a straight line from (1 s, 3) to (1,000 s, 0); what is at 0 s has no place
+        for k, seconds in enumerate((0, 1, 10, 100, 1000)):
+            print(json.dumps({"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "bits/byte",
+                              "value": 4 - k}), file=file)
+    (chart, _), names, tree = charts([path], "time", True)
+    assert [(x, round(y)) for _, line in chart.lines for x, y in line] == [(1, 3), (10, 2), (100, 1), (1000, 0)]
+    assert [chart.across(x) for x in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert [text for _, text in chart.x_ticks(4)] == ["1", "10", "100", "1000"]
+    assert [text for _, text in chart.x_ticks(9)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
+    text = plot.terminal([chart], names, tree, Stream("ascii"), 70)
+    below = text.splitlines()[plot.ROWS + 2].split()
+    assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
+    assert egg.main(["plot", str(path), "--x", "time", "--log", "--out", str(tmp_path / "a.svg")]) == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path, capsys):

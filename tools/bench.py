@@ -2,11 +2,13 @@
 product, in one run. `--shapes`: a line for each of SHAPES.
 """
 
+import contextlib
 import gc
 import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -15,11 +17,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import data_files
-from engine import engines
-from engine import hardware
-from model import parameters
-from model import rules
+from engine import engines, hardware
+from model import data_files, parameters, rules
 import egg_net
 from tools import train
 
@@ -64,11 +63,12 @@ def main(cfg, args):
     print(f"configuration: {_shape(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
           f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
           "token")
-    tokens = _tokens(cfg)
-    if device == "cpu":
-        bench_cpu(cfg, tokens, args.threads)
+    if os.path.exists(cfg.INPUT_FILE):
+        tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     else:
-        bench_gpu(cfg, tokens, int(device.partition(":")[2]))
+        print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
+        tokens = _random_tokens(cfg)
+    bench_engine(cfg, tokens, device, args.threads)
     bench_steps(cfg, tokens, device, args.threads)
 
 
@@ -110,8 +110,7 @@ def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
     per_token = parameters.products_per_token(shape)
     if device == "cpu" and per_token > MOST_FOR_CPU:
         return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
-    tokens = np.random.default_rng(0).integers(0, shape.VOCAB_SIZE, 1 << 20)
-    tokens = tokens.astype(np.uint8 if shape.VOCAB_SIZE == 256 else np.uint32)
+    tokens = _random_tokens(shape)
     engine = engines.make(shape, tokens, device, threads)
     if device == "cpu":
         shape = _for_cpu(shape, engine)
@@ -134,80 +133,66 @@ def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
     return line + f" {step * 1e3:9.2f} {beyond:7.1%}"
 
 
-def bench_cpu(cfg, tokens, threads):
-    """Evaluation against NumPy's float32 matrix product with as many threads, update, validation, generation."""
+def bench_engine(cfg, tokens, device, threads):
+    """Evaluation beside the machine's own matrix product, then update, digest, validation and generation."""
+    on_cpu = device == "cpu"
+    engine, members = evaluation_on_cpu(cfg, tokens, threads) if on_cpu else evaluation_on_gpu(cfg, tokens, device)
+    time_of = _once if on_cpu else _seconds
+    fitness, matrices = _fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    seconds = time_of(lambda: engine.update(fitness))
+    print(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
+          f"{2e-12 * cfg.N_PAIRS * matrices / seconds:.3g} TOP/s", flush=True)
+    print(f"digest      {_seconds(engine.digest) * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
+    windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
+    seconds = time_of(lambda: engine.validate(windows))
+    print(f"validation  {len(windows) * cfg.SEQ_LEN / seconds:,.0f} tokens/s, without noise")
+    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if on_cpu else 512
+    seconds = time_of(lambda: list(engine.generate(prompt, count, 1)))
+    print(f"generation  {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)", flush=True)
+    if not on_cpu:
+        from engine import cuda_engine
+        kernels, (used, total) = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
+        print("kernels of the update, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kernels.items()))
+        print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
+
+
+def evaluation_on_cpu(cfg, tokens, threads):
+    """Prints evaluation against NumPy's float32 matrix product. Returns (engine, members that take about 0.7 s)."""
     from engine import cpu_engine
     seconds = cpu_engine.warm_up(cfg, lambda line: print(line, flush=True), cpu_engine.VERBS)
-    print(f"engine ready after {seconds:.1f} s")
     engine = engines.make(cfg, tokens, "cpu", threads)
-    print(f"engine {engine.name}")
-    per_token = parameters.products_per_token(cfg)
-    members = _members(engine, cfg, 0.7)
+    print(f"engine {engine.name}, ready in {seconds:.1f} s")
+    per_token, members = parameters.products_per_token(cfg), _members(engine, cfg, 0.7)
     rates, ratios = [], []
     for _ in range(ROUNDS):
         gemm = _gemm_rate()
-        started = time.perf_counter()
-        engine.evaluate(0, members)
-        rates.append(members * cfg.SEQ_LEN / (time.perf_counter() - started))
+        rates.append(members * cfg.SEQ_LEN / _once(lambda: engine.evaluate(0, members)))
         ratios.append(rates[-1] * per_token / gemm)
         print(f"  evaluation {rates[-1]:10,.0f} tokens/s = {rates[-1] * per_token / 1e9:6.1f} G multiply-adds/s; "
               f"float32 GEMM {gemm / 1e9:6.1f} G; ratio {ratios[-1]:.2f}", flush=True)
     print(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: "
           f"{statistics.median(ratios):.2f} (medians of {ROUNDS})")
-    fitness = _fitness(cfg)
-    started = time.perf_counter()
-    engine.update(fitness)
-    seconds = time.perf_counter() - started
-    print(f"update      {seconds * 1e3:,.0f} ms for {cfg.POPULATION_SIZE:,} members", flush=True)
-    times = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        engine.digest()
-        times.append(time.perf_counter() - started)
-    size = 13 * parameters.n_weights(cfg)
-    print(f"digest      {statistics.median(times) * 1e3:.2f} ms for {size / 1e6:.1f} MB of state")
-    windows = rules.windows(cfg, tokens, 0, 0, max(1, members // 2))[:, cfg.STATE_TOKENS:]
-    started = time.perf_counter()
-    engine.validate(windows)
-    print(f"validation  {len(windows) * cfg.SEQ_LEN / (time.perf_counter() - started):,.0f} tokens/s, without noise")
-    started = time.perf_counter()
-    made = len(list(engine.generate(windows[0, :-1], 64, 1)))
-    print(f"generation  {made / (time.perf_counter() - started):,.0f} tokens/s", flush=True)
+    return engine, members
 
 
-def bench_gpu(cfg, tokens, device):
-    """Evaluation with and without noise, validation, update by kernels, digest, generation, memory."""
+def evaluation_on_gpu(cfg, tokens, device):
+    """Prints evaluation of a chunk with and without noise. Returns (engine, members of a chunk)."""
     from engine import cuda_engine
-    engine, (_, peak) = cuda_engine.CudaEngine(cfg, tokens, device), cuda_engine.card(device)
-    work = 2 * parameters.products_per_token(cfg)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
-          f"{peak / 1e12:.0f} TOP/s")
-
-    def rate(what, count, seconds):
-        speed = count / seconds
-        print(f"{what:26s} {speed / 1e6:8.2f} M tokens/s, {speed * work / 1e12:5.0f} TOP/s, {speed * work / peak:.1%} "
-              f"of the peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
-
-    chunk = cfg.CHUNK_SIZE * cfg.SEQ_LEN
-    noisy = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("evaluation of a chunk", chunk, noisy)
-    silent_engine = cuda_engine.CudaEngine(cfg, tokens, device, silent=True)
-    silent = _seconds(lambda: silent_engine.evaluate(0, cfg.CHUNK_SIZE))
-    rate("the same without noise", chunk, silent)
-    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
-    windows = rules.windows(cfg, tokens, 0, 0, min(cfg.CHUNK_SIZE, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
-    rate("validation", windows[:, 1:].size, _seconds(lambda: engine.validate(windows)))
-    fitness = _fitness(cfg)
-    seconds, spent = _seconds(lambda: engine.update(fitness)), cuda_engine.update_times(engine, fitness)
-    operations = 2 * cfg.N_PAIRS * sum(t.size for t in parameters.tensors(cfg) if t.matrix)
-    print(f"update {seconds * 1e3:.2f} ms, {operations / seconds / 1e12:.0f} TOP/s; kernels: "
-          + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()))
-    print(f"digest of the state {_seconds(engine.digest) * 1e3:.2f} ms")
-    prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 512
-    seconds = _seconds(lambda: list(engine.generate(prompt, count, 1)))
-    print(f"generation {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
-    used, total = cuda_engine.memory()
-    print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
+    number = int(device.partition(":")[2])
+    (_, peak), count, times = cuda_engine.card(number), cfg.CHUNK_SIZE * cfg.SEQ_LEN, []
+    for what, silent in ("evaluation", False), ("  no noise", True):
+        engine = cuda_engine.CudaEngine(cfg, tokens, number, silent=silent)
+        if not silent:
+            noisy_engine = engine
+            print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+                  f"{peak / 1e12:.0f} TOP/s")
+        times.append(_seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE)))
+        speed = count / times[-1]
+        work = 2 * speed * parameters.products_per_token(cfg)
+        print(f"{what}  {speed / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the peak; "
+              f"{times[-1] * 1e3:.1f} ms for {count:,} tokens", flush=True)
+    print(f"noise costs {1 - times[1] / times[0]:.1%} of evaluation")
+    return noisy_engine, cfg.CHUNK_SIZE
 
 
 def bench_steps(cfg, tokens, device, threads):
@@ -254,12 +239,17 @@ def _seconds(run, seconds=0.5):
     """Median time of run(), after two calls that compile, capture and fill caches: ROUNDS calls, or more where these
     take less than `seconds`, as clocks fall when a device is busy for long."""
     run(), run()
-    times, first = [], time.perf_counter()
-    while len(times) < ROUNDS or time.perf_counter() - first < seconds:
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
+    times = []
+    while len(times) < ROUNDS or sum(times) < seconds:
+        times.append(_once(run))
     return statistics.median(times)
+
+
+def _once(run):
+    """Time of run(), for what takes long enough."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def _fitness(cfg):
@@ -272,14 +262,16 @@ def _shape(cfg):
 
 
 def _print_machine():
-    print(f"{platform.machine()}, {hardware.cores()} cores, {_processor()}; Python {platform.python_version()}")
+    names = []
+    with contextlib.suppress(OSError):
+        names = re.findall(r"(?m)^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[:1]
+    name = "".join(names) or platform.processor() or "unknown processor"
+    print(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 
-def _tokens(cfg):
-    if os.path.exists(cfg.INPUT_FILE):
-        return data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
-    return np.random.default_rng(0).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(np.uint32)
+def _random_tokens(cfg):
+    kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
+    return np.random.default_rng(0).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(kind)
 
 
 def _members(engine, cfg, seconds):
@@ -295,12 +287,3 @@ def _gemm_rate(seconds=0.5):
         a @ b
         done += a.size * b.shape[1]
     return done / (time.perf_counter() - started)
-
-
-def _processor():
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return next(names, "unknown processor")
-    except OSError:
-        return platform.processor() or "unknown processor"

@@ -69,6 +69,7 @@ class Curve:
             step, tokens, value = _numbers(event, "step", "tokens", "value")
             _cut(self.validation, step)
             seconds = next((point[2] for point in reversed(self.loss) if point[0] < step), 0.0)
+            seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
             self.validation.append((int(step), tokens, seconds, value))
             self.unit = str(event["unit"])
         elif kind == "references":
@@ -93,7 +94,7 @@ def read_curve(path):
     """The Curve in a save directory or in a file of --log-json. Lines that are torn or hold something else are skipped.
     A run that was resumed from an earlier step repeats steps: the last record of a step counts. Raises WatchError."""
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
-    curve = Curve(os.path.basename(os.path.abspath(path)))
+    curve = Curve(os.path.basename(os.path.abspath(path)).removesuffix(".jsonl"))
     try:
         for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
             with open(part, "rb") as file:

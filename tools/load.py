@@ -28,19 +28,20 @@ def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     """dict of results/s, answer times, memory and CPU of a coordinator process; a worker takes chunk_seconds for a
     chunk. An answer time is that from sending a result and the next request to having the next chunk. Answers that are
     held back are not counted. Those just after the end of a step, when all workers ask at once, are counted apart."""
-    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
-                     POPULATION_SIZE=32 * CHUNKS, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0,
-                     CONNECTIONS_PER_ADDRESS=2 * workers)
+    constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, AUDIT_RATE=0.0,
+                     POPULATION_SIZE=32 * CHUNKS, SNAPSHOT_EVERY=0, CONNECTIONS_PER_ADDRESS=2 * workers)
     cfg = egg_config.make(**constants)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    defines = [f"-D{name}={value}" for name, value in constants.items()]
-    command = [sys.executable, EGG, "coordinator", "--port", "0", "--save-dir", str(directory), *defines]
+    command = [sys.executable, EGG, "coordinator", "--port", "0", "--save-dir", str(directory)]
+    command += [f"-D{name}={value}" for name, value in constants.items()]
     process = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True)
     try:
         port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        links = [_join(cfg, port, i) for i in range(workers)]
+        card = {"role": "worker", "device": "none", "config": history.kept(cfg), "data": ""}
+        links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
+                 for i in range(workers)]
         before = _cpu_seconds(process.pid)
         done, took, times, rush = _serve(cfg, links, seconds, chunk_seconds)
         used = _cpu_seconds(process.pid) - before
@@ -52,13 +53,6 @@ def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     return {"workers": workers, "results/s": round(done / took), "median ms": _ms(times, 0.5),
             "99% ms": _ms(times, 0.99), "after a step 99% ms": _ms(rush, 0.99), "MB": round(memory),
             "CPU %": round(100 * used / took), "CPU us a result": round(1e6 * used / max(done, 1), 1)}
-
-
-def _join(cfg, port, i):
-    card = {"role": "worker", "id": str(i), "name": f"w{i}", "device": "none", "config": history.kept(cfg), "data": ""}
-    link = Link(cfg, "127.0.0.1", port, V2, auth.Access(), card)
-    link.sock.setblocking(False)
-    return link
 
 
 def _serve(cfg, links, seconds, chunk_seconds):
@@ -74,7 +68,8 @@ def _serve(cfg, links, seconds, chunk_seconds):
         return wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), bytes(wire.STATED.size), version=V2)
 
     sockets = {link.sock.fileno(): (link.sock, bytearray()) for link in links}
-    for number, (sock, _) in sockets.items():
+    for sock, _ in sockets.values():
+        sock.setblocking(False)
         poll.register(sock, select.EPOLLIN)
         sock.send(request(0))
     started = now = time.perf_counter()

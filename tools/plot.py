@@ -1,10 +1,13 @@
 """Draws loss and validation of runs, and the descent of islands, in the terminal or as a picture with matplotlib."""
 
+import collections
 import math
 import os
 import shutil
 import string
 import textwrap
+
+import numpy as np
 
 from cluster.console import one_line
 from cluster.event_log import WatchError
@@ -24,16 +27,18 @@ COUNT = ((1, ""), (1e3, "thousand "), (1e6, "million "), (1e9, "billion "), (1e1
 POINTS = 2000              # most points of a curve, each the mean of neighbours
 
 
-def plot(runs, printer, x="tokens", out=None):
-    """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps". out: file of
-    the picture, None: `printer` (a console.Printer) gets them in characters. Raises WatchError."""
+def plot(runs, printer, x="tokens", out=None, log=False):
+    """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps", with `log`
+    on a logarithmic axis. out: file of the picture, None: `printer` (a console.Printer) gets them in characters. Raises
+    WatchError."""
     curves = read_curves(runs)
-    charts = [chart for chart in (Chart("validation", curves, x), Chart("loss", curves, x)) if chart.lines]
-    tree = Tree(curves, charts[0])
+    charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
+              if chart.lines]
+    tree, names = Tree(curves, charts[0]), [curve.name for curve in curves]
     if out is None:
-        printer.line(terminal(charts, [curve.name for curve in curves], tree, printer.stream))
+        printer.line(terminal(charts, names, tree, printer.stream))
     else:
-        picture(charts, [curve.name for curve in curves], out, tree)
+        picture(charts, names, out, tree)
 
 
 def read_curves(runs):
@@ -48,30 +53,31 @@ def read_curves(runs):
 class Chart:
     """One quantity of all runs. lines: [(number of the run, [(x, y)])]; references: {name: y}."""
 
-    def __init__(self, quantity, curves, x):
+    def __init__(self, quantity, curves, x, log=False):
         self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
-        points = [getattr(curve, quantity) for curve in curves]
         units = sorted({curve.unit for curve in curves if curve.validation})
-        title, named = quantity, units
+        self.title, named = quantity, units
         if quantity == "loss":
-            title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
-        self.title = ", ".join([title, " or ".join(named)]) if named else title
+            self.title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
+        if named:
+            self.title += ", " + " or ".join(named)
         furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
         # up to two minutes are shown in seconds, but two million tokens in millions
-        scales, least = (TIME, 2) if x == "time" else (COUNT, 1)
-        size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
-        self.size = size
+        scales, least = (TIME[:1] if log else TIME, 2) if x == "time" else (COUNT, 1)
+        self.size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
-        self.x_end = furthest / size or 1.0
-        self.lines = []
+        self.log, self.x_end = log, furthest / self.size or 1.0
+        points = [[(point[column] / self.size, point[3]) for point in getattr(curve, quantity)
+                   if point[column] > 0 or not log] for curve in curves]
+        self.x_start = min([self.x_end / 10, *(x for line in points for x, _ in line)]) if log else 0.0
+        self.lines, self.references = [], {}
         for i, line in ((i, line) for i, line in enumerate(points) if line):
             thinned = Thinned(POINTS)
             for point in line:
-                thinned.add(point[column] / size, point[3])
+                thinned.add(*point)
             self.lines.append((i, thinned.all()))
-        ys = [y for _, line in self.lines for _, y in line]
-        self.low, self.high = (min(ys), max(ys)) if ys else (0.0, 1.0)
-        self.references = {}
+        ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
+        self.low, self.high = min(ys), max(ys)
         if quantity == "validation" and len(units) == 1:
             near = (self.high - self.low) / 2
             self.references = {k: y for curve in curves for k, y in curve.references.items()
@@ -80,6 +86,22 @@ class Chart:
             self.low, self.high = min(heights), max(heights)
         if self.high - self.low < 1e-9:
             self.low, self.high = self.low - 0.05, self.high + 0.05
+
+    def across(self, x):
+        """The place of x on the axis, from 0 to 1."""
+        if not self.log:
+            return x / self.x_end
+        return math.log(max(x, self.x_start) / self.x_start) / math.log(self.x_end / self.x_start)
+
+    def x_ticks(self, count):
+        """[(x, text)]: about `count` of the axis."""
+        if not self.log:
+            positions, decimals = ticks(0, self.x_end, count)
+            return [(x, f"{x:.{decimals}f}") for x in positions]
+        first, last = math.log10(self.x_start), math.log10(self.x_end)
+        steps = (1, 2, 5) if 3 * (last - first) <= count else (1,)
+        positions = [m * 10.0 ** power for power in range(math.floor(first), math.ceil(last)) for m in steps]
+        return [(x, f"{x:g}") for x in (*positions, 10.0 ** math.ceil(last)) if self.x_start <= x <= self.x_end]
 
 
 class Tree:
@@ -125,10 +147,7 @@ class Tree:
 
     def living(self):
         """str: which lines live on, and on how many of the islands in `runs`."""
-        found = {}
-        for name in self.runs:
-            for origin, _ in self.descent(name):
-                found[origin] = found.get(origin, 0) + 1
+        found = collections.Counter(origin for name in self.runs for origin, _ in self.descent(name))
         gone = [printable(name) for name in self.runs if name not in found]
         lines = [f"{printable(k)} on {n}" for k, n in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))]
         gone = f"; gone: {shortened(gone)}" if gone else ""
@@ -219,12 +238,10 @@ def _rows(chart, width, dots, frame, paint):
             text += paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else word[column]
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
-    positions, decimals = ticks(0, chart.x_end, max(columns / 12, 1))
     axis, below = [frame[1]] * columns, [" "] * (width + LABEL)
-    for x in positions:
-        column = min(round(x / chart.x_end * (columns - 1)), columns - 1)
+    for x, text in chart.x_ticks(max(columns / 12, 1)):
+        column = min(round(chart.across(x) * (columns - 1)), columns - 1)
         axis[column] = frame[4]
-        text = f"{x:.{decimals}f}"
         start = min(max(LABEL + 1 + column - len(text) // 2, 0), width - len(text))
         below[start:start + len(text)] = text
     return out + [" " * LABEL + frame[2] + "".join(axis), "".join(below).rstrip()[:width], chart.x_title.rjust(width)]
@@ -238,43 +255,36 @@ def _beside(word, taken, columns):
 
 def _lanes(tree, chart, width, frame, paint):
     """One line per island: in each column the letter of the island from which most of the model comes."""
-    columns, out = width - LABEL - 1, []
+    columns = width - LABEL - 1
+    lanes = {name: [(" ", 0)] * columns for name in tree.lanes}
 
     def column(x):
-        return min(max(round(x / chart.x_end * (columns - 1)), 0), columns - 1)
+        return min(max(round(chart.across(x) * (columns - 1)), 0), columns - 1)
 
     for name, pieces in tree.lanes.items():
-        cells = [(" ", 0)] * columns
         for start, end, shares in pieces:
             i = tree.numbers[max(shares, key=lambda origin: (shares[origin], origin))]
             for at in range(column(start), column(end) + 1):
-                cells[at] = LETTERS[i % 26], i
-        for giver, _, taker, x in tree.edges:
-            if taker == name:
-                cells[column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
-        for island, x in tree.rejuvenations:
-            if island == name:
-                cells[column(x)] = "!", cells[column(x)][1]
-        label = f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1)
-        out.append(label + "".join(paint(text, i) if text != " " else text for text, i in cells).rstrip())
-    return out
+                lanes[name][at] = LETTERS[i % 26], i
+    for giver, _, taker, x in tree.edges:
+        lanes[taker][column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
+    for name, x in tree.rejuvenations:
+        lanes[name][column(x)] = "!", lanes[name][column(x)][1]
+    return [f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
+        paint(text, i) if text != " " else text for text, i in cells).rstrip() for name, cells in lanes.items()]
 
 
 def _strokes(line, chart, width, height):
     """Every dot (x, y from the top) on the polygon through the points, on a grid of width x height dots."""
     def place(point):
-        x = point[0] / chart.x_end * (width - 1)
+        x = chart.across(point[0]) * (width - 1)
         y = (chart.high - point[1]) / (chart.high - chart.low) * (height - 1)
         return min(max(round(x), 0), width - 1), min(max(round(y), 0), height - 1)
 
-    before = place(line[0])
-    yield before
-    for point in line[1:]:
-        (x0, y0), (x1, y1) = before, place(point)
-        n = max(abs(x1 - x0), abs(y1 - y0))
-        for k in range(1, n + 1):
-            yield round(x0 + (x1 - x0) * k / n), round(y0 + (y1 - y0) * k / n)
-        before = x1, y1
+    dots = [place(point) for point in line]
+    for (x0, y0), (x1, y1) in zip(dots[:1] + dots, dots):
+        n = max(abs(x1 - x0), abs(y1 - y0), 1)
+        yield from ((round(x0 + (x1 - x0) * k / n), round(y0 + (y1 - y0) * k / n)) for k in range(n + 1))
 
 
 # --- a picture --------------------------------------------------------------------------------------------------------
@@ -294,7 +304,7 @@ def picture(charts, names, path, tree):
             ax.plot(*zip(*line), color=f"C{i}", linewidth=1.6, label=names[i], marker="o" if len(line) == 1 else None)
         for giver, _, taker, x in tree.edges:                # in the giver's colour, on the taker's curve
             for line in (line for i, line in chart.lines if i == tree.numbers[taker] and line[0][0] <= x):
-                ax.plot(x, _height(line, x), marker="v", markersize=6, color=f"C{tree.numbers[giver]}",
+                ax.plot(x, np.interp(x, *zip(*line)), marker="v", markersize=6, color=f"C{tree.numbers[giver]}",
                         markeredgecolor="white", zorder=3)
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
@@ -302,7 +312,11 @@ def picture(charts, names, path, tree):
                         xytext=(4, 0), textcoords="offset points", fontsize=9)             # beside the curves
         ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
-        ax.set(xlim=(0, chart.x_end), ylim=(chart.low - margin, chart.high + margin))
+        if chart.log:
+            ax.set_xscale("log")
+            ax.set_xticks(*zip(*chart.x_ticks(9)))
+            ax.set_xticks([], minor=True)
+        ax.set(xlim=(min(c.x_start for c in charts), chart.x_end), ylim=(chart.low - margin, chart.high + margin))
         ax.grid(True, color="0.9", linewidth=0.8)
     if tree.runs:
         _draw_tree(axes[-1], tree)
@@ -315,15 +329,6 @@ def picture(charts, names, path, tree):
             figure.savefig(path, dpi=110)
     except ValueError as error:
         raise WatchError(f"--out {path}: {error}") from None
-
-
-def _height(line, x):
-    """y of a curve at x: interpolated, or that of the last point."""
-    after = next((k for k, point in enumerate(line) if point[0] >= x), None)
-    if not after:
-        return line[-1][1] if after is None else line[0][1]
-    (x0, y0), (x1, y1) = line[after - 1:after + 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _draw_tree(ax, tree):

@@ -1,5 +1,4 @@
-"""`python egg.py prepare`: makes input.bin, val.bin and decoding.bin from texts. model.data_files reads them (SPEC
-10)."""
+"""`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
 import os
@@ -29,10 +28,10 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     if not train[0]:
         raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
     held_out = [read_text(val)] if val else None
-    if held_out is None:
-        train, held_out = split(train[0])
     if val and not held_out[0]:
         raise DataError(f"{val}: no text there, nothing to hold out")
+    if not val:
+        train, held_out = split(train[0])
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
@@ -48,7 +47,12 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files["decoding.bin"].insert(0, n_tokens.to_bytes(4, "little"))
     try:
         os.makedirs(out, exist_ok=True)
-        write_files(out, files)
+        with contextlib.ExitStack() as stack:        # an interruption or an error leaves the old files
+            for name, parts in files.items():
+                file = stack.enter_context(replacing(out, name))
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())              # all are on the disk before the first takes its place
     except OSError as error:
         raise DataError(f"{error.filename or out}: {error.strerror}: nothing was changed there") from None
     for name, parts in files.items():
@@ -132,8 +136,7 @@ def _train_bpe(parts, vocab_size, say):
     bpe.train_from_iterator(_blocks(parts), trainer)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
-    if len(vocabulary) < vocab_size:
-        missing = vocab_size - len(vocabulary)
+    if missing := vocab_size - len(vocabulary):
         say(f"BPE: the text has no more repeated pairs, so {missing:,} tokens fewer than asked for")
     return bpe, [token.encode("latin-1") for token, _ in vocabulary]
 
@@ -151,13 +154,3 @@ def _encode(bpe, parts, name, say):
                 reported = time.monotonic()
                 say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
     return out
-
-
-def write_files(directory, files):
-    """Writes {name: [bytes]}: an interruption or an OSError leaves the old files."""
-    with contextlib.ExitStack() as stack:
-        for name, parts in files.items():
-            file = stack.enter_context(replacing(directory, name))
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())                  # all are on the disk before the first takes its place

@@ -1,6 +1,5 @@
-"""Training on this machine: the coordinator in this process, a worker process for every device, until steps, minutes or
-Ctrl-C. Also what every worker does before it serves: open the data, make the engine, print the references.
-"""
+"""Training on this machine: the coordinator in this process, a worker process for every device. Also what every worker
+does before it serves: open the data, make the engine, print the references."""
 
 import contextlib
 import multiprocessing
@@ -41,7 +40,7 @@ class Data(NamedTuple):
 
 
 def open_data(cfg, warn):
-    """The Data of cfg; `warn` takes lines about missing files that are not needed. Raises DataError."""
+    """The Data of cfg; `warn` takes lines. Raises DataError."""
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
@@ -128,7 +127,9 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
         egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
-            pipe.send(("final", _final(cfg, engine, data)))
+            figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
+            text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+            pipe.send(("final", Final(engine.step, figure, text)))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent is gone or needs nothing more
     except EggError as error:
@@ -136,16 +137,10 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
 
 
 class Final(NamedTuple):
-    """What the first worker measures at the end: step, validation figure or None, sample of text or None."""
+    """What the first worker measures at the end."""
     step: int
-    figure: object
-    sample: object
-
-
-def _final(cfg, engine, data):
-    figure = data.validation.bits(engine.validate(data.validation.windows)[0]) if data.validation is not None else None
-    text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
-    return Final(engine.step, figure, text)
+    figure: float | None        # of the validation
+    sample: str | None
 
 
 class Child:
@@ -168,20 +163,9 @@ class Child:
 
     def reports(self):
         """Yields what it has sent since the last call."""
-        while True:
-            try:
-                if not self.pipe.poll():
-                    return
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
                 yield self.pipe.recv()
-            except (EOFError, OSError):
-                return
-
-    def end(self):
-        self.pipe.close()
-        self.process.join(LEAVE_SECONDS if self.ready else 0)      # while it compiles it would not notice
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
 
 
 class Training:
@@ -190,8 +174,7 @@ class Training:
     def __init__(self, cfg, coordinator, devices, threads, console):
         self.console, self.coordinator = console, coordinator
         self.started, self.status = time.monotonic(), "the workers ..."
-        count = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
-        console.line(f"starting: {count} on {', '.join(devices)} ...")
+        console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
         self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access)
                          for i, device in enumerate(devices)]
 
@@ -205,10 +188,12 @@ class Training:
                     self.status = value
                     self.console.line(f"starting: {value} {COMPILING}")
                 if kind == "slow":
+                    takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
+                        f"{value / 3600:.1f} h"
                     self.coordinator.events.warn(
-                        f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {_duration(value)} "
-                        "here: train on a GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and "
-                        "CHUNK_SIZE, or with a smaller model")
+                        f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train "
+                        "on a GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, "
+                        "or with a smaller model")
                 if kind == "ready":
                     child.ready = value
                     self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -247,15 +232,13 @@ class Training:
         return None
 
     def end(self):
+        for child in self.children:                  # all at once, before waiting for each
+            child.pipe.close()
         for child in self.children:
-            child.pipe.close()                       # all at once, before waiting for each
-        for child in self.children:
-            child.end()
-
-
-def _duration(seconds):
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else \
-        f"{seconds / 3600:.1f} h"
+            child.process.join(LEAVE_SECONDS if child.ready else 0)      # while it compiles it would not notice
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
 
 
 class TrainSummary(NamedTuple):
@@ -295,7 +278,9 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
                 return TrainSummary(coordinator.progress.summary(), None, None, None, references, None)
-            console.line(_plan(cfg, run, steps, minutes))
+            ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
+            console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
+                         f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
             console.line(f"kept in {run.directory}" if run.directory else
                          "nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
@@ -317,13 +302,6 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             coordinator.close()
             if training is not None:
                 training.end()
-
-
-def _plan(cfg, run, steps, minutes):
-    """A line about what the training will do."""
-    ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
-    return (f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from step "
-            f"{run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
 
 
 def _sum_up(coordinator, references, final, data):

@@ -1,5 +1,4 @@
-"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file
-(SPEC 18), and import such a file."""
+"""What can be done with a saved run: generate text, evaluate it on a text, export and import its weights (SPEC 18)."""
 
 import codecs
 import contextlib
@@ -8,8 +7,8 @@ import json
 import math
 import mmap
 import os
-import sys
 import time
+
 import numpy as np
 
 from model import data_files, parameters, rules
@@ -32,8 +31,12 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     snapshot with the best validation; console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         state = _state(cfg, run, best, console.line)
-        until = state.step if best else run.step
-        tokens = _tokens_of(cfg, run) if cfg.RARE_TOKENS and state.step < until else None
+        until, tokens = state.step if best else run.step, None
+        if cfg.RARE_TOKENS and state.step < until:           # its updates depend on the training data
+            tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+            if any(run.data) and snapshots.data_digest(tokens) != run.data:
+                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its "
+                               "last steps cannot be repeated without that: name it with -D INPUT_FILE=...")
         engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
@@ -58,15 +61,6 @@ def _state(cfg, run, best, warn):
     if best or run.start.step:
         raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
     return parameters.initial_state(cfg)
-
-
-def _tokens_of(cfg, run):
-    """The training data of a run whose updates depend on them."""
-    tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    if any(run.data) and snapshots.data_digest(tokens) != run.data:
-        raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its last "
-                       "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
-    return tokens
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -130,8 +124,8 @@ def evaluate(cfg, engine, path, most, console):
     seconds, count = time.perf_counter() - started, windows[:, 1:].size
     figures = {f"step {engine.step}": held_out.bits(nats), **_references(cfg, held_out)}
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
-    console.line(f"{name}: {count:,} tokens{size}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on "
-                 f"{engine.name}")
+    console.line(f"{name}: {count:,} tokens{size}, in windows of {windows.shape[1] - 1}; {count / seconds:,.0f} "
+                 f"tokens/s on {engine.name}")
     console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
@@ -157,7 +151,7 @@ def _references(cfg, held_out):
     try:
         return data_files.references(cfg, data_files.open_tokens(cfg, cfg.INPUT_FILE), held_out)
     except data_files.DataError as error:
-        print(f"egg: no unigram and bigram figures: {error}", file=sys.stderr, flush=True)
+        data_files.warn(f"no unigram and bigram figures: {error}")
         return {"uniform": held_out.bits(held_out.windows[:, 1:].size * math.log(cfg.VOCAB_SIZE))}
 
 
@@ -214,61 +208,46 @@ def read_tensors(path):
     return arrays, metadata
 
 
-def tensor_name(t):
-    """The name of a stored array (model.parameters.Tensor) in a safetensors file."""
-    return f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
+def views(cfg, state, full):
+    """Yields (name in a file, view of the State, shape, whether it is a matrix in canonical order) of every stored
+    array; full: with moments and noise scales."""
+    for t in parameters.tensors(cfg):
+        name, part = f"layers.{t.layer}.{t.name}" if t.per_layer else t.name, slice(t.weights, t.weights + t.size)
+        shape = (t.rows, t.cols) if t.matrix else (t.cols,)
+        yield name, state.weights[part], shape, t.matrix
+        if full:
+            yield name + ".moments", state.moments[part], (*shape, 3), t.matrix
+            yield name + ".noise_out", state.overlay[t.overlay_a:t.overlay_a + t.cols], (t.cols,), False
+        if full and t.matrix:
+            yield name + ".noise_in", state.overlay[t.overlay_b:t.overlay_b + t.rows], (t.rows,), False
 
 
 def to_arrays(cfg, state, full):
-    """{name: array} of a State; full: with moments and noise scales."""
-    arrays = {}
-    for t in parameters.tensors(cfg):
-        name, part = tensor_name(t), slice(t.weights, t.weights + t.size)
-        plain = lambda flat: parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
-        arrays[name] = plain(state.weights[part])
-        if full:
-            moments = [plain(np.ascontiguousarray(x)) for x in state.moments[part].T]
-            arrays[name + ".moments"] = np.stack(moments, axis=-1)
-            arrays[name + ".noise_out"] = state.overlay[t.overlay_a:t.overlay_a + t.cols]
-            if t.matrix:
-                arrays[name + ".noise_in"] = state.overlay[t.overlay_b:t.overlay_b + t.rows]
-    return arrays
+    """{name: array} of a State."""
+    return {name: parameters.from_canonical(view, *shape[:2]) if matrix else view
+            for name, view, shape, matrix in views(cfg, state, full)}
 
 
 def from_arrays(cfg, arrays, path):
     """(State, full) from {name: array}; full: with moments and noise scales, else initial ones. Raises UseError."""
-    parts, left = [], dict(arrays)
-    full = any(name.endswith(".moments") for name in arrays)
+    full, left = any(name.endswith(".moments") for name in arrays), set(arrays)
     advice = "set the constants as they were when it was made"
-
-    def take(name, shape, dtype):
-        dtype = np.dtype(dtype)
-        if name not in left:
+    n, zeros = parameters.n_weights(cfg), np.broadcast_to       # no memory is taken for what the file claims
+    blank = parameters.State(cfg, zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
+                             zeros(np.int8(0), parameters.n_overlay(cfg)))
+    for name, view, shape, _ in views(cfg, blank, full):
+        if name not in arrays:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
-        array = left.pop(name)
-        if array.shape != shape or array.dtype != dtype:
-            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {dtype} "
+        array = arrays[name]
+        if (array.shape, array.dtype) != (shape, view.dtype):
+            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {view.dtype} "
                            f"{list(shape)}: {advice}")
-        return array
-
-    for t in parameters.tensors(cfg):                # all is checked before memory is taken for what the file claims
-        name, shape = tensor_name(t), (t.rows, t.cols) if t.matrix else (t.cols,)
-        parts.append((t, take(name, shape, np.int8), *([
-            take(name + ".moments", (*shape, 3), np.float32), take(name + ".noise_out", (t.cols,), np.int8),
-            take(name + ".noise_in", (t.rows,), np.int8) if t.matrix else None] if full else ())))
+        left.remove(name)
     if left:
-        raise UseError(f"{path} holds {next(iter(left))}, which this configuration does not have: {advice}")
+        raise UseError(f"{path} holds {min(left)}, which this configuration does not have: {advice}")
     state = parameters.initial_state(cfg)
-    for t, weights, *rest in parts:
-        part = slice(t.weights, t.weights + t.size)
-        flat = lambda x: parameters.to_canonical(x) if t.matrix else x
-        state.weights[part] = flat(weights)
-        if full:
-            moments, noise_out, noise_in = rest
-            state.moments[part] = np.stack([flat(x) for x in np.moveaxis(moments, -1, 0)], axis=-1)
-            state.overlay[t.overlay_a:t.overlay_a + t.cols] = noise_out
-            if t.matrix:
-                state.overlay[t.overlay_b:t.overlay_b + t.rows] = noise_in
+    for name, view, _, matrix in views(cfg, state, full):
+        view[...] = parameters.to_canonical(arrays[name]) if matrix else arrays[name]
     try:
         parameters.check_state(state)
     except ValueError as error:

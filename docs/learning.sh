@@ -1,0 +1,36 @@
+#!/bin/sh -e
+# Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop and back-propagation on its
+# shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
+# docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
+# On a machine without other work, with a Python that has matplotlib and PyTorch: docs/learning.sh [PYTHON [MINUTES]]
+cd "$(dirname "$0")/.."
+python=${1:-.venv/bin/python}
+minutes=${2:-5}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" - "$work" <<'END'
+import sys
+import numpy as np
+from model.data_files import Decoding
+text = Decoding.read("decoding.bin").expand(np.fromfile("input.bin", "<u4"))
+text[:-460000].tofile(sys.argv[1] + "/input.bin")
+text[-460000:].tofile(sys.argv[1] + "/val.bin")
+END
+set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
+"$python" egg.py train --preset laptop --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
+  --log-json "$work/laptop-cpu.jsonl"
+"$python" egg.py backprop --preset laptop --minutes "$minutes" "$@" --log-json "$work/backprop-laptop-cpu.jsonl"
+
+"$python" - "$work"/*-cpu.jsonl <<'END'
+import json
+import sys
+from tools.curves import read_curve
+for path in sys.argv[1:]:
+    curve = read_curve(path)
+    with open(f"docs/learning/{curve.name}.jsonl", "w") as file:
+        for step, tokens, seconds, value in curve.validation:
+            print(json.dumps(dict(event="validation", step=step, tokens=int(tokens), seconds=round(seconds, 2),
+                                  value=value, unit=curve.unit)), file=file)
+END
+"$python" egg.py plot docs/learning/*.jsonl --x time --log --out docs/learning.svg

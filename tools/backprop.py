@@ -1,0 +1,150 @@
+"""Back-propagation on the shape of a configuration, as a yardstick: PyTorch, float32, AdamW. It reads the same text and
+measures the same bits per byte as a run, and its log is drawn beside those of runs. PyTorch is no dependency of egg."""
+
+import contextlib
+import math
+import time
+
+import egg_config
+from cluster import event_log
+from model import parameters
+from tools import train as training
+
+WARM_UP = 100              # steps in which the learning rate rises; then it falls linearly, by seconds,
+LAST_RATE = 0.05           # to this share
+WEIGHT_DECAY = 0.1
+MOMENTS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)     # seconds after which it validates; and ten times, a hundred times ...
+AT_ONCE = 1 << 14          # tokens of validation in one forward pass
+
+
+class BackpropError(egg_config.EggError):
+    """About PyTorch, or a device that it does not have."""
+
+
+def train(cfg, minutes, batch, rate, threads, console, log_json=None):
+    """Trains for so many minutes, validation not counted, on `batch` windows a step at random places. rate: the highest
+    learning rate; threads: cores of a CPU, default all. Prints every validation and appends it to the file log_json.
+    Raises BackpropError, DataError, WatchError."""
+    try:
+        import torch
+    except ImportError:
+        raise BackpropError("PyTorch is missing: pip install torch") from None
+    gpu = cfg.DEVICE != "cpu" and torch.cuda.is_available()
+    if cfg.DEVICE == "cuda" and not gpu:
+        raise BackpropError("DEVICE = cuda, but PyTorch finds no GPU here: set DEVICE=cpu")
+    data = training.open_data(cfg, lambda line: console.line("warning: " + line))
+    if data.validation is None:
+        raise BackpropError(f"nothing to measure: {cfg.VAL_FILE} (VAL_FILE) must exist and VALIDATE_EVERY not be 0")
+    references = training.print_references(cfg, data, console)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    torch.set_float32_matmul_precision("high")       # TF32 on a GPU
+    torch.manual_seed(cfg.ISLAND_SEED)
+    before, unit = 0.0, egg_config.loss_unit(cfg.constants())[1]
+    with contextlib.ExitStack() as stack:
+        log = log_json and stack.enter_context(contextlib.closing(
+            event_log.JsonLog(log_json, "give --log-json a file that can be written", console.line, True)))
+
+        def emit(kind, **fields):
+            if log:
+                log.emit({"time": round(time.time(), 3), "event": kind, **fields}, None)
+
+        emit("start", step=0, directory=None, config=cfg.constants())
+        emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
+        for step, seconds, loss, value in _run(torch, cfg, data, "cuda" if gpu else "cpu", 60 * minutes, batch, rate):
+            tokens = step * batch * cfg.SEQ_LEN
+            if step:
+                emit("step", step=step - 1, tokens=tokens, loss=loss, unit=unit, seconds=round(seconds - before, 6))
+            emit("validation", step=step, tokens=tokens, value=round(value, 6), unit=data.validation.unit)
+            console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}")
+            before = seconds
+
+
+def _run(torch, cfg, data, device, until, batch, rate):
+    """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation)."""
+    text = torch.from_numpy(data.tokens.astype("i4")).to(device)
+    held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
+    weights = _weights(torch, cfg, device)
+    learnt = [p for w in weights.values() for p in (w.parameters() if isinstance(w, torch.nn.Module) else [w])]
+    optimizer = torch.optim.AdamW(learnt, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
+    offsets = torch.arange(cfg.SEQ_LEN + 1, device=device)
+
+    def loss_of(windows, reduction="mean"):
+        logits = _logits(torch, cfg, weights, windows[:, :-1])
+        targets = windows[:, 1:].flatten().long()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction=reduction)
+
+    def some_loss():
+        return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
+
+    def validation():
+        with torch.no_grad():
+            return data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
+
+    some_loss().backward()                           # what is prepared at the first call is no time of training
+    yield 0, 0.0, None, validation()
+    step, seconds = 0, 0.0
+    while seconds < until:
+        power = 10 ** math.floor(math.log10(max(seconds, 1)))
+        moment = min([until, *(m * power for m in MOMENTS if m * power > seconds)])
+        first, started, total, now = step, time.perf_counter(), 0.0, seconds
+        while now < moment:
+            optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - now / until)
+            optimizer.zero_grad()
+            loss = some_loss()
+            loss.backward()
+            optimizer.step()
+            step, total = step + 1, total + loss.detach()
+            now = seconds + time.perf_counter() - started
+        mean = total.item() / (step - first) / math.log(2)          # waits for a GPU
+        seconds += time.perf_counter() - started
+        yield step, seconds, mean, validation()
+
+
+def _weights(torch, cfg, device):
+    """{(name, layer): float32 parameter}: the arrays of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU
+    is in place of the gates of the recurrent model: it has three instead of two."""
+    weights, start = {}, {p.name: p.start for p in parameters.table(cfg)}
+    for t in parameters.tensors(cfg):
+        if t.name[:2] in ("u_", "b_") or t.name in ("w_f", "w_h"):
+            if t.name == "w_f":
+                weights["gru", t.layer] = torch.nn.GRU(cfg.HIDDEN_DIM, cfg.HIDDEN_DIM, batch_first=True)
+        else:
+            weights[t.name, t.layer] = torch.randn(t.rows, t.cols) * t.rows ** -0.5 if t.matrix else \
+                torch.full((t.cols,), start[t.name] / 16)
+    return {key: w.to(device) if key[0] == "gru" else w.to(device).requires_grad_() for key, w in weights.items()}
+
+
+def _logits(torch, cfg, weights, x):
+    """float32 [windows, tokens, VOCAB_SIZE] for the tokens x, int64 [windows, tokens]."""
+    functional, width = torch.nn.functional, (cfg.HIDDEN_DIM,)
+
+    def norm(h, name, layer=0):
+        return functional.rms_norm(h, width, weights[name, layer]) + weights.get((name + "_bias", layer), 0.0)
+
+    def mlp(h, ln, up, bias_up, down, bias_down, layer=0):
+        u = norm(h, ln, layer) @ weights[up, layer] + weights.get((bias_up, layer), 0.0)
+        return h + functional.gelu(u) @ weights[down, layer] + weights.get((bias_down, layer), 0.0)
+
+    def heads(h, name, layer):
+        return (h @ weights[name, layer]).unflatten(-1, (cfg.N_HEADS, cfg.HEAD_DIM)).transpose(1, 2)
+
+    def rotated(h):
+        frequency = 10000.0 ** (-torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
+        angle = torch.arange(h.shape[2], device=h.device)[:, None] * frequency
+        even, odd, cos, sin = h[..., ::2], h[..., 1::2], angle.cos(), angle.sin()
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    h = functional.embedding(x, weights["embedding", 0].t())
+    if cfg.MODEL == "transformer":
+        h = h + weights["emb_bias", 0]
+        h = mlp(h, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
+    for layer in range(cfg.N_LAYERS):
+        n = norm(h, "ln_1", layer)
+        if cfg.MODEL == "gru":
+            h = h + weights["gru", layer](n)[0]
+        else:
+            q, k, v = (heads(n, name, layer) for name in ("w_q", "w_k", "w_v"))
+            a = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+            h = h + a.transpose(1, 2).flatten(2) @ weights["w_o", layer]
+        h = mlp(h, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", layer)
+    return norm(h, "ln_f") @ weights["head" if cfg.MODEL == "gru" else "embedding", 0]
