@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 import traceback
+import types
 
 import numpy as np
 
@@ -36,6 +37,7 @@ NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # da
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.25        # between two looks at the coordinator
 NODES_SECONDS = 2.0        # between two looks for new nodes
+WAIT_MINUTES = 5.0         # for resources of the first worker
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
@@ -58,6 +60,7 @@ def connect(address):
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
+    os.environ["RAY_COLOR_PREFIX"] = "0"
     try:
         if colon:                    # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
@@ -269,7 +272,7 @@ def train(cfg, args, secret, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            done = follow(actor, finish, workers, args.wait, console)
+            done = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:
             console.clear()
         console.line(done.line())
@@ -284,9 +287,14 @@ def follow(actor, finish, workers, wait, console):
     """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
-    with stop_signals() as stopped:
+    reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own
+    screen = types.SimpleNamespace(write=reports.append, flush=lambda: None)
+    with stop_signals() as stopped, contextlib.redirect_stdout(screen):
         while not ready([finish]):
             now = time.monotonic()
+            while reports:
+                if report := reports.popleft().strip():
+                    console.line("Ray: " + one_line(report.partition("\n")[0], 200))
             if ready([news], POLL_SECONDS):
                 status = show(news, console)
                 time.sleep(POLL_SECONDS)

@@ -13,13 +13,12 @@ w + 16 q + 4 k + e, so 16 bytes go at once.
 A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
 noise, divisor 2^D and noise shift N: the upper half of a word, and two of them are clipped by one instruction. """
 
-import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import gru_head, gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
-from kernels.parts import A32, A64, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
+from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
 from kernels.rules import build_noise, device, loss_function
 
 H = 256
@@ -37,11 +36,17 @@ def fits(cfg, cc, shared_limit):
     """Whether this path serves a configuration on a device."""
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
     return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE) == (H, 0)
-            and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFT <= 8
-            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFT)) < 2 ** 31)
+            and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFTS[-1] <= 8
+            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFTS[0])) < 2 ** 31)
 
 
 # --- small device functions -------------------------------------------------------------------------------------------
+
+@device
+def left_of(shift):
+    """How far noise goes left to be in 256ths."""
+    return int32(int32(int32(8) - shift) & int32(31))
+
 
 @device
 def unsigned_byte(word, k):
@@ -124,8 +129,7 @@ def _where_function(cfg):
 def _embed_kernel(cfg, nz):
     """x = the embedding, and zero losses. Launch [pairs], 256 threads; half a warp has a row, a lane the same columns
     of every row. plan and windows as kernels.gru._embed_kernel."""
-    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
-    noise = nz.noise
+    T, noise, job_shift = cfg.SEQ_LEN, nz.noise, nz.shift
 
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, packed, tokens, width, skip, job, offset, x, losses):
@@ -134,13 +138,13 @@ def _embed_kernel(cfg, nz):
             losses[2 * unit + t] = 0
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         w, q = (t & 15) >> 2, t & 3
-        other = cuda.local.array(16, int32)
+        other, left = cuda.local.array(16, int32), left_of(job_shift(job))
         for k in range(16):
             other[k] = noise(uint32(seed + uint32(plan[p + 2])), w * 64 + (k >> 2) * 16 + q * 4 + (k & 3))
         for here in range(t >> 4, 2 * T, 16):
             member = 1 if here >= T else 0
             token = tokens[unit * width + skip + here - member * T]
-            own = int32(noise(uint32(seed + uint32(plan[p + 1])), token) * int32((1 - 2 * member) << (8 - N)))
+            own = int32(noise(uint32(seed + uint32(plan[p + 1])), token) * int32((1 - 2 * member) << left))
             at = plan[p] + (token >> 3) * (2 * H) + w * 128 + (token & 7) * 4 + q
             e, v = cuda.local.array(4, int32), cuda.local.array(4, int32)
             for k in range(4):
@@ -189,7 +193,7 @@ def _wide_kernel(cfg, nz, head):
     at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as
     _product_kernel. There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
     MATRICES = 1 if head else 2
-    GROUPS, THREADS, T, N = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    GROUPS, THREADS, T, job_shift = WIDE, 128 * WIDE, cfg.SEQ_LEN, nz.shift
     AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
     AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
@@ -236,8 +240,8 @@ def _wide_kernel(cfg, nz, head):
             cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
 
     @cuda.jit(launch_bounds=THREADS)
-    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens,
-             width, skip, units, exps, losses):
+    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, gates, candidates,
+             tokens, width, skip, units, exps, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
         t = cuda.threadIdx.x
@@ -258,6 +262,7 @@ def _wide_kernel(cfg, nz, head):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        left = left_of(job_shift(job))
         acc, n = cuda.local.array(64, int32), cuda.local.array(32, int32)
         out0, out1 = cuda.local.array(16, int32), cuda.local.array(16, int32)
         for tile in range(first, min(first + each, tiles)):
@@ -274,7 +279,7 @@ def _wide_kernel(cfg, nz, head):
                          c)
                     for i in range(c, COLUMNS, 128):
                         stream = uint32(seed + uint32(plan[call * PLAN + (i // H) * 4 + 1]))
-                        words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << int32(8 - N))
+                        words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << left)
                 ptx.named_barrier(1 + group, 128)
                 loaded = high
             unit0, member0 = where(row)
@@ -300,7 +305,7 @@ def _wide_kernel(cfg, nz, head):
                 for part in range(4):
                     product(acc, n, descriptor(int32(base + part * HALF)))
                     for j in range(2):
-                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out,
+                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, gates if part < 2 else candidates,
                               to + 16 * j)
                     n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
                     if part == 1:
@@ -318,7 +323,7 @@ def _recur_kernel(cfg, nz):
 
     at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as
     words."""
-    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    T, job_shift = cfg.SEQ_LEN, nz.shift
     AT_H, AT_P, AT_OWN = 2 * H * H, 2 * H * H + ROWS * H, 2 * H * H + 2 * ROWS * H
     # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
     A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6
@@ -332,10 +337,10 @@ def _recur_kernel(cfg, nz):
         return ptx.load_shared4(int32(base + AT_OWN + what * OWN + t * 16))
 
     @device
-    def spread(word):
+    def spread(word, left):
         """Four bytes of noise as quotients() wants them."""
-        return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)),
-                int32(byte(word, 2) << int32(8 - N)), int32(byte(word, 3) << int32(8 - N)))
+        return (int32(byte(word, 0) << left), int32(byte(word, 1) << left),
+                int32(byte(word, 2) << left), int32(byte(word, 3) << left))
 
     @device
     def store_sums(sums, row, group, s0, s1, q):
@@ -409,7 +414,7 @@ def _recur_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
         desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
-        acc = cuda.local.array(32, int32)
+        acc, left = cuda.local.array(32, int32), left_of(job_shift(job))
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
         # of a row of its sequence
@@ -429,7 +434,7 @@ def _recur_kernel(cfg, nz):
             a, b, bias0, bias1 = own(base, A_F, t), own(base, B_H, t), own(base, BIAS_F, t), own(base, BIAS_F + 1, t)
             t0, t1 = int32(0), int32(0)
             for k in range(4):
-                n = spread(a[k])
+                n = spread(a[k], left)
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias = (old0[k], bias0[k]) if half == 0 else (old1[k], bias1[k])
@@ -453,7 +458,7 @@ def _recur_kernel(cfg, nz):
             t0, t1 = int32(0), int32(0)
             out = cuda.local.array(8, int32)
             for k in range(4):
-                n = spread(a[k])
+                n = spread(a[k], left)
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias, both = (old0[k], bias0[k], both0[k]) if half == 0 else (old1[k], bias1[k], both1[k])
@@ -487,7 +492,7 @@ def _mlp_kernel(cfg, nz):
 
     at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down,
     call_sums as in kernels.gru."""
-    N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, MLP, 5, 2, 8, 4 * H
+    GROUPS, STAGES, LAG, CHUNKS, INNER, job_shift = MLP, 5, 2, 8, 4 * H, nz.shift
     THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
     DOWN_SHIFT, LOW = parameters.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
     AT_N, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * ROWS * H
@@ -514,11 +519,11 @@ def _mlp_kernel(cfg, nz):
         return t0, t1
 
     @device
-    def sum_of(a, s, n):
-        return int32(int32(a + int32(int32(s * n) >> int32(N))) >> int32(DOWN_SHIFT))
+    def sum_of(a, s, n, shift):
+        return int32(int32(a + int32(int32(s * n) >> shift)) >> int32(DOWN_SHIFT))
 
     @device
-    def finish(acc, w, s0, s1, n0, n1, old, x, row, q):
+    def finish(acc, w, s0, s1, shift, n0, n1, old, x, row, q):
         """64 columns of both rows of x, which were `old`."""
         for half in range(2):
             s, n, at = (s0, n0, row) if half == 0 else (s1, n1, row + 8)
@@ -526,8 +531,8 @@ def _mlp_kernel(cfg, nz):
             for k in range(4):
                 i, c, word = 32 * w + 8 * k + 2 * half, ptx.load_shared4(int32(n + w * 256 + k * 64 + q
                                                                                * 16)), old[8 * w + 2 * k + half]
-                a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
-                b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
+                a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0], shift), sum_of(acc[i + 1], s, c[1], shift)))
+                b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2], shift), sum_of(acc[i + 5], s, c[3], shift)))
                 out[k] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(word), a)), ptx.clip2(ptx.add2(ptx.high2(word), b)))
             ptx.store4(x, int64(at) * (H // 4) + w * 16 + q * 4, out[0], out[1], out[2], out[3])
 
@@ -560,6 +565,7 @@ def _mlp_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        shift = job_shift(job)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         total = int32(each * STEPS)
         step, stage, phase, old, old_phase = int32(0), int32(0), int32(0), int32(0), int32(0)
@@ -579,7 +585,7 @@ def _mlp_kernel(cfg, nz):
                          c)
                     for i in range(c, INNER, 128):
                         stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
-                        words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << int32(8 - N))
+                        words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << left_of(shift))
                         bytes_[mine + AT_INNER + (unit & 1) * INNER
                                + place(i)] = noise(uint32(seed + uint32(plan[call_sums * PLAN])), i)
                     for i in range(c, H, 128):
@@ -638,7 +644,7 @@ def _mlp_kernel(cfg, nz):
             if live:
                 n0, n1 = int32(base + mine + AT_DOWN + slot0 * (4 * H)), int32(base + mine + AT_DOWN + slot1 * (4 * H))
                 for w in range(4):
-                    finish(sums, w, s0, s1, n0, n1, n, x, row, q)
+                    finish(sums, w, s0, s1, shift, n0, n1, n, x, row, q)
 
     return mlp, AT_TABLES + GROUPS * SIZE
 
@@ -659,60 +665,36 @@ def _load_tile(cfg):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-EMBED_TYPES = (int64, A32, A32, A32, int64, int64, AU32, int64, A32, A64)
-WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64,
-              A32, A64)
-RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
-MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
-
-
 class Hopper(gru_parts.RowsPass):
-    """The noisy forward pass; the interface is that of kernels.gru.Rows."""
+    """The noisy forward pass."""
 
     def __init__(self, cfg, packing, silent):
         super().__init__(cfg, packing, 128, PAIRS)
         nz, add = build_noise(cfg, silent), self.add
-        self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
-        self.gates = add(_wide_kernel(cfg, nz, False), WIDE_TYPES)
+        self.embed, self.gates = add(_embed_kernel(cfg, nz)), add(_wide_kernel(cfg, nz, False))
         # 256 logits stay in registers
         self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None
-        if self.stream:
-            self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)), gru_head.TYPES)
-        else:
-            self.head = add(_wide_kernel(cfg, nz, True), WIDE_TYPES)
-        self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
+        self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)) if self.stream
+                        else _wide_kernel(cfg, nz, True))
+        self.recur, self.mlp = add(_recur_kernel(cfg, nz)), add(_mlp_kernel(cfg, nz))
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states, per_group, begin, keep, losses):
-        x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
-        packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n,
-                                                                  ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
+    def launch(self, plan, tables, units, scratch, **given):
+        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
+        tiles, processors = blocks(units * 2 * given["n"], ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
-        def over_tiles(which, groups, *args):
-            kernel, shared = which
+        def over_tiles(kernel, groups, name, layer, **calls):
             each = blocks(tiles, groups * processors)
-            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed,
-                                                                               overlay, job, offset,
-                                                                          tiles, each, *args[-1])
+            kernel(blocks(tiles, groups * each), 128 * groups, given, at=self.at[name, layer], tiles=tiles, each=each,
+                   **calls)
 
-        def wide(which, call_norm, call, name, layer):
-            over_tiles(which, WIDE, call_norm, call, self.at[name, layer],
-                       (x, gates, candidates, tokens, width, skip, units, tables.exps, losses))
-
-        self.embed[0][units, 256, stream](plan.embed, tables.plan, packed, tokens, width, skip, job, offset, x, losses)
+        self.embed(units, 256, given, call=plan.embed)
         for i, layer in enumerate(plan.layers):
-            wide(self.gates, layer.norm_1, layer.gates, "w_f", i)
-            kernel, shared = self.recur
-            part = states.size // self.cfg.N_LAYERS
-            mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
-            kernel[blocks(units, PAIRS), 512, stream, shared](layer.recur, self.at["u_f", i], tables.plan, weights,
-                                                              packed, overlay, tokens, width, skip, units, job, offset,
-                                                              gates, candidates, x, mine, per_group, begin)
-            over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
+            over_tiles(self.gates, WIDE, "w_f", i, call_norm=layer.norm_1, call=layer.gates)
+            self.recur(blocks(units, PAIRS), 512, given, call=layer.recur, at=self.at["u_f", i],
+                       states=self.states(given, i))
+            over_tiles(self.mlp, MLP, "w_up", i, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
+                       call_sums=layer.sums)
         if self.stream is None:
-            return wide(self.head, plan.norm_f, plan.head, "head", 0)
-        kernel, shared = self.head
-        grid = min(processors, blocks(units * gru_head.tasks(self.cfg, self.stream), self.stream.warps))
-        kernel[grid, 32 * self.stream.warps, stream, shared](plan.norm_f, plan.head, self.at["head", 0], tables.plan,
-                                                             weights, packed, overlay, tokens,
-                                                             width, skip, job, offset, units, tables.exps, x, losses)
+            return over_tiles(self.head, WIDE, "head", 0, call_norm=plan.norm_f, call=plan.head)
+        self.spread(self.head, self.stream, units * self.stream.tasks, given, call_norm=plan.norm_f, call=plan.head,
+                    at=self.at["head", 0])

@@ -30,8 +30,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
+from kernels.parts import (AF64, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
+                           quad_sum, vector_function, wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
 from kernels.rules import build_noise, device, divide, loss_function
 from model import integer_tables
@@ -91,31 +91,31 @@ def loudest(cfg):
 def begin_functions(cfg, nz, inputs, most=0):
     """How a product over `inputs` begins with its noise already in the accumulators: (row, column, begin, BASE)
 
-    row(s), column(n)   device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
-    begin(s, n, c)      c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
-    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has
-                        the bits BASE + i, and a fused multiply-add that rounds downward is a multiplication, a shift
-                        and a sum
+    row(s, shift), column(n)    device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
+    begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
+    BASE                        not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 +
+                                i has the bits BASE + i, and a fused multiply-add that rounds downward is a
+                                multiplication, a shift and a sum
     """
-    SILENT, NOISE_SHIFT, UNIT = nz.silent, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
-    sb = inputs * 127 * loudest(cfg)
-    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and (sb * loudest(cfg) >> NOISE_SHIFT) + 1 + most < 1 << 22
+    SILENT, unit, sb = nz.silent, nz.unit, inputs * 127 * loudest(cfg)
+    most += (sb * loudest(cfg) >> cfg.NOISE_SHIFTS[0]) + 1
+    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and most < 1 << 22
 
     @device
-    def row(s):
-        return ptx.float_bits(float32(float32(s) * float32(UNIT))) if FITS else s
+    def row(s, shift):
+        return ptx.float_bits(float32(float32(s) * unit(shift))) if FITS else s
 
     @device
     def column(n):
         return ptx.float_bits(float32(n)) if FITS else n
 
     @device
-    def begin(s, n, c):
+    def begin(s, n, c, shift):
         if SILENT:
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+        return int32(c + int32(int32(s * n) >> shift))
 
     return row, column, begin, 0x4B400000 if FITS else 0
 
@@ -416,7 +416,7 @@ def _up_kernel(cfg, nz, card, KP):
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz)
+    noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
@@ -428,7 +428,7 @@ def _up_kernel(cfg, nz, card, KP):
     LESS = 0 if COPIES == 32 else 0x48000000
 
     @card.device
-    def begin_tile(acc, at, s0, s1):
+    def begin_tile(acc, at, s0, s1, shift):
         """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
         address."""
         for j in range(8):
@@ -436,7 +436,7 @@ def _up_kernel(cfg, nz, card, KP):
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
                 c = b[k] if BASE else int32(0)
-                acc[i], acc[i + 2] = begin(s0, n[k], c), begin(s1, n[k], c)
+                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
 
     @card.device
     def unit_address(a, bias, at):
@@ -528,9 +528,10 @@ def _up_kernel(cfg, nz, card, KP):
             acc[i] = 0
         row, member, slot, sign = place(first, t)
         prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, job, seed)
-        s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+        shift = job_shift(job)
+        s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
         step, odd = 0, 0
         for turn in range(count):
             tile = first + turn * every
@@ -553,7 +554,8 @@ def _up_kernel(cfg, nz, card, KP):
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
                         weights, overlay, job, seed)
                 if last:
-                    s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+                    s0, s1 = (as_row(int32(sb[uint64(row)] * sign), shift),
+                              as_row(int32(sb[uint64(row + 8)] * sign), shift))
                 ptx.named_barrier(1 + group, 128)
                 done(acc)
                 leave(bar, step, t)
@@ -590,7 +592,7 @@ def _up_kernel(cfg, nz, card, KP):
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1, shift)
 
     return up, 4 * (AT_TABLES + TABLES), shape
 
@@ -630,7 +632,7 @@ def _full_kernel(cfg, nz, card, kind):
     H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
-    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
     MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
     ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
     ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
@@ -651,7 +653,7 @@ def _full_kernel(cfg, nz, card, kind):
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
     @card.device
@@ -746,8 +748,8 @@ def _full_kernel(cfg, nz, card, kind):
 
     # not card.written: its own loops are unrolled by every compiler, and written out they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
-             spill):
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, queries, keys,
+             values, spill):
         sm = cuda.shared.array(0, int32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
@@ -805,7 +807,7 @@ def _full_kernel(cfg, nz, card, kind):
                         rows(base, bar, turn + 1, tile + every, x, t)
                 refill(base, bar, step, steps, first, every, x, packed, at, t)
                 step += 1
-                at_noise = base + 4 * (buffer + slot * TABLE + side * N) + q * 16
+                at_noise, shift = base + 4 * (buffer + slot * TABLE + side * N) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = four(at_noise + j * 64)
@@ -816,7 +818,7 @@ def _full_kernel(cfg, nz, card, kind):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                                v = int32(acc[i] + int32(int32(s * n[k]) >> shift))
                                 if not QKV:
                                     v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
                                 if DOWN:
@@ -846,11 +848,11 @@ def _full_kernel(cfg, nz, card, kind):
                 if not QKV:
                     store(acc, h, to, col)
                 elif which == 0:
-                    store(acc, q_out, to, col)
+                    store(acc, queries, to, col)
                 elif which == 1:
-                    store(acc, k_out, to, col)
+                    store(acc, keys, to, col)
                 else:
-                    store_transposed(acc, v_out, row, col, lane)
+                    store_transposed(acc, values, row, col, lane)
 
     return full, 4 * (AT_ROPE + ROPE_WORDS), shape
 
@@ -863,20 +865,20 @@ def _head_kernel(cfg, nz, card, like=None):
     packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
 
     like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
-    each position; `pairs` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
+    each position; `count` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
     of 16 columns, then up the tiles of 128, which no other thread has: the order of the sums is the same on every card.
 
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
-    LOGIT, NOISE_SHIFT, ONES, SILENT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
+    LOGIT, ONES, SILENT = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = (4, 0) if NATS else (2, 1)               # of a thread; shift from a member to its window
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     FARTHEST = (MOST << LOGIT) + ONES
     # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
     # from 2^31)
-    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
+    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and cfg.NOISE_SHIFTS[0] > 1
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = 1 if NATS else (MOST + 1) * STRIDE
     _, SLOTS = _place_function(cfg, 1)
@@ -894,20 +896,20 @@ def _head_kernel(cfg, nz, card, like=None):
     P = product_functions(card, shape, 2)
     init, rows, wait_rows, fill, refill = P.init, P.rows, P.wait_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
 
     @card.device
-    def begin_tile(acc, at, s0, s1):
+    def begin_tile(acc, at, s0, s1, shift):
         """Accumulators before the product: the noise of their columns, at a shared address."""
         for j in range(8):
             n = four(at + j * 64)
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE)), begin(s1, n[k], int32(BASE))
+                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE), shift), begin(s1, n[k], int32(BASE), shift)
 
     @card.device
     def slot_of(c):
@@ -974,12 +976,12 @@ def _head_kernel(cfg, nz, card, like=None):
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
+    def target_logit(packed, at, x, at_x, token, s, shift, overlay, at_overlay, stream, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
         for piece in range(H // 16):
             dot = ptx.dp4a(x[uint64(at_x + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
+        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
 
     @card.device
     def target(windows, unit, position):
@@ -987,7 +989,7 @@ def _head_kernel(cfg, nz, card, like=None):
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
-    def head(call, at_tiles, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
@@ -1008,12 +1010,13 @@ def _head_kernel(cfg, nz, card, like=None):
         unit, position = (member + slot) >> MEMBERS, row % LENGTH
         s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
         seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
-        z0, z1 = int32(0), int32(0)
-        if unit < pairs:
+        z0, z1, shift = int32(0), int32(0), job_shift(job)
+        if unit < count:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, overlay, at_overlay, stream, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay,
+            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
                               stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, shift, overlay,
+                              at_overlay, stream, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
         for k in range(SUMS):
@@ -1025,12 +1028,12 @@ def _head_kernel(cfg, nz, card, like=None):
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
         last = int32(table + int32(FARTHEST))
-        s0, s1 = as_row(s0), as_row(s1)
+        s0, s1 = as_row(s0, shift), as_row(s1, shift)
         my_slot = slot_of(c)
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, at_noise, s0, s1)
+        begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
         step = 0
         for ahead in range(2 * TILES):
@@ -1091,7 +1094,7 @@ def _head_kernel(cfg, nz, card, like=None):
                             hidden += 1 if j * 8 + e >= limit else 0
                     totals[0] -= int64(hidden) * exp[MOST * STRIDE]
                     totals[1] -= int64(hidden) * exp[MOST * STRIDE]
-            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1)
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1, shift)
         for k in range(SUMS):
             totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 1)
             totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 2)
@@ -1104,7 +1107,7 @@ def _head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 totals[0] += wide[mine + k]
                 totals[1] += wide[mine + 8 * CG + k]
-        if q == 0 and side == 0 and unit < pairs and position < T:
+        if q == 0 and side == 0 and unit < count and position < T:
             finish(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
@@ -1116,9 +1119,9 @@ def _embed_kernel(cfg, nz, card, clean):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
-    H, T, LENGTH, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.NOISE_SHIFT
+    H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
     vector = vector_function(cfg, nz, True)
-    noise, factor, NTT = nz.noise, nz.factor, cfg.NTT_MODE != 0
+    noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
@@ -1129,7 +1132,7 @@ def _embed_kernel(cfg, nz, card, clean):
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        seed, shift = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), job_shift(job)
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
         stream = uint32(seed + uint32(H))
@@ -1168,11 +1171,11 @@ def _embed_kernel(cfg, nz, card, clean):
                     e, o = byte(word, k), byte(word_o, k)
                     more, more_o = int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
+                        more, more_o = look_up(weights, overlay, seed, shift, coef, piece * 16 + (lane & 3) * 4 + k)
                         if clean:
-                            more_o = look_up(weights, overlay, seed, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
-                    x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more))
-                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more_o))
+                            more_o = look_up(weights, overlay, seed, shift, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
+                    x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
+                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 
@@ -1180,7 +1183,7 @@ def _embed_kernel(cfg, nz, card, clean):
 
 
 def _norm_kernel(cfg, nz, card, streams):
-    """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch
+    """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
     plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
     H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
@@ -1218,7 +1221,7 @@ def _norm_kernel(cfg, nz, card, streams):
 
     @cuda.jit(launch_bounds=256)
     @card.written
-    def norm(call, plan, weights, overlay, job, offset, stride, h, n, sb):
+    def norm(call, plan, weights, overlay, job, offset, stride, h, out, sb):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1268,7 +1271,7 @@ def _norm_kernel(cfg, nz, card, streams):
                     for k in range(4):
                         x[k] = normed(int32(byte(word, k) * w[k]), mean, reciprocal, b[k])
                     word = pack4(x[0], x[1], x[2], x[3])
-                    n[uint64(at + half * (2 * H) + piece * 32)] = word
+                    out[uint64(at + half * (2 * H) + piece * 32)] = word
                     if whole:
                         for s in range(SUMMED):
                             c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
@@ -1432,7 +1435,7 @@ def _attention_kernel(cfg, nz, card):
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @card.written
-    def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
+    def attention(call, plan, overlay, job, offset, exps, queries, keys, values, a, sb):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
         coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
@@ -1442,7 +1445,7 @@ def _attention_kernel(cfg, nz, card):
         tiles = mine + 1 if MANY else 1
         per_head = 2 * tiles - 1
         steps = HEADS * per_head
-        fetch(base, k_in, v_in, member, 0, per_head, tiles, t)
+        fetch(base, keys, values, member, 0, per_head, tiles, t)
         for i in range(t, EXPS, ALL):
             exp[i] = exps[i // COPIES]
         stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + (member >> 1)))
@@ -1471,7 +1474,7 @@ def _attention_kernel(cfg, nz, card):
             tile = r if r < tiles else 2 * tiles - 2 - r
             wide, column = wide_at_last or tile < mine, tile * TILE + first
             if step + 1 < steps:
-                fetch(base + STAGE - here, k_in, v_in, member, step + 1, per_head, tiles, t)
+                fetch(base + STAGE - here, keys, values, member, step + 1, per_head, tiles, t)
             else:
                 ptx.copy_commit()
             ptx.copy_wait_but_one()
@@ -1481,8 +1484,9 @@ def _attention_kernel(cfg, nz, card):
                     tops[0], tops[1], dens[0], dens[1] = int32(LOWEST), int32(LOWEST), 0, 0
                     for i in range(D // 32):
                         where = at + (head * (D // 16) + 2 * i) * 32
-                        query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
-                        query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
+                        query[4 * i], query[4 * i + 1] = queries[uint64(where)], queries[uint64(where + 2 * H)]
+                        query[4 * i + 2] = queries[uint64(where + 32)]
+                        query[4 * i + 3] = queries[uint64(where + 2 * H + 32)]
                     for i in range(SUMS):
                         high[i], low[i] = 0, 0
                 scores(s, query, at_k + here, wide)
@@ -1524,30 +1528,21 @@ def _attention_kernel(cfg, nz, card):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-EMBED_TYPES = (int64, A32, A8, A32, A8, A32, int64, AU32, int64, A32)               # and losses
-NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
-UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, A32, A32)
-FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
-ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
-HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64)                  # and exps, n, sb, losses
-
-
 class Members(Pass):
     """The forward pass of a configuration on a Card: of members, and without noise of windows (`clean_kernels`)."""
 
     def __init__(self, cfg, packing, card, silent):
         super().__init__(cfg)
         nz, none, add = build_noise(cfg, silent), build_noise(cfg, True), self.add
-        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
-        self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
-        self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
-        self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
+        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams)) for streams in (1, 3)}
+        self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
+        self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
+        self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
-        self.embed = add(_embed_kernel(cfg, nz, card, False), EMBED_TYPES + (A64,))
-        self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES + (A32, A32, A32, A64))
+        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(_head_kernel(cfg, nz, card))
         of_step, self.kernels = self.kernels, shared
-        self.clean_embed = add(_embed_kernel(cfg, none, card, True), EMBED_TYPES + (AF64,))
-        self.clean_head = add(_head_kernel(cfg, none, card, self.head[2]), HEAD_TYPES + (AF64, A32, A32, AF64))
+        self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
+        self.clean_head = add(_head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
         self.kernels, self.clean_kernels = of_step, self.kernels
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
@@ -1555,67 +1550,54 @@ class Members(Pass):
         used |= {name: (DOWN, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
         self.at = {}
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
-            order, (_, _, shape) = used[t.name]
+            order, shape = used[t.name][0], used[t.name][1].shape
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
-                KP = self.clean_head[2].KP
+                KP = self.clean_head.shape.KP
                 self.at_clean = (self.at[t.name, 0] if KP == shape.KP else packing.add(t, order, shape.columns(), KP))
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
         cfg, H = self.cfg, self.cfg.HIDDEN_DIM
         rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
-        members = blocks(rows, padded_length(cfg))
-        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _,
-                    shape in self.full.values())
-        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
-                               v=members * H * value_length(cfg), spill=max(spill, 4)))
+        members, shapes = blocks(rows, padded_length(cfg)), [kernel.shape for kernel in self.full.values()]
+        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for shape in shapes)
+        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=rows * H,
+                               keys=(rows + 64) * H, values=members * H * value_length(cfg), spill=max(spill, 4)))
         return out, rows, end
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
-               losses, clean=False):
-        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0."""
+    def launch(self, plan, tables, pairs, scratch, clean=False, **given):
+        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0. given:
+        what kernels are given, by the names of their parameters."""
         layout, stride, _ = self.layout(pairs)
-        part = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
-        h, n, sb, u, q, k, v, spill = (part[name] for name in ("h", "n", "sb", "u", "q", "k", "v", "spill"))
-        packed, length = packed.view(np.int32), padded_length(self.cfg)
+        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride)
+        length, n = padded_length(self.cfg), given["n"]
         rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
 
         def norm(call, streams):
-            self.norms[streams][0][(pairs, blocks(2 * length, 128)), 256, stream](
-                call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
+            self.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=call, out=n)
 
-        def full(kind, call, name, layer, x):
-            kernel, shared, shape = self.full[kind]
-            tiles = blocks(rows, 64 * shape.RG)
-            grid = min(tiles, processors // 3) * 3 if kind == "qkv" else min(tiles, processors)
-            kernel[grid, THREADS, stream, shared](call, self.at[name, layer], tables.plan, weights, packed, overlay,
-                                                  job, offset, tiles, stride, tables.rope, x, sb, h, q, k, v, spill)
+        def product(kernel, call, name, layer, x, matrices=1):
+            tiles = blocks(rows, 64 * kernel.shape.RG)
+            kernel(min(tiles, processors // matrices) * matrices, THREADS, given, call=call, at=self.at[name, layer],
+                   tiles=tiles, x=x)
 
         def mlp(calls, up, down, layer):
-            kernel, shared, shape = self.up
-            tiles = blocks(rows, 64 * shape.RG)
-            kernel[min(tiles, processors), THREADS, stream, shared](
-                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
-                tables.gelu, n, sb, u)
-            full("down", calls.down, down, layer, u)
+            product(self.up, calls.up, up, layer, n)
+            product(self.full["down"], calls.down, down, layer, given["u"])
 
-        embed, head, at, exps = ((self.clean_embed, self.clean_head, self.at_clean, tables.clean_exps) if clean else
-                                 (self.embed, self.head, self.at["embedding", 0], tables.exps))
-        embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
-            plan.embed, tables.plan, weights, packed, overlay, windows, count, job, offset, h, losses)
+        embed, head = (self.clean_embed, self.clean_head) if clean else (self.embed, self.head)
+        embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed)
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            full("qkv", layer.qkv, "w_q", i, n)
-            kernel, shared = self.attention
-            kernel[(2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, shared](
-                layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
-            full("o", layer.o, "w_o", i, n)
+            product(self.full["qkv"], layer.qkv, "w_q", i, n, 3)
+            self.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), given, call=layer.sums_o, a=n)
+            product(self.full["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        kernel, shared, shape = head
-        kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
-            plan.head, at, tables.plan, packed, overlay, windows, count, job, offset, exps, n, sb, losses)
+        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
+             exps=tables.clean_exps if clean else tables.exps,
+             at_tiles=self.at_clean if clean else self.at["embedding", 0])
