@@ -17,17 +17,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import state_digest
-from engine import cpu_gru
-from engine import hardware
-from engine import kernel_cache
-from model import integer_tables
-from model import optimizers
-from model import parameters
-from model import rules
-from model import sampling
-from model import transforms
-from engine import simd
+from model import integer_tables, optimizers, parameters, rules, sampling, state_digest, transforms
+from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
@@ -81,29 +72,23 @@ class CpuEngine:
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
             H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
-            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=cfg.NOISE_SHIFT,
+            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=0,
             vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
             up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
             short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"), log_unit=integer_tables.log_unit(cfg),
             ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
-            divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-            lowest=0 if cfg.MLP_RELU else -127)
+            gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
+            divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)
         self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
-        self._layout()
-        self.load(parameters.initial_state(cfg))
-
-    def _layout(self):
-        """Where each stored array lies in the flat buffers, as the kernels' table."""
-        table = np.zeros((len(parameters.table(self.cfg)), self.cfg.N_LAYERS, len(FIELDS)), np.int64)
-        packed = corrections = 0
-        self._tensors = parameters.tensors(self.cfg)
+        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, len(FIELDS)), np.int64)
+        self._tensors, packed, corrections = parameters.tensors(cfg), 0, 0
         for t in self._tensors:
             padded = -(-t.cols // PANEL) * PANEL if t.product else 0
-            table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b,
-                                       t.rows, t.cols)
-            packed += t.rows * padded
-            corrections += padded
-        self._table, self._sizes = table, (packed, corrections)
+            self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
+                                             t.overlay_b, t.rows, t.cols)
+            packed, corrections = packed + t.rows * padded, corrections + padded
+        self._sizes = packed, corrections
+        self.load(parameters.initial_state(cfg))
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -154,9 +139,10 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
+        shift = self.cfg.noise_shift(self.step)
 
         def work(a, b):
-            self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b])
+            self._model.evaluate(self._w, windows[a:b], self.seed, shift, first // 2 + a, losses[a:b])
 
         self._spread(count // 2, work, together=self._model.together)
         return losses.ravel()
@@ -249,9 +235,8 @@ class CpuEngine:
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = sampling.settings(self.cfg, temp, min_p, penalty)
-        cfg = self.cfg
-        new = sampling.checked_prompt(cfg, prompt)
-        read, seen = self._model.reader(self._w, len(new) + count), np.zeros(cfg.VOCAB_SIZE, np.uint8)
+        new = sampling.checked_prompt(self.cfg, prompt)
+        read, seen = self._model.reader(self._w, len(new) + count), np.zeros(self.cfg.VOCAB_SIZE, np.uint8)
         position = len(new) - 1
         for _ in range(count):
             seen[new] = 1

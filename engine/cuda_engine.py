@@ -29,25 +29,18 @@ from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
-from engine import hardware
-from engine import kernel_cache
+from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
-from kernels import ptx
-from kernels import update
+from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables
-from model import optimizers
-from model import parameters
-from model import rules
-from model import sampling
-from model import state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
 DIGESTERS = 1024            # blocks that make a digest, at most
-NOISY = (1 << 32) - 1       # the last word of a job: mask of the noise
+NOISY = (1 << 32) - 1       # of a job: mask of the noise
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
@@ -57,11 +50,6 @@ COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import c
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
-
-def limits(gpu):
-    """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
-    return gpu.compute_capability, ptx.shared_limit(gpu)
-
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
@@ -96,10 +84,10 @@ def compile_all(every, capability, what, job):
     if missing:
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
-        name = kernel_cache.key({}, [path.name for _, path in missing])
+        lock = where / f"lock-{kernel_cache.key({}, [path.name for _, path in missing])}"
         try:
-            with open(where / f"lock-{name}", "w") as lock:  # processes that start together compile once
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(lock, "w") as file:                    # processes that start together compile once
+                fcntl.flock(file, fcntl.LOCK_EX)
                 _share_out([(i, path) for i, path in missing if not path.exists()], job)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
@@ -135,7 +123,7 @@ def _share_out(missing, job):
 
 
 def _progress(done=0, total=0, started=0.0):
-    """Shows on a terminal how many kernels are compiled; without arguments it clears that line."""
+    """Shows on a terminal how many kernels are compiled; by default it clears that line."""
     if sys.stderr.isatty():
         tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
@@ -147,7 +135,7 @@ def compile_share():
     (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
-    of_verb = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    of_verb = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu), getattr(types, token_type), silent)[2]
     every = [kernel for verb in verbs for kernel in of_verb[verb]]
     with quick_numba():
         for i, path in share:
@@ -223,8 +211,8 @@ def quick_numba():
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
 
-A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
-I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
+A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32, int64,
+                                                               uint64))
 
 
 def build(cfg, token_type):
@@ -327,8 +315,7 @@ def _digest_kernel():
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums = cuda.shared.array((2, BLOCK), uint64)
-        t = cuda.threadIdx.x
+        sums, t = cuda.shared.array((2, BLOCK), uint64), cuda.threadIdx.x
         a, b = uint64(0), uint64(0)
         for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
             if i < weights.size:
@@ -368,9 +355,9 @@ class Replay:
         self._runs += 1
         if self._runs == 1:
             return self._enqueue()
-        handle = driver.CUstream(int(self._stream.handle))
+        handle, mode = driver.CUstream(int(self._stream.handle)), driver.CUstreamCaptureMode
         if self._graph is None:
-            _driver(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            _driver(driver.cuStreamBeginCapture(handle, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             self._enqueue()
             graph = _driver(driver.cuStreamEndCapture(handle))
             self._graph = _driver(driver.cuGraphInstantiate(graph, 0))
@@ -408,7 +395,8 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
+        self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
+                                                              token_type, silent)
         self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
         self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()
@@ -439,7 +427,7 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(3, np.uint32), cuda.device_array(2, np.int64)
+        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
         # of changed weights
@@ -513,7 +501,7 @@ class CudaEngine:
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
-        self._job.copy_to_device(np.array([self.seed, first // 2, NOISY], np.uint32), self.stream)
+        self._set_job(first)
         if self._tokens is None:
             cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
@@ -523,6 +511,10 @@ class CudaEngine:
         run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
+
+    def _set_job(self, first):
+        job = self.seed, first // 2, NOISY, self.cfg.noise_shift(self.step)
+        self._job.copy_to_device(np.array(job, np.uint32), self.stream)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
@@ -570,7 +562,7 @@ class CudaEngine:
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
-        self._job.copy_to_device(np.array([self.seed, 0, NOISY], np.uint32), self.stream)
+        self._set_job(0)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
