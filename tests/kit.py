@@ -653,39 +653,41 @@ class Compiler:
     def __init__(self, directory):
         self.directory = directory
 
-    def files(self, constants, cc, part="all", names=None):
-        """[(Kernel, its file)] of a configuration on a card; names: of each name as many kernels as it stands there."""
+    def __call__(self, constants, cards=CARDS, **which):
+        """{card: [(name, bytes of shared memory, PTX)]} of the kernels of a configuration; which: see `compile`."""
+        return {cc: [(name, shared, (self.directory / file).read_text())
+                     for name, shared, file in self.compile(constants, cc, **which)] for cc in cards}
+
+    def compile(self, constants, cc, part="all", names=None, wait=True):
+        """[(name, bytes of shared memory, name of its file)] of the kernels of a configuration on a card; names: of
+        each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
+        are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
+        from engine.cuda_engine import quick_numba
+        listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
+        if listed.exists():
+            return json.loads(listed.read_text())
         some, known = kernels_of(constants, cc)[part], {}
         if names is not None:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
-        return [(kernel, self.directory / kernel_cache.key(known, kernel.dispatcher, kernel.signature))
-                for kernel in some]
+        files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
+        with quick_numba():
+            for kernel, file in zip(some, files):
+                self._compile(kernel, self.directory / file, cc, wait)
+        made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]
+        if all((self.directory / file).exists() for file in files):
+            write_at_once(listed, json.dumps(made))
+        return made
 
-    def compile(self, kernel, file, cc, wait=True):
-        """Makes a kernel's file; without `wait`, unless another process is about to."""
+    def _compile(self, kernel, file, cc, wait):
         from numba import cuda
-
-        from engine.cuda_engine import quick_numba
         with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if not file.exists():
-                with quick_numba():
-                    ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
-                                              cc=(9, 0, "a") if cc == (9, 0) else cc)
-                file.with_suffix(".part").write_text(ptx)
-                file.with_suffix(".part").rename(file)
-
-    def __call__(self, constants, cards=CARDS, **which):
-        """{card: {file: (Kernel, its PTX)}} of a configuration."""
-        made = {}
-        for cc in cards:
-            files = self.files(constants, cc, **which)
-            for kernel, file in files:
-                self.compile(kernel, file, cc)
-            made[cc] = {file: (kernel, file.read_text()) for kernel, file in files}
-        return made
+                ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
+                                          cc=(9, 0, "a") if cc == (9, 0) else cc)
+                write_at_once(file, ptx)
 
     def ahead(self, jobs):
         """Starts a process that compiles at low priority what jobs, [arguments of a call], will want."""
@@ -702,17 +704,22 @@ def compile_ahead(compiler, jobs):
     gc.disable()
     for constants, cards, which in jobs:
         for cc in cards:
-            for kernel, file in compiler.files(constants, cc, **which):
-                compiler.compile(kernel, file, cc, wait=False)
+            compiler.compile(constants, cc, wait=False, **which)
+
+
+def write_at_once(path, text):
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.rename(path)
 
 
 def hold_against_cards(made):
     """The kernels that a Compiler made are in registers alone and fit the shared memory of the cards."""
     for cc, kernels in made.items():
-        for kernel, ptx in kernels.values():
-            assert re.search(r"\.target sm_\d+a?\b", ptx), kernel.name
-            assert not re.search(r"\.local\b", ptx), f"{kernel.name} for {cc} uses local memory"
-            assert kernel.shared <= CARDS[cc] * 1024, f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+        for name, shared, ptx in kernels:
+            assert re.search(r"\.target sm_\d+a?\b", ptx), name
+            assert not re.search(r"\.local\b", ptx), f"{name} for {cc} uses local memory"
+            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
 
 
 # --- both engines ----------------------------------------------------------------------------------------------------
