@@ -35,6 +35,7 @@ GROUP_SIZE = 2                # members that read the same tokens: even, a divis
 # --- fixed-point arithmetic ------------------------------------------------------------------------------------------
 FIXED_POINT = 4               # fractional bits of weights and activations
 SIGMA_SHIFT = 3               # matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT: larger means quieter
+SIGMA_SCHEDULE = ()           # (first step, SIGMA_SHIFT from there on); as an override: 1000:4,3000:5; (): one for ever
 SIGMA_SHIFT_VECTOR = 4        # right shift of the noise of biases and norm weights
 SHIFT_ATTN = 8                # right shifts after the products
 SHIFT_OUT = 9
@@ -201,7 +202,7 @@ FACTS = _facts(
     ("MLP_RELU", (0, 1), ALL, "gru"), ("VOCAB_SIZE", (256, 262144)), ("NTT_MODE", (0, 3), ALL, "transformer"),
     ("NTT_CAUSAL", (0, 1), ALL, "transformer"), ("CHUNK_SIZE", (2, 1 << 24), ISLAND),
     ("POPULATION_SIZE", (0, 1 << 28), ISLAND), ("GROUP_SIZE", (2, 1 << 28), ISLAND), ("FIXED_POINT", (0, 15)),
-    ("SIGMA_SHIFT SIGMA_SHIFT_VECTOR", (0, 15), ISLAND),
+    ("SIGMA_SHIFT SIGMA_SHIFT_VECTOR", (0, 15), ISLAND), ("SIGMA_SCHEDULE", None, ISLAND),
     ("SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SHIFT_QKV", (0, 24), ALL, "transformer"),
     ("SOFTMAX_SCALE_BIT", (8, 18)), ("SOFTMAX_LUT_SIZE", (2, 256)), ("SOFTMAX_EXP_SCALE", (0.5, 64.0)),
     ("ROPE_SCALE_BIT", (1, 30), ALL, "transformer"), ("HOST_GAUSSIAN DEVICE_GAUSSIAN", (0, 1), ISLAND),
@@ -266,12 +267,12 @@ class Config(types.SimpleNamespace):
         return {k: getattr(self, k) for k in _DEFAULTS}
 
     def shared(self):
-        """The constants that coordinator and workers must agree on."""
-        return {k: v for k, v in self.constants().items() if FACTS[k].agree != LOCAL}
+        """The constants that coordinator and workers must agree on; none that is unset, for programs that lack it."""
+        return {k: v for k, v in self.constants().items() if FACTS[k].agree != LOCAL and v != UNSET.get(k)}
 
     def saved(self):
         """The constants that a saved run depends on."""
-        return {k: v for k, v in self.constants().items() if FACTS[k].saved}
+        return {k: v for k, v in self.shared().items() if FACTS[k].saved}
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
@@ -287,6 +288,14 @@ class Config(types.SimpleNamespace):
         if self.OPTIMIZER == "ztest":
             return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
         return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
+
+    def sigma_shift(self, step):
+        """SIGMA_SHIFT (int) of the members of `step`."""
+        return [self.SIGMA_SHIFT, *(shift for first, shift in self.SIGMA_SCHEDULE if first <= step)][-1]
+
+    def noise_shift(self, step):
+        """Right shift (int) of the matrix noise of the members of `step`."""
+        return self.FIXED_POINT + self.sigma_shift(step)
 
 
 def given(preset=None, defines=(), environ=os.environ):
@@ -313,7 +322,7 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
     saved: the constants of a saved run, as JSON gives them back, instead of this file's; run: its directory, if it
     cannot go on with others. Raises ConfigError with one line that names the constant and the rule."""
-    values = {**_DEFAULTS, **{name: _tuples(value) for name, value in dict(saved).items()}}
+    values = {**_DEFAULTS, **(UNSET if saved else {}), **{name: _tuples(value) for name, value in dict(saved).items()}}
     found, differ = given(preset, defines, environ), {}
     for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
@@ -385,12 +394,18 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    need(isinstance(cfg.LR_SCHEDULE, (tuple, list)) and all(
-        isinstance(part, (tuple, list)) and len(part) == 2 and {*map(type, part)} <= {int, float}
-        for part in cfg.LR_SCHEDULE), "LR_SCHEDULE", "must be pairs of a step and a learning rate")
-    steps = [s for s, _ in cfg.LR_SCHEDULE]
+    for name, kinds, what in ("LR_SCHEDULE", {int, float}, "learning rate"), ("SIGMA_SCHEDULE", {int}, "SIGMA_SHIFT"):
+        schedule = getattr(cfg, name)
+        need(isinstance(schedule, (tuple, list)) and all(
+            isinstance(part, (tuple, list)) and len(part) == 2 and {*map(type, part)} <= kinds for part in schedule),
+            name, f"must be pairs of a step and a {what}")
+    steps, later = ([first for first, _ in schedule] for schedule in (cfg.LR_SCHEDULE, cfg.SIGMA_SCHEDULE))
     need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")
+    need(later == sorted({max(step, 0) for step in later}), "SIGMA_SCHEDULE", "steps must rise, from 0 on")
+    lowest, highest = FACTS["SIGMA_SHIFT"].allowed
+    need(all(lowest <= shift <= highest for _, shift in cfg.SIGMA_SCHEDULE), "SIGMA_SCHEDULE",
+         f"shifts must be from {lowest} to {highest}")
 
 
 def _derive(cfg):
@@ -398,7 +413,8 @@ def _derive(cfg):
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
-    cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT
+    # all shifts of the noise that a run meets: what is made for one is exact for all
+    cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 
@@ -419,6 +435,7 @@ def text(value):
 
 
 KINDS = {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}
+UNSET = {"SIGMA_SCHEDULE": ()}      # the value of constants with which nothing differs from a program that lacks them
 
 
 def _no_such(name):
@@ -436,9 +453,11 @@ def _parse(name, text, source):
             value = {"true": 1, "false": 0}.get(text.lower())
             value = int(text, 0) if value is None else value
         elif kind is tuple:
-            value = tuple((int(s), float(r)) for s, r in (item.split(":") for item in text.split(",")))
+            number = int if name == "SIGMA_SCHEDULE" else float
+            value = tuple((int(s), number(r)) for s, r in (item.split(":") for item in text.split(",") if text))
         else:
             value = kind(text)
     except ValueError:
-        raise ConfigError(f"{source}: {text!r} is not {KINDS[kind]}") from None
+        wanted = KINDS[kind].replace("rate", "shift") if name == "SIGMA_SCHEDULE" else KINDS[kind]
+        raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
     return value

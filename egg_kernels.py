@@ -20,8 +20,8 @@ What the CUDA engine uses:
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member.
                         overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
-                        job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1; offset,
-                        pairs: Python ints
+                        job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift of
+                        the noise; offset, pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -106,7 +106,7 @@ def _token_kernel(cfg):
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
             h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
             if NTT:
-                h = int32(h + look_up(weights, weights, uint32(0), coefficient(tokens, 0, here), t)[0])
+                h = int32(h + look_up(weights, weights, uint32(0), int32(0), coefficient(tokens, 0, here), t)[0])
             h = clip(h)
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
@@ -258,7 +258,7 @@ class Forward(products.Forward):
         self._serve()
 
     def tables(self):
-        super().tables(no_job=np.zeros(3, np.uint32), gelu=integer_tables.gelu_table(),
+        super().tables(no_job=np.zeros(4, np.uint32), gelu=integer_tables.gelu_table(),
                        rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
     def scratch_bytes(self, pairs):

@@ -181,11 +181,12 @@ class Console(Printer):
         better, self._last_loss = event["loss"] <= self._last_loss, event["loss"]
         loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
         speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
+        noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | Loss: {loss} | "
                 f"Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | Speed: {speed} tok/s | "
-                f"LR: {event['learning_rate']:g} | "
+                f"LR: {event['learning_rate']:g} | {noise}"
                 f"Net: {(event['sent'] + event['received']) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(event['sent'])}, Rx: {_bytes_text(event['received'])})")
         validation, self._validation = self._validation, None

@@ -265,7 +265,7 @@ class Run:
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if `writable`."""
         header = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
-        if differ := difference({**kept(egg_config.make()), **header.config}, kept(self.cfg)):
+        if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **header.config}, kept(self.cfg)):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._end, self.start = header.size, header.start or self.start
@@ -529,8 +529,8 @@ def kept(cfg):
 
 def essential(cfg):
     """Those of `kept` that differ from egg_config.py: constants that are added later do not change it."""
-    default = kept(egg_config.make())
-    return {k: v for k, v in kept(cfg).items() if v != default[k]}
+    default, own = ({**egg_config.UNSET, **kept(one)} for one in (egg_config.make(), cfg))
+    return {k: v for k, v in own.items() if v != default[k]}
 
 
 def difference(there, here, where=("there", "here")):

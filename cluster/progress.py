@@ -75,9 +75,10 @@ class Progress:
         if len(set(self._updates)) > 1:
             self.events.warn(f"step {step}: workers report different numbers of changed weights, "
                              f"{sorted(set(self._updates))}: a replica has drifted; restart the workers")
+        noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
+                "learning_rate": self.cfg.learning_rate(step), **noise, "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 

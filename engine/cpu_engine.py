@@ -81,13 +81,13 @@ class CpuEngine:
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
             H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
-            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=cfg.NOISE_SHIFT,
+            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=0,
             vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
             up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
             short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"), log_unit=integer_tables.log_unit(cfg),
             ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
-            divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-            lowest=0 if cfg.MLP_RELU else -127)
+            gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
+            divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)
         self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
         self._layout()
         self.load(parameters.initial_state(cfg))
@@ -154,9 +154,10 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
+        shift = self.cfg.noise_shift(self.step)
 
         def work(a, b):
-            self._model.evaluate(self._w, windows[a:b], self.seed, first // 2 + a, losses[a:b])
+            self._model.evaluate(self._w, windows[a:b], self.seed, shift, first // 2 + a, losses[a:b])
 
         self._spread(count // 2, work, together=self._model.together)
         return losses.ravel()

@@ -20,26 +20,17 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B, add_losses, fill_noise,
-                                i64, inlined, inner, input_side, largest, member, njit, noise, noised, output_side,
-                                perturbed, product, project, sign)
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, SEED_A, hidden_side, i64, inlined, inner, input_side,
+                                member, njit, noise, noised, output_side, perturbed, product, project, score, sides,
+                                sign)
 from engine.cpu_rules import (clip, divide, f32, factor, gate, gated, i32, next_state, quotient, shift_right,
                               table_term, u32)
-from engine.simd import PANEL, ROWS, empty, exp_sum, zeros
+from engine.simd import PANEL, ROWS, empty, zeros
 
 (EMBEDDING, HEAD, LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2, W_UP, W_DOWN,
  LN_F) = map(i64, range(len(parameters.GRU_TABLE)))
 NONE, NO_LOSSES = np.empty(0), np.empty((0, 2), np.int64)
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
-
-
-@inner
-def vector(c, w, param, layer, S, noisy, out):
-    """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it, clipped."""
-    perturbed(c, w, param, layer, S, noisy, out)
-    for m in range(2):
-        for i in range(out.shape[1]):
-            out[m, i] = clip(out[m, i])
 
 
 @inlined
@@ -68,13 +59,8 @@ def embed(c, w, S, noisy, tokens, members, n, x):
     """x int8 [sequences * n, H]: row s * n + t is token t of sequence s; tokens int32 [sequences / members, >= n]."""
     H, shift = c.H, i32(c.matrix_shift)
     t = w.table[EMBEDDING, NO_LAYER]
-    unit, scale = empty(H, i32), empty(H, f32)
     for q in range(tokens.shape[0]):
-        seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
-        if noisy:
-            fill_noise(c, seed_b, H, unit)
-            for i in range(H):
-                scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
+        seed_a, (unit, scale) = u32(S + q + t[SEED_A]), hidden_side(c, w, t, S + q)
         for m in range(members):
             for position in range(n):
                 k, r = i64(tokens[q, position]), (q * members + m) * n + position
@@ -100,8 +86,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     bias_f, bias_h = empty((pairs, 2, H), i32), empty((pairs, 2, H), i32)
     for q in range(pairs):
         seed = u32(S + q)
-        vector(c, w, B_F, layer, seed, noisy, bias_f[q])
-        vector(c, w, B_H, layer, seed, noisy, bias_h[q])
+        perturbed(c, w, B_F, layer, seed, noisy, bias_f[q])
+        perturbed(c, w, B_H, layer, seed, noisy, bias_h[q])
         output_side(c, w, U_F, layer, seed, noisy, a_f[q])
         output_side(c, w, U_H, layer, seed, noisy, a_h[q])
     b_f, b_h = input_side(c, w, U_F, layer, S, noisy, pairs), input_side(c, w, U_H, layer, S, noisy, pairs)
@@ -140,15 +126,14 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, first, x, gates, candidate
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for rows first.. of x, which belong to one pair (or are
     without noise)."""
     H, shift = c.H, i32(c.matrix_shift)
-    weight, a = empty((2, H), i32), empty(H, i32)
-    vector(c, w, LN_1, layer, S, noisy, weight)
+    weight = empty((2, H), i32)
+    perturbed(c, w, LN_1, layer, S, noisy, weight)
     n, y = empty((rows + GROUP, H), np.uint8), empty((GROUP, H), i32)
     for r in range(rows):
         norm(x, first + r, weight, member(r, per_member) & noisy, n, r)
     for k in range(2):
         param, out = W_F if k == 0 else W_H, gates if k == 0 else candidates
-        output_side(c, w, param, layer, S, noisy, a)
-        b = input_side(c, w, param, layer, S, noisy, 1)
+        a, b = sides(c, w, param, layer, S, noisy)
         for at in range(0, rows, GROUP):
             count, some = min(GROUP, rows - at), n[at:at + GROUP]
             product(w, param, layer, some, count, y)
@@ -162,11 +147,8 @@ def mlp(c, w, layer, S, noisy, rows, per_member, first, x):
     """x = clip(x + W_down (W_up ln_2(x))) for the rows of gates_of, in place."""
     H, shift = c.H, i32(c.matrix_shift)
     weight = empty((2, H), i32)
-    vector(c, w, LN_2, layer, S, noisy, weight)
-    up_a, down_a = empty(4 * H, i32), empty(H, i32)
-    output_side(c, w, W_UP, layer, S, noisy, up_a)
-    output_side(c, w, W_DOWN, layer, S, noisy, down_a)
-    up_b, down_b = input_side(c, w, W_UP, layer, S, noisy, 1), input_side(c, w, W_DOWN, layer, S, noisy, 1)
+    perturbed(c, w, LN_2, layer, S, noisy, weight)
+    (up_a, up_b), (down_a, down_b) = sides(c, w, W_UP, layer, S, noisy), sides(c, w, W_DOWN, layer, S, noisy)
     n, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
     wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
     d_up, d_down = i32(c.divisor), i32(c.divisor_down)
@@ -220,15 +202,6 @@ def logits(c, w, weight, side_a, side_b, noisy, rows, per_member, first, x, z):
 
 
 @inner
-def head_noise(c, w, S, noisy):
-    """What `logits` needs of pair seed S: weights of ln_f int32 [2, H], both sides of the head's noise."""
-    weight, side_a = empty((2, c.H), i32), empty(c.V, i32)
-    vector(c, w, LN_F, NO_LAYER, S, noisy, weight)
-    output_side(c, w, HEAD, NO_LAYER, S, noisy, side_a)
-    return weight, side_a, input_side(c, w, HEAD, NO_LAYER, S, noisy, 1)
-
-
-@inner
 def states(c, sequences):
     return zeros((c.L, (sequences + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
 
@@ -243,8 +216,7 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
 
     state int8 [L, members * n padded to ROWS, H] goes on. z int32 [GROUP, V padded]: scratch; row (T - 1) % GROUP has
     the logits after the last token of a single window."""
-    n, T, V, H = windows.shape[0], windows.shape[1] - 1 - before, c.V, c.H
-    members = 2 if noisy else 1
+    n, T, H, members = windows.shape[0], windows.shape[1] - 1 - before, c.H, 2 if noisy else 1
     tokens = empty((n, T + 1), i32)
     if before:
         first = first_pair // per_group
@@ -262,28 +234,17 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
     for i in range(n):
         for t in range(T + 1):
             tokens[i, t] = windows[i, before + t]
-    x = empty((members * n * T, H), np.int8)
+    x, weight = empty((members * n * T, H), np.int8), empty((2, H), i32)
     read(c, w, S, noisy, tokens, T, state, x)
-    columns = z.shape[1]
-    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
-        weight, side_a, side_b = head_noise(c, w, u32(S + q), noisy)
+        seed = u32(S + q)
+        perturbed(c, w, LN_F, NO_LAYER, seed, noisy, weight)
+        side_a, side_b = sides(c, w, HEAD, NO_LAYER, seed, noisy)
         for at in range(0, rows, GROUP):
             count = min(GROUP, rows - at)
             logits(c, w, weight, side_a, side_b, noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
-            for r in range(count):
-                i = q if noisy else (at + r) // T
-                tops[r], targets[r] = largest(z, r, V), z[r, tokens[i, (at + r) % T + 1]]
-                if noisy:
-                    totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
-                elif nats.size:
-                    sum_of = 0.0
-                    for v in range(V):
-                        sum_of += exp64[tops[r] - z[r, v]]
-                    nats[i] += np.log(sum_of) + (tops[r] - targets[r]) * unit
-            if noisy:
-                add_losses(c, totals, tops, targets, at, count, T, losses, q)
+            score(c, exp, noisy, z, windows, q, at, count, before, T, exp64, unit, losses, nats)
 
 
 class Gru:
@@ -293,23 +254,23 @@ class Gru:
         self.cfg, self._constants, self._exp = cfg, constants, exp
         self.together = TOGETHER
 
-    def evaluate(self, w, windows, seed, first_pair, losses):
+    def evaluate(self, w, windows, seed, shift, first_pair, losses):
         for at in range(0, len(windows), TOGETHER):
             some, first = windows[at:at + TOGETHER], first_pair + at
             self._run(w, some, self._state(2 * len(some)), self.cfg.STATE_TOKENS, seed + first & 0xFFFFFFFF, 1, first,
-                      losses=losses[at:at + TOGETHER])
+                      shift, losses=losses[at:at + TOGETHER])
 
     def validate(self, w, windows, exp64, unit, nats):
         for at in range(0, len(windows), 2 * TOGETHER):
             some = windows[at:at + 2 * TOGETHER]
             self._run(w, some, self._state(len(some)), exp64=exp64, unit=unit, nats=nats[at:at + 2 * TOGETHER])
 
-    def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
-             nats=NONE):
+    def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, shift=0, exp64=NONE, unit=0.0,
+             losses=NO_LOSSES, nats=NONE):
         """int32 [GROUP, V padded]: the z of `run_windows`."""
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(self._constants, w, self._exp, windows, before, state, np.uint32(seed), noisy, first_pair,
-                    self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
+        run_windows(self._constants._replace(matrix_shift=shift), w, self._exp, windows, before, state, np.uint32(seed),
+                    noisy, first_pair, self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
         return z
 
     def _state(self, sequences):

@@ -10,9 +10,9 @@ import numpy as np
 
 from engine import kernel_cache
 from engine import simd
-from engine.cpu_rules import (draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
+from engine.cpu_rules import (clip, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
                               scaled, shift_right, u32)
-from engine.simd import PANEL, ROWS, dot, empty, tile, zeros
+from engine.simd import PANEL, ROWS, dot, empty, exp_sum, tile, zeros
 
 njit, inner, leaf, inlined = kernel_cache.njit(simd.use), kernel_cache.inner, kernel_cache.leaf, kernel_cache.inlined
 
@@ -52,6 +52,7 @@ class Constants(NamedTuple):
     ntt: int
     ntt_prime: int
     clt: int
+    gru: int            # whether this is the recurrent model
     divisor: int        # gru: of a product over H inputs,
     divisor_down: int   # ... over 4 H inputs
     lowest: int         # gru: least value inside the MLP
@@ -135,6 +136,24 @@ def input_side(c, w, param, layer, S, noisy, pairs):
     return side
 
 
+@inner
+def sides(c, w, param, layer, S, noisy):
+    """(output_side int32 [cols], InputSide) of a matrix for one pair."""
+    a = empty(w.table[param, layer, N_COLS], i32)
+    output_side(c, w, param, layer, S, noisy, a)
+    return a, input_side(c, w, param, layer, S, noisy, 1)
+
+
+@inner
+def hidden_side(c, w, t, S):
+    """(noise int32 [H], factors float32 [H]) of the hidden units of a table that is looked up; t: of Weights.table."""
+    unit, scale, seed = empty(c.H, i32), empty(c.H, f32), u32(S + t[SEED_B])
+    fill_noise(c, seed, c.H, unit)
+    for i in range(c.H):
+        scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed, i)
+    return unit, scale
+
+
 @inlined
 def project(c, x, r, side, q, sign):
     """sign * sb of pair q with sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
@@ -167,7 +186,7 @@ def project_down(c, x, r, side, q, sign):
 
 @leaf
 def perturbed(c, w, param, layer, S, noisy, out):
-    """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it."""
+    """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it; gru: clipped."""
     t = w.table[param, layer]
     n = t[N_COLS]
     weights, overlay = w.weights[t[AT_W]:], w.overlay[t[OVER_A]:]
@@ -180,8 +199,9 @@ def perturbed(c, w, param, layer, S, noisy, out):
             out[0, i] = scaled(c.mode, out[0, i], overlay[i], seed_a, i)
     for i in range(n):
         v, p = i32(weights[i]), out[0, i]
-        out[0, i] = i32(v + shift_right(p, shift))
-        out[1, i] = i32(v + shift_right(i32(-p), shift))
+        plus, minus = i32(v + shift_right(p, shift)), i32(v + shift_right(i32(-p), shift))
+        out[0, i] = clip(plus) if c.gru else plus
+        out[1, i] = clip(minus) if c.gru else minus
 
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
@@ -230,12 +250,25 @@ def largest(z, r, n):
     return top
 
 
-@leaf
-def add_losses(c, totals, tops, targets, first, count, n, losses, pair):
-    """Adds the losses of `count` rows of a pair, from its row `first` on, to losses int64 [pairs, 2]. totals int64: the
-    sums of exponentials, which are overwritten; tops, targets int32: the largest logits and those of the targets; n:
-    rows a member."""
+@inner
+def score(c, exp, noisy, z, windows, q, first, count, start, T, exp64, unit, losses, nats):
+    """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
+    windows[q], T rows a member, and their losses are added to losses int64 [pairs, 2]; else to windows[q], windows[q +
+    1].., and nats float64, if it is not empty, gets the cross-entropies of softmax(logits * unit), with exp64[d] =
+    exp(-d * unit). Targets begin at token start + 1 of a window."""
+    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
     for r in range(count):
-        totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit)
-    for r in range(count):
-        losses[pair, member(first + r, n)] += totals[r]
+        window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
+        tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
+        if noisy:
+            totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, NO_INTS, 0)
+        elif nats.size:
+            total = 0.0
+            for v in range(c.V):
+                total += exp64[min(exp64.size - 1, tops[r] - z[r, v])]
+            nats[window] += np.log(total) + (tops[r] - targets[r]) * unit
+    if noisy:
+        for r in range(count):
+            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit)
+        for r in range(count):
+            losses[q, member(first + r, T)] += totals[r]

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cpu_kernels import (AT_W, GROUP, N_COLS, NO_INTS, NO_LAYER, OVER_A, OVER_B, SEED_A, SEED_B,
-                                add_losses, fill_noise, i64, inlined, inner, input_side, largest, leaf, member, njit,
-                                noise, noised, output_side, perturbed, product, project, project_down, sign)
+from engine.cpu_kernels import (AT_W, GROUP, N_COLS, NO_LAYER, OVER_A, SEED_A, hidden_side, i64, inlined, inner,
+                                largest, leaf, member, njit, noise, noised, perturbed, product, project, project_down,
+                                score, sides, sign)
 from engine.cpu_rules import clip, divide, f32, f64, factor, i32, normed, shift_right, table_term, u32
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, tile, zeros
 from model import integer_tables
@@ -65,15 +65,12 @@ def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, ro
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
     norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
-    b_up, b_down = empty((2, 4 * H), i32), empty((2, H), i32)
+    bias_u, bias_d = empty((2, 4 * H), i32), empty((2, H), i32)
     perturbed(c, w, ln, layer, S, noisy, norm_w)
     perturbed(c, w, ln_bias, layer, S, noisy, norm_b)
-    perturbed(c, w, bias_up, layer, S, noisy, b_up)
-    perturbed(c, w, bias_down, layer, S, noisy, b_down)
-    up_a, down_a = empty(4 * H, i32), empty(H, i32)
-    output_side(c, w, up, layer, S, noisy, up_a)
-    output_side(c, w, down, layer, S, noisy, down_a)
-    up_b, down_b = input_side(c, w, up, layer, S, noisy, 1), input_side(c, w, down, layer, S, noisy, 1)
+    perturbed(c, w, bias_up, layer, S, noisy, bias_u)
+    perturbed(c, w, bias_down, layer, S, noisy, bias_d)
+    (up_a, up_b), (down_a, down_b) = sides(c, w, up, layer, S, noisy), sides(c, w, down, layer, S, noisy)
     shift, shift_up, shift_down = i32(c.matrix_shift), i32(c.up), i32(c.down)
     x, u = empty((GROUP, H), np.uint8), empty((GROUP, 4 * H), np.uint8)
     wide, y = empty((GROUP, 4 * H), i32), empty((GROUP, H), i32)
@@ -86,13 +83,14 @@ def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, ro
             m = member(first + r, per_member)
             s = project(c, x, r, up_b, 0, sign(m)) if noisy else i32(0)
             for i in range(4 * H):
-                u[r, i] = np.uint8(clip(i32(shift_right(noised(wide[r, i], s, up_a[i], shift), shift_up) + b_up[m, i])))
+                v = shift_right(noised(wide[r, i], s, up_a[i], shift), shift_up)
+                u[r, i] = np.uint8(clip(i32(v + bias_u[m, i])))
             gelu(u, r * 4 * H, 4 * H)
         product(w, down, layer, u, count, y)
         for r in range(count):
             m = member(first + r, per_member)
             s = project_down(c, u, r, down_b, 0, sign(m)) if noisy else i32(0)
-            add_residual(h, first + r, y, r, s, down_a, shift, shift_down, b_down, m)
+            add_residual(h, first + r, y, r, s, down_a, shift, shift_down, bias_d, m)
 
 
 @inlined
@@ -206,15 +204,14 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     perturbed(c, w, LN_1, layer, S, noisy, norm_w)
     perturbed(c, w, LN_1_BIAS, layer, S, noisy, norm_b)
     x, q, a = zeros((padded, H), np.uint8), zeros((rows + ROWS, H), np.uint8), zeros((padded, H), np.uint8)
-    y, side_a = empty((padded, H), i32), empty(H, i32)
+    y = empty((padded, H), i32)
     pairs, rope, shift = y.view(np.int64), tb.rope, i32(c.matrix_shift)
     for r in range(rows):
         layer_norm(c, h, r, norm_w, norm_b, member(r, n), x, r)
     for which in range(3):
         param = W_Q + which
         product(w, param, layer, x, rows, y)
-        output_side(c, w, param, layer, S, noisy, side_a)
-        side_b = input_side(c, w, param, layer, S, noisy, 1)
+        side_a, side_b = sides(c, w, param, layer, S, noisy)
         for m in range(members):
             for t in range(n):
                 r, o = m * n + t, m * context + start + t
@@ -233,8 +230,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, h, keys, values):
     for m in range(members):
         attend(c, tb, q, keys, values, m * context, m * n, start, n, a)
     product(w, W_O, layer, a, rows, y)
-    output_side(c, w, W_O, layer, S, noisy, side_a)
-    side_b = input_side(c, w, W_O, layer, S, noisy, 1)
+    side_a, side_b = sides(c, w, W_O, layer, S, noisy)
     zero, shift_out = zeros((1, H), i32), i32(c.out)
     for r in range(rows):
         s = project(c, a, r, side_b, 0, sign(member(r, n))) if noisy else i32(0)
@@ -256,13 +252,9 @@ def look_up_coefficients(c, w, S, noisy, coefficients, n, out):
     """Adds to out int32 [rows, H] what the tables of bytes add to the embedding; coefficients int64 [rows], n rows a
     member."""
     H, shift = c.H, i32(c.matrix_shift)
-    unit, scale = empty(H, i32), empty(H, f32)
     for k in range(3):
         t = w.table[NTT_1 + k, 0]
-        seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-        fill_noise(c, seed_b, H, unit)
-        for i in range(H):
-            scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
+        seed_a, (unit, scale) = u32(S + t[SEED_A]), hidden_side(c, w, t, S)
         for r in range(out.shape[0]):
             mirrored = sign(member(r, n))
             byte = (coefficients[r] >> (8 * k + 8)) & 255
@@ -282,12 +274,7 @@ def embed(c, w, tb, S, noisy, tokens, n, start, rows, h):
     t = w.table[EMBEDDING, 0]
     bias = empty((2, H), i32)
     perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
-    seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    unit, scale = empty(H, i32), empty(H, f32)
-    fill_noise(c, seed_b, H, unit)
-    for i in range(H):
-        scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed_b, i)
-    shift = i32(c.matrix_shift)
+    seed_a, (unit, scale), shift = u32(S + t[SEED_A]), hidden_side(c, w, t, S), i32(c.matrix_shift)
     more = zeros((rows if c.ntt else 1, H), i32)             # one row of zeros serves all without NTT_MODE
     if c.ntt:
         coefficients = empty(rows, np.int64)
@@ -350,31 +337,16 @@ def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, l
 
     keys, values int8 [1 or L, members * (start + T), H]: the caches, see `hidden`. z int32 [GROUP, V padded]: scratch;
     row (T - 1) % GROUP has the logits after the last token."""
-    T, H, V = windows.shape[1] - 1 - start, c.H, c.V
-    members = 2 if noisy else 1
-    columns = z.shape[1]
-    x, side_a = empty((members * T, H), np.uint8), empty(V, i32)
-    totals, tops, targets = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32)
+    T, members = windows.shape[1] - 1 - start, 2 if noisy else 1
+    x = empty((members * T, c.H), np.uint8)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i], u32(S + i)
         hidden(c, w, tb, seed, noisy, tokens, members, T, start, keys, values, x)
-        output_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, side_a)
-        side_b = input_side(c, w, EMBEDDING, NO_LAYER, seed, noisy, 1)
+        side_a, side_b = sides(c, w, EMBEDDING, NO_LAYER, seed, noisy)
         for first in range(0, members * T, GROUP):
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, T, first, x[first:first + count], count, z)
-            for r in range(count):
-                position = start + first + r - T * member(first + r, T)
-                tops[r], targets[r] = largest(z, r, V), z[r, tokens[position + 1]]
-                if noisy:
-                    totals[r] = exp_sum(tb.exp, c.short_exp, tops[r], i32(0), z, r * columns, V, NO_INTS, 0)
-                elif nats.size:
-                    q = 0.0
-                    for v in range(V):
-                        q += exp64[min(exp64.size - 1, tops[r] - z[r, v])]
-                    nats[i] += np.log(q) + (tops[r] - targets[r]) * unit
-            if noisy:
-                add_losses(c, totals, tops, targets, first, count, T, losses, i)
+            score(c, tb.exp, noisy, z, windows, i, first, count, start, T, exp64, unit, losses, nats)
 
 
 class Transformer:
@@ -385,23 +357,23 @@ class Transformer:
         self._tables = Tables(exp, self._rope(cfg.SEQ_LEN), self._basis(cfg.NTT_CAUSAL))
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
-    def evaluate(self, w, windows, seed, first_pair, losses):
-        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of
-        model.rules.windows; seed of the step."""
+    def evaluate(self, w, windows, seed, shift, first_pair, losses):
+        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.rules.windows;
+        seed, shift: of the step and its noise."""
         self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
-                  losses=losses)
+                  shift=shift, losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
         """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
         run_windows."""
         self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
 
-    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, exp64=NONE, unit=0.0, losses=NO_LOSSES,
-             nats=NONE):
+    def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, shift=0, exp64=NONE, unit=0.0,
+             losses=NO_LOSSES, nats=NONE):
         """int32 [GROUP, V padded]: the z of `run_windows`."""
         z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(self._constants, w, tables, windows, start, *cache, np.int64(seed), noisy, exp64, unit, losses,
-                    nats, z)
+        run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache, np.int64(seed),
+                    noisy, exp64, unit, losses, nats, z)
         return z
 
     def _cache(self, layers, positions):

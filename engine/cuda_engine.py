@@ -43,7 +43,7 @@ numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have sm
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
 DIGESTERS = 1024            # blocks that make a digest, at most
-NOISY = (1 << 32) - 1       # the last word of a job: mask of the noise
+NOISY = (1 << 32) - 1       # of a job: mask of the noise
 AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
@@ -398,7 +398,7 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(3, np.uint32), cuda.device_array(2, np.int64)
+        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(2, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
         # of changed weights
@@ -472,7 +472,7 @@ class CudaEngine:
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
-        self._job.copy_to_device(np.array([self.seed, first // 2, NOISY], np.uint32), self.stream)
+        self._set_job(first)
         if self._tokens is None:
             cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
@@ -482,6 +482,10 @@ class CudaEngine:
         run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
+
+    def _set_job(self, first):
+        job = self.seed, first // 2, NOISY, self.cfg.noise_shift(self.step)
+        self._job.copy_to_device(np.array(job, np.uint32), self.stream)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
@@ -529,7 +533,7 @@ class CudaEngine:
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
-        self._job.copy_to_device(np.array([self.seed, 0, NOISY], np.uint32), self.stream)
+        self._set_job(0)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int

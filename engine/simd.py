@@ -9,6 +9,7 @@ product, GELU and a table look-up.
 All give the same bits: every product is exact.
 """
 
+import functools
 import itertools
 
 import llvmlite.binding as llvm
@@ -32,9 +33,8 @@ KINDS = ("vnni512", "vnni256", "madd", "portable")
 def available():
     """The kinds this processor can run, fastest first."""
     has = llvm.get_host_cpu_features().get
-    return [k for k,
-            ok in (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
-                            ("madd", has("avx2")), ("portable", True)) if ok]
+    can = has("avx512vnni"), has("avxvnni") or has("avx512vnni") and has("avx512vl"), has("avx2"), True
+    return [kind for kind, ok in zip(KINDS, can) if ok]
 
 
 def choose(wanted):
@@ -74,9 +74,18 @@ def _function(builder, result, arguments, name):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _pointer(context, builder, array_type, array, element, at):
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(builder.bitcast(data, element.as_pointer()), [at])
+def _pointer(context, builder, sig, args, i, at=None):
+    """To array argument i, from element `at` on: argument i + 1."""
+    data = context.make_array(sig.args[i])(context, builder, args[i]).data
+    return builder.gep(data, [args[i + 1] if at is None else at])
+
+
+def _at(builder, pointer, stride, row, column):
+    return builder.gep(pointer, [builder.add(builder.mul(stride, row), column)])
+
+
+def _all(vector, n):
+    return ir.Constant(vector, [n] * vector.count)
 
 
 def _store(builder, value, pointer):
@@ -105,8 +114,7 @@ def _sum(builder, vector):
 
 def _splat(builder, scalar, n):
     undef = ir.Constant(_vector(scalar.type, n), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(undef, scalar, I32(0)), undef,
-                                  ir.Constant(_vector(I32, n), [0] * n))
+    return builder.shuffle_vector(builder.insert_element(undef, scalar, I32(0)), undef, _all(_vector(I32, n), 0))
 
 
 def _dot_step(builder, acc, activations, weights):
@@ -116,19 +124,16 @@ def _dot_step(builder, acc, activations, weights):
         f = _function(builder, acc_t, [acc_t, bytes_t, bytes_t], f"llvm.x86.avx512.vpdpbusd.{32 * LANES}")
         return builder.call(f, [acc, builder.bitcast(_splat(builder, activations, LANES), bytes_t), weights])
     words, mask = _vector(I16, 2 * LANES), I32(0x00FF00FF)
-    for part, four in zip(weights,
-                          (builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask))):
+    halves = builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask)
+    for part, four in zip(weights, halves):
         pair = builder.bitcast(_splat(builder, four, LANES), words)
         if KIND == "madd":
-            f = _function(builder, acc_t, [words, words],
-                          "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd")
-            product = builder.call(f, [pair, part])
+            name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
+            product = builder.call(_function(builder, acc_t, [words, words], name), [pair, part])
         else:
             wide = _vector(I32, 2 * LANES)
             p = builder.mul(builder.sext(pair, wide), builder.sext(part, wide))
-            undef = ir.Constant(wide, ir.Undefined)
-            even, odd = (ir.Constant(acc_t, list(range(o, 2 * LANES, 2))) for o in (0, 1))
-            product = builder.add(builder.shuffle_vector(p, undef, even), builder.shuffle_vector(p, undef, odd))
+            product = builder.add(*(_lanes(builder, p, range(o, 2 * LANES, 2)) for o in (0, 1)))
         acc = builder.add(acc, product)
     return acc
 
@@ -140,7 +145,7 @@ def _weights(builder, pointer):
     if KIND.startswith("vnni"):
         return v
     words = builder.bitcast(v, _vector(I16, 2 * LANES))
-    eight = ir.Constant(words.type, [8] * (2 * LANES))
+    eight = _all(words.type, 8)
     return builder.ashr(builder.shl(words, eight), eight), builder.ashr(words, eight)
 
 
@@ -161,6 +166,25 @@ def _new_array(cleared):
 empty, zeros = _new_array(False), _new_array(True)
 
 
+def _accumulate(builder, count, begin, left, right, step, out, stride):
+    """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
+    begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
+    for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
+        cells = {}                                           # become registers
+        for r, j in itertools.product(range(TILE_ROWS), range(TILE_VECTORS)):
+            first = begin(I64(group + r), I64(column + LANES * j))
+            cells[r, j] = cgutils.alloca_once(builder, first.type)
+            builder.store(first, cells[r, j])
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            parts = [right(loop.index, I64(column + LANES * j)) for j in range(TILE_VECTORS)]
+            for r in range(TILE_ROWS):
+                factor = left(loop.index, I64(group + r))
+                for j, part in enumerate(parts):
+                    builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
+        for (r, j), cell in cells.items():
+            _store(builder, builder.load(cell), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
+
+
 @intrinsic
 def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_at, out_stride, k4):
     """out[ROWS, PANEL] = init + x[ROWS, 4 k4] . w, exactly.
@@ -171,32 +195,12 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
     sig = types.void(x, i, i, w, i, init, i, i, out, i, i, i)
 
     def codegen(context, builder, sig, args):
-        xa, x_at, x_stride, wa, w_at, ia, init_at, init_stride, oa, out_at, out_stride, k4 = args
-        xp = _pointer(context, builder, sig.args[0], xa, I8, x_at)
-        wp = _pointer(context, builder, sig.args[3], wa, I8, w_at)
-        ip = _pointer(context, builder, sig.args[5], ia, I32, init_at)
-        op = _pointer(context, builder, sig.args[8], oa, I32, out_at)
-        acc_t = _vector(I32, LANES)
-        for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
-            cells = []
-            for r in range(group, group + TILE_ROWS):
-                row = builder.gep(ip, [builder.add(builder.mul(init_stride, I64(r)), I64(column))])
-                # become registers
-                cells.append([cgutils.alloca_once(builder, acc_t) for _ in range(TILE_VECTORS)])
-                for j, cell in enumerate(cells[-1]):
-                    builder.store(_load(builder, builder.gep(row, [I64(LANES * j)]), acc_t), cell)
-            with cgutils.for_range(builder, k4, intp=I64) as loop:
-                panel = builder.gep(wp, [builder.add(builder.mul(loop.index, I64(4 * PANEL)), I64(4 * column))])
-                weights = [_weights(builder, builder.gep(panel, [I64(4 * LANES * j)])) for j in range(TILE_VECTORS)]
-                for r in range(TILE_ROWS):
-                    at = builder.add(builder.mul(x_stride, I64(group + r)), builder.mul(loop.index, I64(4)))
-                    word = _load(builder, builder.gep(xp, [at]), I32)
-                    for j in range(TILE_VECTORS):
-                        builder.store(_dot_step(builder, builder.load(cells[r][j]), word, weights[j]), cells[r][j])
-            for r in range(TILE_ROWS):
-                row = builder.gep(op, [builder.add(builder.mul(out_stride, I64(group + r)), I64(column))])
-                for j in range(TILE_VECTORS):
-                    _store(builder, builder.load(cells[r][j]), builder.gep(row, [I64(LANES * j)]))
+        x_stride, init_stride, out_stride, k4 = (args[i] for i in (2, 7, 10, 11))
+        xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
+        begin = lambda r, c: _load(builder, _at(builder, ip, init_stride, r, c), _vector(I32, LANES))
+        four = lambda k, r: _load(builder, _at(builder, xp, x_stride, r, builder.mul(k, I64(4))), I32)
+        panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))))
+        _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
         return context.get_dummy_value()
     return sig, codegen
 
@@ -204,35 +208,19 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
 @intrinsic
 def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
     """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in
-    order, from 0.
-
-    x, out: row strides in elements; w: one contiguous panel."""
+    order, from 0. x, out: row strides in elements; w: one contiguous panel."""
     i = types.int64
     sig = types.void(x, i, i, w, out, i, i, i)
 
     def codegen(context, builder, sig, args):
-        xa, x_at, x_stride, wa, oa, out_at, out_stride, count = args
-        real, vector = ir.FloatType(), _vector(ir.FloatType(), LANES)
-        xp = _pointer(context, builder, sig.args[0], xa, real, x_at)
-        wp = _pointer(context, builder, sig.args[3], wa, real, I64(0))
-        op = _pointer(context, builder, sig.args[4], oa, real, out_at)
+        x_stride, out_stride, count, vector = args[2], args[6], args[7], _vector(ir.FloatType(), LANES)
+        xp, op = (_pointer(context, builder, sig, args, i) for i in (0, 4))
+        wp = _pointer(context, builder, sig, args, 3, I64(0))
         fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
-        for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
-            cells = [[cgutils.alloca_once(builder, vector) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
-            for cell in itertools.chain(*cells):
-                builder.store(ir.Constant(vector, [0.0] * LANES), cell)
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                row = builder.gep(wp, [builder.add(builder.mul(loop.index, I64(PANEL)), I64(column))])
-                parts = [_load(builder, builder.gep(row, [I64(LANES * j)]), vector) for j in range(TILE_VECTORS)]
-                for r, line in enumerate(cells):
-                    at = builder.add(builder.mul(x_stride, I64(group + r)), loop.index)
-                    factor = _splat(builder, builder.load(builder.gep(xp, [at])), LANES)
-                    for part, cell in zip(parts, line):
-                        builder.store(builder.call(fma, [factor, part, builder.load(cell)]), cell)
-            for r, line in enumerate(cells):
-                row = builder.gep(op, [builder.add(builder.mul(out_stride, I64(group + r)), I64(column))])
-                for j, cell in enumerate(line):
-                    _store(builder, builder.load(cell), builder.gep(row, [I64(LANES * j)]))
+        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, r, k)), LANES)
+        panel = lambda k, c: _load(builder, _at(builder, wp, k, I64(PANEL), c), vector)
+        _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
+                    lambda acc, a, b: builder.call(fma, [a, b, acc]), op, out_stride)
         return context.get_dummy_value()
     return sig, codegen
 
@@ -244,15 +232,13 @@ def dot(ctx, x, x_at, w, w_at, count):
     sig = types.int32(x, i, w, i, i)
 
     def codegen(context, builder, sig, args):
-        xa, x_at, wa, w_at, count = args
-        xp = _pointer(context, builder, sig.args[0], xa, I8, x_at)
-        wp = _pointer(context, builder, sig.args[2], wa, I8, w_at)
+        pointers = [_pointer(context, builder, sig, args, i) for i in (0, 2)]
         vector, acc_t = _vector(I8, 32), _vector(I32, 8)
         acc = cgutils.alloca_once(builder, acc_t)
-        builder.store(ir.Constant(acc_t, [0] * 8), acc)
-        with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+        builder.store(_all(acc_t, 0), acc)
+        with cgutils.for_range(builder, builder.sdiv(args[4], I64(32)), intp=I64) as loop:
             at = builder.mul(loop.index, I64(32))
-            some, their = (_load(builder, builder.gep(p, [at]), vector) for p in (xp, wp))
+            some, their = (_load(builder, builder.gep(p, [at]), vector) for p in pointers)
             if KIND.startswith("vnni"):
                 f = _function(builder, acc_t, [acc_t, vector, vector], "llvm.x86.avx512.vpdpbusd.256")
                 builder.store(builder.call(f, [builder.load(acc), some, their]), acc)
@@ -273,12 +259,10 @@ def gelu(ctx, x, at, count):
     sig = types.void(x, i, i)
 
     def codegen(context, builder, sig, args):
-        xa, at, count = args
-        size = 4 * LANES
+        size, p = 4 * LANES, _pointer(context, builder, sig, args, 0)
         v = _vector(I8, size)
-        number = lambda n: ir.Constant(v, [n] * size)
-        p = _pointer(context, builder, sig.args[0], xa, I8, at)
-        with cgutils.for_range(builder, builder.sdiv(count, I64(size)), intp=I64) as loop:
+        number = functools.partial(_all, v)
+        with cgutils.for_range(builder, builder.sdiv(args[2], I64(size)), intp=I64) as loop:
             here = builder.gep(p, [builder.mul(loop.index, I64(size))])
             value = _load(builder, here, v)
             positive = builder.icmp_signed(">", value, number(0))
@@ -302,10 +286,8 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
     sig = types.int64(table, i, types.int32, types.int32, z, i, i, out, i)
 
     def codegen(context, builder, sig, args):
-        ta, short, top, shift, za, z_at, count, oa, out_at = args
-        tp = _pointer(context, builder, sig.args[0], ta, I32, I64(0))
-        zp = _pointer(context, builder, sig.args[4], za, I32, z_at)
-        op = _pointer(context, builder, sig.args[7], oa, I32, out_at)
+        _, short, top, shift, _, _, count, oa, _ = args
+        tp, zp, op = (_pointer(context, builder, sig, args, i, at) for i, at in ((0, I64(0)), (4, None), (7, None)))
         stored = builder.icmp_signed(">", context.make_array(sig.args[7])(context, builder, oa).nitems, I64(0))
         if KIND != "vnni512":
             total = cgutils.alloca_once(builder, I64)
@@ -319,10 +301,10 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
                     builder.store(e, builder.gep(op, [loop.index]))
             return builder.load(total)
         v, v64 = _vector(I32, 16), _vector(I64, 8)
-        number = lambda n: ir.Constant(v, [n] * 16)
+        number = functools.partial(_all, v)
         permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
         acc = cgutils.alloca_once(builder, v64)
-        builder.store(ir.Constant(v64, [0] * 8), acc)
+        builder.store(_all(v64, 0), acc)
         top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
         blocks = builder.sdiv(builder.add(count, I64(15)), I64(16))
 
@@ -351,8 +333,7 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
                     _store(builder, e, builder.gep(op, [at]))
                 # two 32-bit lanes: add both halves as 64-bit numbers
                 wide = builder.bitcast(e, v64)
-                both = builder.add(builder.and_(wide, ir.Constant(v64, [0xFFFFFFFF] * 8)),
-                                   builder.lshr(wide, ir.Constant(v64, [32] * 8)))
+                both = builder.add(builder.and_(wide, _all(v64, 0xFFFFFFFF)), builder.lshr(wide, _all(v64, 32)))
                 builder.store(builder.add(builder.load(acc), both), acc)
 
         with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):

@@ -73,10 +73,10 @@ def row_of(place):
 def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
     """Device functions of a product over `inputs` whose accumulators begin with their noise:
 
-    row(s), column(n)    a signed sb and a column noise as `begin` wants them
-    begin(s, n)          the accumulator before the product
-    word(acc, i)         four columns from acc[i] on as bytes: add + the quotient, rounded down and clipped
-    pairs(acc, i)        the same as two words of two int16
+    row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
+    begin(s, n, shift)          the accumulator before the product
+    word(acc, i)                four columns from acc[i] on as bytes: add + the quotient, rounded down and clipped
+    pairs(acc, i)               the same as two words of two int16
     """
     D = parameters.divisor(cfg, inputs)
     row, column, begun, FLOATS = transformer.begin_functions(cfg, nz, inputs)
@@ -85,8 +85,8 @@ def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
     LEAST, MOST = BASE + lowest * D, BASE + 127 * D + D - 1
 
     @device
-    def begin(s, n):
-        return begun(s, n, int32(BASE))
+    def begin(s, n, shift):
+        return begun(s, n, int32(BASE), shift)
 
     @device
     def divided(v):
@@ -126,28 +126,28 @@ def _embed_kernel(cfg, nz, clean):
 
     plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the token's and of the hidden side. Position p of window i is
     tokens[i * width + skip + p]. clean: a unit is two windows, else a pair."""
-    H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, nz.silent
-    noise, factor, WORDS = nz.noise, nz.factor, 2 * H if MODE else H
+    H, MODE, SILENT = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.silent
+    noise, factor, job_shift, WORDS = nz.noise, nz.factor, nz.shift, 2 * H if MODE else H
 
     @device
-    def disturbed(v, other, f, own, own_factor, sign):
+    def disturbed(v, other, f, own, own_factor, sign, shift):
         """An element v of the embedding with its noise."""
         d = int32(own * other)
         if MODE:
             d = ptx.trunc_f32(float32(float32(float32(d) * own_factor) * ptx.bits_float(f)))
-        return clip(int32(v + int32(int32(d * sign) >> int32(SHIFT))))
+        return clip(int32(v + int32(int32(d * sign) >> shift)))
 
     @device
-    def four(word, at, own, own_factor, sign):
+    def four(word, at, own, own_factor, sign, shift):
         """A word of x; the noise of its columns is at a shared address."""
         if SILENT:
             return int32(word ^ int32(SIGNS))
         n = ptx.load_shared4(int32(at))
         f = ptx.load_shared4(int32(at + 4 * H)) if MODE else n
-        a = disturbed(byte(word, 0), n[0], f[0], own, own_factor, sign)
-        b = disturbed(byte(word, 1), n[1], f[1], own, own_factor, sign)
-        c = disturbed(byte(word, 2), n[2], f[2], own, own_factor, sign)
-        d = disturbed(byte(word, 3), n[3], f[3], own, own_factor, sign)
+        a = disturbed(byte(word, 0), n[0], f[0], own, own_factor, sign, shift)
+        b = disturbed(byte(word, 1), n[1], f[1], own, own_factor, sign, shift)
+        c = disturbed(byte(word, 2), n[2], f[2], own, own_factor, sign, shift)
+        d = disturbed(byte(word, 3), n[3], f[3], own, own_factor, sign, shift)
         return int32(pack4(a, b, c, d) ^ int32(SIGNS))
 
     @cuda.jit(launch_bounds=256)
@@ -155,6 +155,7 @@ def _embed_kernel(cfg, nz, clean):
         noises = cuda.shared.array(WORDS, int32, 16)         # and factors
         t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
         position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(noises, 0)
+        shift = job_shift(job)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         if not SILENT:
             stream = uint32(seed + uint32(plan[p + 2]))
@@ -179,10 +180,11 @@ def _embed_kernel(cfg, nz, clean):
                 at_odd = plan[p] + int64(token >> 3) * (2 * H) + (token & 7) * 4 + q
             for b in range(H // 32):
                 at_n = base + b * 128 + q * 16
-                ptx.store2(x, row + b * 8, four(packed[at + b * 64], at_n, own, own_factor, int32(1)),
-                           four(packed[at + b * 64 + 32], at_n + 64, own, own_factor, int32(1)))
-                ptx.store2(x, row + 2 * H + b * 8, four(packed[at_odd + b * 64], at_n, own, own_factor, int32(-1)),
-                           four(packed[at_odd + b * 64 + 32], at_n + 64, own, own_factor, int32(-1)))
+                ptx.store2(x, row + b * 8, four(packed[at + b * 64], at_n, own, own_factor, int32(1), shift),
+                           four(packed[at + b * 64 + 32], at_n + 64, own, own_factor, int32(1), shift))
+                ptx.store2(x, row + 2 * H + b * 8,
+                           four(packed[at_odd + b * 64], at_n, own, own_factor, int32(-1), shift),
+                           four(packed[at_odd + b * 64 + 32], at_n + 64, own, own_factor, int32(-1), shift))
 
     return embed
 
@@ -294,7 +296,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     P = transformer.product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled = nz.noise, nz.scaled
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     Q = quotient_functions(cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
     as_row, as_column, begin, quotients, pairs = Q.row, Q.column, Q.begin, Q.word, Q.pairs
@@ -315,7 +317,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 fill_input(words, bytes_, 4 * (here + 128), c >> 4, (c >> 2) & 3, c & 3, stream, entry, col)
 
     @card.device
-    def begin_tile(acc, at, s0, s1):
+    def begin_tile(acc, at, s0, s1, shift):
         """Accumulators before the product, from the noise of their columns at a shared address."""
         for j in range(N // 16):
             if SILENT:
@@ -324,7 +326,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 n = ptx.load_shared4(int32(at + j * 64))
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k]), begin(s1, n[k])
+                acc[i], acc[i + 2] = begin(s0, n[k], shift), begin(s1, n[k], shift)
 
     @card.device
     def added(acc, i, old):
@@ -386,7 +388,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
         for i in range(min(STAGES, steps)):
             fill(base, bar, i, begun, every, x, packed, at, t)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first))
-        tables = AT_TABLES + group * (2 * BUFFER)
+        tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
         acc, sums = cuda.local.array(ACC, int32), cuda.local.array(2, int32)
         for i in range(ACC):
             acc[i] = 0
@@ -402,13 +404,13 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
             if not SILENT:
                 unit = int32(uint32((tile * RG + rg) * 32) // uint32(n))
                 slot = int32(int32(uint32(place) // uint32(n)) - unit)
-                s0 = as_row(sb[(SB_AT + which) * stride + row])
-                s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]))
+                s0 = as_row(sb[(SB_AT + which) * stride + row], shift)
+                s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
             to, sums[0], sums[1] = row_of(place + int64(first) * n), 0, 0
             wait_rows(bar, turn, t)
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
-                begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1)
+                begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1, shift)
                 for piece in range(PIECES - 1):
                     start(acc, base, bar, step, piece, 1, t)
                     done(acc)
@@ -592,7 +594,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     P = transformer.product_functions(card, shape, matrices=2)
     init, fill, refill, start, done, leave = P.init, P.fill, P.refill, P.start, P.done, P.leave
     noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz, True)
-    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+    factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     Q = quotient_functions(cfg, nz, H)
     as_row, as_column, begin_acc, pairs = Q.row, Q.column, Q.begin, Q.pairs
     gated2, next2 = gru_parts.state_functions(cc)
@@ -676,12 +678,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
 
     @registers
-    def multiply(ahead, acc, which, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t):
+    def multiply(ahead, acc, which, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t):
         """acc = the product of a pass, with its noise."""
         for j in range(KS):
             if SILENT:
                 for i in range(8):
-                    acc[8 * j + i] = begin_acc(int32(0), int32(0))
+                    acc[8 * j + i] = begin_acc(int32(0), int32(0), shift)
             else:
                 column, stream = column_of(ahead * KS + j, t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
                 noises = load_own(base, own, which + TABLES - 2, ahead * KS + j, t)
@@ -691,7 +693,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         n = noises[g]
                     else:
                         n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
-                    acc[i], acc[i + 2] = begin_acc(s0, n), begin_acc(s1, n)
+                    acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
         for piece in range(PIECES):
             start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
             done(acc)
@@ -760,11 +762,11 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
     @device
-    def columns(ahead, which, acc, f, sums, step, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay, seed, t,
-                gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
+    def columns(ahead, which, acc, f, sums, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay,
+                seed, t, gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
         """One pass of a matrix."""
-        multiply(ahead, acc, which, step + ahead * PIECES, steps, s0, s1, base, bar, own, plan, p, packed, at, overlay,
-                 seed, t)
+        multiply(ahead, acc, which, step + ahead * PIECES, steps, s0, s1, shift, base, bar, own, plan, p, packed, at,
+                 overlay, seed, t)
         if which == 0:
             gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
         else:
@@ -800,7 +802,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         at_state = ((int64(job[1]) + offset + pair) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4)
         at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
         acc, f, sums = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(2, int32)
-        sums[0], sums[1] = 0, 0
+        sums[0], sums[1], shift = 0, 0, job_shift(job)
         stream = uint32(seed + uint32(plan[p + 11]))
         for k in range(ALL):
             column = column_of(k, t)
@@ -833,12 +835,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
             keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
             for which in range(2):
-                s0 = as_row(whole_sum(at_parts, which, row))
-                s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)))
+                s0 = as_row(whole_sum(at_parts, which, row), shift)
+                s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, base, bar, own,
-                            plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
-                            keeps0, keeps1)
+                all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, shift, base,
+                            bar, own, plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works,
+                            writes, keeps0, keeps1)
                 if SCALED and works:                         # once, not in every pass: it is long
                     overlay_b, seed_b = plan[p + 17 - which], uint32(seed + uint32(plan[p + 15 - 4 * which]))
                     for k in range(ALL):
@@ -1106,7 +1108,7 @@ class Forward(products.Forward):
         self._serve([(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else [])
 
     def tables(self):
-        super().tables(no_job=np.zeros(2, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),
+        super().tables(no_job=np.zeros(4, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),
                        no_states=np.zeros(self.cfg.N_LAYERS, np.int8))
 
     def _parts(self, pairs):

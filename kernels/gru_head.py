@@ -52,12 +52,12 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     AT_EXPS, AT, TABLE = STAGES * BYTES, size.at, size.table
     AT_B, AT_NOISE = 16 * H, 16 * H + input_bytes(cfg, H, 4)
     LEAST = -(1 << 31)
-    noise = nz.noise
+    noise, job_shift = nz.noise, nz.shift
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
     fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     word_of, factor, noisy = quotients.word, quotients.factor, quotients.noisy
-    pairs_of, START = quotients.pairs_of, quotients.start
+    pairs, pairs_of, START = quotients.pairs, quotients.pairs_of, quotients.start
     _, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, True, False, TILES)
     position_loss = loss_function(cfg)
 
@@ -72,20 +72,19 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         ptx.copy_commit()
 
     @device
-    def largest(acc, i, s, n, top, c):
+    def largest(acc, i, s, n, shift, top, c):
         """The larger of top and four noisy sums of columns c..., as the bits of floats."""
         for e in range(4):
-            v = ptx.float_bits(noisy(acc[i + (e & 1) + 4 * (e >> 1)], s, n[e]))
+            v = ptx.float_bits(noisy(acc[i + (e & 1) + 4 * (e >> 1)], s, n[e], shift))
             if RAGGED and c + e >= V:
                 v = int32(LEAST)
             top = max(top, v)
         return top
 
     @device
-    def weigh(acc, i, s, n, most, exps, c):
+    def weigh(acc, i, s, n, shift, most, exps, c):
         """The sum of the exponentials of four logits of columns c..."""
-        y, z = pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
-                        noisy(acc[i + 5], s, n[3]))
+        y, z = pairs(acc, i, s, n, shift)
         d = int32(most - ptx.bytes4(y, z))
         if RAGGED and c + 4 > V:
             d = int32(d | int32(int32(-1) << int32(8 * max(V - c, 0)))) if V > c else int32(-1)
@@ -112,42 +111,42 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         return int32(quad_sum(total) + int32(START))
 
     @device
-    def enter_row(m, tile, packed, at, token, column, table, q, row_x, n, s, top, total, target):
+    def enter_row(m, tile, packed, at, token, column, shift, table, q, row_x, n, s, top, total, target):
         """n, the sums, and the target's logit of member m of a tile."""
         r, at_n = 2 * tile + m, WORDS * tile
         sb, _ = norm(row_x, n, at_n, m, table, int32(table + AT_B), q)
-        s[r], top[r], total[r] = factor(sb, m), int32(LEAST), int64(0)
-        target[r] = logit(noisy(target_sum(n, at_n + m, packed, at, token, q), s[r], column))
+        s[r], top[r], total[r] = factor(sb, m, shift), int32(LEAST), int64(0)
+        target[r] = logit(noisy(target_sum(n, at_n + m, packed, at, token, q), s[r], column, shift))
 
     enter_rows = unrolled(2, enter_row)
 
     @device
-    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, unit, position0, table, q, row_x, n,
-              s, top, total, target):
+    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, shift, unit, position0, table, q,
+              row_x, n, s, top, total, target):
         position = min(position0 + 8 * tile, T - 1)
         load_rows(row_x, x, unit, position, q)
         token = tokens[at_token + position + 1]
         column = word_of(noise(stream, token), overlay[at_overlay + token], stream, token)
-        enter_rows(tile, packed, at, token, column, table, q, row_x, n, s, top, total, target)
+        enter_rows(tile, packed, at, token, column, shift, table, q, row_x, n, s, top, total, target)
 
     @device
-    def largest_row(r, acc, i, s, n, top, c):
-        top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, top[r], c)
+    def largest_row(r, acc, i, s, n, shift, top, c):
+        top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, shift, top[r], c)
 
     @device
-    def weigh_row(r, acc, i, s, n, most, exps, total, c):
-        total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, most[r], exps, c)
+    def weigh_row(r, acc, i, s, n, shift, most, exps, total, c):
+        total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, shift, most[r], exps, c)
 
     largest_rows, weigh_rows = unrolled(ROWS, largest_row), unrolled(ROWS, weigh_row)
 
     @device
-    def largest_part(i, acc, s, at_noise, top, c):
+    def largest_part(i, acc, s, shift, at_noise, top, c):
         """top of all rows after 16 columns from c + 16 i on."""
-        largest_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), top, int32(c + i * 16))
+        largest_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), shift, top, int32(c + i * 16))
 
     @device
-    def weigh_part(i, acc, s, at_noise, most, exps, total, c):
-        weigh_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), most, exps, total, int32(c + i * 16))
+    def weigh_part(i, acc, s, shift, at_noise, most, exps, total, c):
+        weigh_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), shift, most, exps, total, int32(c + i * 16))
 
     @device
     def settle(r, top, most):
@@ -192,8 +191,9 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
             cuda.syncwarp()
             stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, unit,
-                      position0, table, q, row_x, n, s, top, total, target)
+            shift = job_shift(job)
+            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, shift,
+                      unit, position0, table, q, row_x, n, s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()
                 cuda.syncthreads()
@@ -212,9 +212,9 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                     product(acc, n, at_weights, half * (32 * H), start)
                     at_noise, c = int32(table + AT_NOISE + half * 128 + q * 16), int32(column0 + half * 32 + q * 4)
                     if step < PARTS:
-                        largest_all(acc, s, at_noise, top, c)
+                        largest_all(acc, s, shift, at_noise, top, c)
                     else:
-                        weigh_all(acc, s, at_noise, most, at_exps, total, c)
+                        weigh_all(acc, s, shift, at_noise, most, at_exps, total, c)
             # lane q of the four that share the rows makes the loss of row q
             mine_total, mine_distance = int64(1), int32(0)
             for r in range(ROWS):

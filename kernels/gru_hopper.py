@@ -37,11 +37,17 @@ def fits(cfg, cc, shared_limit):
     """Whether this path serves a configuration on a device."""
     loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
     return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE) == (H, 0)
-            and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFT <= 8
-            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFT)) < 2 ** 31)
+            and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFTS[-1] <= 8
+            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFTS[0])) < 2 ** 31)
 
 
 # --- small device functions -------------------------------------------------------------------------------------------
+
+@device
+def left_of(shift):
+    """How far noise goes left to be in 256ths."""
+    return int32(int32(int32(8) - shift) & int32(31))
+
 
 @device
 def unsigned_byte(word, k):
@@ -124,8 +130,7 @@ def _where_function(cfg):
 def _embed_kernel(cfg, nz):
     """x = the embedding, and zero losses. Launch [pairs], 256 threads; half a warp has a row, a lane the same columns
     of every row. plan and windows as kernels.gru._embed_kernel."""
-    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
-    noise = nz.noise
+    T, noise, job_shift = cfg.SEQ_LEN, nz.noise, nz.shift
 
     @cuda.jit(launch_bounds=256)
     def embed(call, plan, packed, tokens, width, skip, job, offset, x, losses):
@@ -134,13 +139,13 @@ def _embed_kernel(cfg, nz):
             losses[2 * unit + t] = 0
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
         w, q = (t & 15) >> 2, t & 3
-        other = cuda.local.array(16, int32)
+        other, left = cuda.local.array(16, int32), left_of(job_shift(job))
         for k in range(16):
             other[k] = noise(uint32(seed + uint32(plan[p + 2])), w * 64 + (k >> 2) * 16 + q * 4 + (k & 3))
         for here in range(t >> 4, 2 * T, 16):
             member = 1 if here >= T else 0
             token = tokens[unit * width + skip + here - member * T]
-            own = int32(noise(uint32(seed + uint32(plan[p + 1])), token) * int32((1 - 2 * member) << (8 - N)))
+            own = int32(noise(uint32(seed + uint32(plan[p + 1])), token) * int32((1 - 2 * member) << left))
             at = plan[p] + (token >> 3) * (2 * H) + w * 128 + (token & 7) * 4 + q
             e, v = cuda.local.array(4, int32), cuda.local.array(4, int32)
             for k in range(4):
@@ -189,7 +194,7 @@ def _wide_kernel(cfg, nz, head):
     at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as
     _product_kernel. There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
     MATRICES = 1 if head else 2
-    GROUPS, THREADS, T, N = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    GROUPS, THREADS, T, job_shift = WIDE, 128 * WIDE, cfg.SEQ_LEN, nz.shift
     AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
     AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
@@ -258,6 +263,7 @@ def _wide_kernel(cfg, nz, head):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        left = left_of(job_shift(job))
         acc, n = cuda.local.array(64, int32), cuda.local.array(32, int32)
         out0, out1 = cuda.local.array(16, int32), cuda.local.array(16, int32)
         for tile in range(first, min(first + each, tiles)):
@@ -274,7 +280,7 @@ def _wide_kernel(cfg, nz, head):
                          c)
                     for i in range(c, COLUMNS, 128):
                         stream = uint32(seed + uint32(plan[call * PLAN + (i // H) * 4 + 1]))
-                        words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << int32(8 - N))
+                        words[mine // 4 + (unit & 1) * COLUMNS + i] = int32(noise(stream, i % H) << left)
                 ptx.named_barrier(1 + group, 128)
                 loaded = high
             unit0, member0 = where(row)
@@ -318,7 +324,7 @@ def _recur_kernel(cfg, nz):
 
     at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as
     words."""
-    T, N = cfg.SEQ_LEN, cfg.NOISE_SHIFT
+    T, job_shift = cfg.SEQ_LEN, nz.shift
     AT_H, AT_P, AT_OWN = 2 * H * H, 2 * H * H + ROWS * H, 2 * H * H + 2 * ROWS * H
     # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
     A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6
@@ -332,10 +338,10 @@ def _recur_kernel(cfg, nz):
         return ptx.load_shared4(int32(base + AT_OWN + what * OWN + t * 16))
 
     @device
-    def spread(word):
+    def spread(word, left):
         """Four bytes of noise as quotients() wants them."""
-        return (int32(byte(word, 0) << int32(8 - N)), int32(byte(word, 1) << int32(8 - N)),
-                int32(byte(word, 2) << int32(8 - N)), int32(byte(word, 3) << int32(8 - N)))
+        return (int32(byte(word, 0) << left), int32(byte(word, 1) << left),
+                int32(byte(word, 2) << left), int32(byte(word, 3) << left))
 
     @device
     def store_sums(sums, row, group, s0, s1, q):
@@ -414,6 +420,7 @@ def _recur_kernel(cfg, nz):
         at1 = at0 + T * (H // 4)
         # of a row of its sequence
         line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE
+        left = left_of(job_shift(job))
         for position in range(T):
             ahead = line + min(position + AHEAD, T - 1) * (H // 4)
             if group == 0:
@@ -429,7 +436,7 @@ def _recur_kernel(cfg, nz):
             a, b, bias0, bias1 = own(base, A_F, t), own(base, B_H, t), own(base, BIAS_F, t), own(base, BIAS_F + 1, t)
             t0, t1 = int32(0), int32(0)
             for k in range(4):
-                n = spread(a[k])
+                n = spread(a[k], left)
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias = (old0[k], bias0[k]) if half == 0 else (old1[k], bias1[k])
@@ -453,7 +460,7 @@ def _recur_kernel(cfg, nz):
             t0, t1 = int32(0), int32(0)
             out = cuda.local.array(8, int32)
             for k in range(4):
-                n = spread(a[k])
+                n = spread(a[k], left)
                 for half in range(2):
                     y, z = quotients(acc, 8 * k + 2 * half, s0 if half == 0 else s1, n, noise_unit)
                     old, bias, both = (old0[k], bias0[k], both0[k]) if half == 0 else (old1[k], bias1[k], both1[k])
@@ -487,7 +494,7 @@ def _mlp_kernel(cfg, nz):
 
     at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down,
     call_sums as in kernels.gru."""
-    N, GROUPS, STAGES, LAG, CHUNKS, INNER = cfg.NOISE_SHIFT, MLP, 5, 2, 8, 4 * H
+    GROUPS, STAGES, LAG, CHUNKS, INNER, job_shift = MLP, 5, 2, 8, 4 * H, nz.shift
     THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
     DOWN_SHIFT, LOW = parameters.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
     AT_N, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * ROWS * H
@@ -514,11 +521,11 @@ def _mlp_kernel(cfg, nz):
         return t0, t1
 
     @device
-    def sum_of(a, s, n):
-        return int32(int32(a + int32(int32(s * n) >> int32(N))) >> int32(DOWN_SHIFT))
+    def sum_of(a, s, n, shift):
+        return int32(int32(a + int32(int32(s * n) >> shift)) >> int32(DOWN_SHIFT))
 
     @device
-    def finish(acc, w, s0, s1, n0, n1, old, x, row, q):
+    def finish(acc, w, s0, s1, shift, n0, n1, old, x, row, q):
         """64 columns of both rows of x, which were `old`."""
         for half in range(2):
             s, n, at = (s0, n0, row) if half == 0 else (s1, n1, row + 8)
@@ -526,8 +533,8 @@ def _mlp_kernel(cfg, nz):
             for k in range(4):
                 i, c, word = 32 * w + 8 * k + 2 * half, ptx.load_shared4(int32(n + w * 256 + k * 64 + q
                                                                                * 16)), old[8 * w + 2 * k + half]
-                a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0]), sum_of(acc[i + 1], s, c[1])))
-                b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2]), sum_of(acc[i + 5], s, c[3])))
+                a = ptx.clip2(ptx.saturate2(sum_of(acc[i], s, c[0], shift), sum_of(acc[i + 1], s, c[1], shift)))
+                b = ptx.clip2(ptx.saturate2(sum_of(acc[i + 4], s, c[2], shift), sum_of(acc[i + 5], s, c[3], shift)))
                 out[k] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(word), a)), ptx.clip2(ptx.add2(ptx.high2(word), b)))
             ptx.store4(x, int64(at) * (H // 4) + w * 16 + q * 4, out[0], out[1], out[2], out[3])
 
@@ -560,6 +567,7 @@ def _mlp_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        shift = job_shift(job)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         total = int32(each * STEPS)
         step, stage, phase, old, old_phase = int32(0), int32(0), int32(0), int32(0), int32(0)
@@ -579,7 +587,7 @@ def _mlp_kernel(cfg, nz):
                          c)
                     for i in range(c, INNER, 128):
                         stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
-                        words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << int32(8 - N))
+                        words[mine // 4 + (unit & 1) * INNER + i] = int32(noise(stream, i) << left_of(shift))
                         bytes_[mine + AT_INNER + (unit & 1) * INNER
                                + place(i)] = noise(uint32(seed + uint32(plan[call_sums * PLAN])), i)
                     for i in range(c, H, 128):
@@ -638,7 +646,7 @@ def _mlp_kernel(cfg, nz):
             if live:
                 n0, n1 = int32(base + mine + AT_DOWN + slot0 * (4 * H)), int32(base + mine + AT_DOWN + slot1 * (4 * H))
                 for w in range(4):
-                    finish(sums, w, s0, s1, n0, n1, n, x, row, q)
+                    finish(sums, w, s0, s1, shift, n0, n1, n, x, row, q)
 
     return mlp, AT_TABLES + GROUPS * SIZE
 

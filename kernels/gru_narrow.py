@@ -95,12 +95,12 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
 
     at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
     kernels.gru."""
-    H, T, N, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.NOISE_SHIFT, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
+    H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_LN, AT_B = 8 * H, 24 * H
     TILE_B = input_bytes(cfg, H, 4)
     AT_OTHER = AT_B + 2 * TILE_B
-    noise, embed_factor = nz.noise, nz.factor
+    noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
     (fill_input, _), (load_rows, store_rows) = gru_parts.input_functions(cfg, nz, H, 4), row_functions(H)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
@@ -109,17 +109,17 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     clipped = gru_parts.clip_functions(cc, True)[0](1, 255)
 
     @device
-    def disturbed(word, j, other, f, own, own_factor, sign):
+    def disturbed(word, j, other, f, own, own_factor, sign, shift):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
             return ptx.fma_down(own_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
         d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> int32(N)))
+        v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> shift))
         return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
 
     @device
-    def embedded(x, packed, at, address, own, own_factor, q):
+    def embedded(x, packed, at, address, own, own_factor, shift, q):
         """x of the token whose row begins at packed word `at`."""
         for b in range(STEPS):
             e = ptx.load2(packed, at + b * 8 + q * 2)
@@ -131,18 +131,19 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                     u = cuda.local.array(4, float32)
                     for j in range(4):
                         u[j] = disturbed(e[i], j, other[j], f[j], own,
-                                         float32(-own_factor) if m and MODE == 0 else own_factor, int32(1 - 2 * m))
+                                         float32(-own_factor) if m and MODE == 0 else own_factor, int32(1 - 2 * m),
+                                         shift)
                     y, z = clipped(u[0], u[1], u[2], u[3])
                     x[2 * k + m] = ptx.bytes4(y, z)
 
     @device
-    def store_block(acc, out, row, b, s0, s1, at_noise, q):
+    def store_block(acc, out, row, b, s0, s1, shift, at_noise, q):
         """32 columns of both rows."""
         n, n2 = ptx.load_shared4(at_noise), ptx.load_shared4(int32(at_noise + 64))
         for m in range(2):
             s = s1 if m else s0
-            a, c = pairs(acc, 2 * m, s, n)
-            d, e = pairs(acc, 8 + 2 * m, s, n2)
+            a, c = pairs(acc, 2 * m, s, n, shift)
+            d, e = pairs(acc, 8 + 2 * m, s, n2, shift)
             ptx.store2(out, (row + 8 * m) * (H // 4) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
 
     @cuda.jit(launch_bounds=THREADS)
@@ -160,6 +161,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
         acc, row_x, n = cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         start = cuda.local.array(4, int32)
         begin_with(start, START)
+        shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -192,24 +194,24 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                     stream = uint32(seed + uint32(plan[call_embed * PLAN + 1]))
                     own = noise(stream, token)
                     if MODE == 0:
-                        own_factor = float32(float32(own) * float32(2.0 ** -N))
+                        own_factor = float32(float32(own) * unit_of(shift))
                     else:
                         own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
                     embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
-                             q)
+                             shift, q)
                     store_rows(row_x, x, row * (H // 4), q)
                 else:
                     load_rows(row_x, x, row * (H // 4), q)
                 f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
                 f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
-                s0, s1 = factor(f0, 0), factor(f1, 1)
+                s0, s1 = factor(f0, 0, shift), factor(f1, 1, shift)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
-                    store_block(acc, f_out, row, b, s0, s1, int32(table + b * 128 + q * 16), q)
-                s0, s1 = factor(h0, 0), factor(h1, 1)
+                    store_block(acc, f_out, row, b, s0, s1, shift, int32(table + b * 128 + q * 16), q)
+                s0, s1 = factor(h0, 0, shift), factor(h1, 1, shift)
                 for b in range(STEPS):
                     product(acc, n, at_weights, H * H + b * (32 * H), start)
-                    store_block(acc, h_out, row, b, s0, s1, int32(table + 4 * H + b * 128 + q * 16), q)
+                    store_block(acc, h_out, row, b, s0, s1, shift, int32(table + 4 * H + b * 128 + q * 16), q)
 
     return gates_and_candidates, size.bytes
 
@@ -229,7 +231,7 @@ def _recur_kernel(cfg, nz, cc, size):
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
-    noise, vector = nz.noise, vector_function(cfg, nz, True)
+    noise, vector, job_shift = nz.noise, vector_function(cfg, nz, True), nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
     word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
@@ -240,13 +242,13 @@ def _recur_kernel(cfg, nz, cc, size):
     FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
 
     @device
-    def gate(acc, b, i, table, lane, s0, s1, old, h, f, past):
+    def gate(acc, b, i, table, lane, s0, s1, shift, old, h, f, past):
         """f and the gated state of 16 columns."""
         k = 2 * b + i
         n = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16))
         bias = ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
         for m in range(2):
-            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
+            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
             word = old[2 * k + m]
             y = add2(add2(y, ptx.low2(word)), bias[2 * m])
             z = add2(add2(z, ptx.high2(word)), bias[2 * m + 1])
@@ -255,13 +257,13 @@ def _recur_kernel(cfg, nz, cc, size):
             past[2 * k + m] = gated(y, z, h[2 * k + m])
 
     @device
-    def advance(acc, b, i, table, lane, s0, s1, old, h, f, x):
+    def advance(acc, b, i, table, lane, s0, s1, shift, old, h, f, x):
         """The new state and x of 16 columns."""
         k = 2 * b + i
         n = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16))
         bias = ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
         for m in range(2):
-            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
+            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
             word, j = old[2 * k + m], 2 * k + m
             y = max2(min2(add2(add2(y, ptx.low2(word)), bias[2 * m]), HIGHEST), LOWEST)
             z = max2(min2(add2(add2(z, ptx.high2(word)), bias[2 * m + 1]), HIGHEST), LOWEST)
@@ -272,16 +274,16 @@ def _recur_kernel(cfg, nz, cc, size):
             x[j] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
 
     @device
-    def gate_block(b, acc, h, at_weights, start, table, lane, s0, s1, old, f, past):
+    def gate_block(b, acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past):
         product(acc, h, at_weights, b * (32 * H), start)
-        gate(acc, b, 0, table, lane, s0, s1, old, h, f, past)
-        gate(acc, b, 1, table, lane, s0, s1, old, h, f, past)
+        gate(acc, b, 0, table, lane, s0, s1, shift, old, h, f, past)
+        gate(acc, b, 1, table, lane, s0, s1, shift, old, h, f, past)
 
     @device
-    def advance_block(b, acc, past, at_weights, start, table, lane, s0, s1, old, h, f, x):
+    def advance_block(b, acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, x):
         product(acc, past, at_weights, H * H + b * (32 * H), start)
-        advance(acc, b, 0, table, lane, s0, s1, old, h, f, x)
-        advance(acc, b, 1, table, lane, s0, s1, old, h, f, x)
+        advance(acc, b, 0, table, lane, s0, s1, shift, old, h, f, x)
+        advance(acc, b, 1, table, lane, s0, s1, shift, old, h, f, x)
 
     gate_all, advance_all = unrolled(STEPS, gate_block), unrolled(STEPS, advance_block)
 
@@ -301,6 +303,7 @@ def _recur_kernel(cfg, nz, cc, size):
                            cuda.local.array(WORDS, int32))
         old, both_x, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, START)
+        shift = job_shift(job)
         for eight in range(cuda.blockIdx.x * W + (t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
             pair = min(eight * 8 + g, units - 1)
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
@@ -337,16 +340,16 @@ def _recur_kernel(cfg, nz, cc, size):
                 for k in range(KS):
                     s0 = add(h[2 * k], int32(table + AT_B), k, lane, s0)
                     s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
-                s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
-                gate_all(acc, h, at_weights, start, table, lane, s0, s1, old, f, past)
+                s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
+                gate_all(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past)
                 load_rows(old, candidates, at_row, q)
                 load_rows(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
                 for k in range(KS):
                     s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
                     s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
-                s0, s1 = factor(quad_sum(s0), 0), factor(quad_sum(s1), 1)
-                advance_all(acc, past, at_weights, start, table, lane, s0, s1, old, h, f, both_x)
+                s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
+                advance_all(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, both_x)
                 store_rows(both_x, x, at_row, q)
                 if following == 0:
                     for k in range(2 * KS):
@@ -367,6 +370,7 @@ def _mlp_kernel(cfg, nz, cc, size):
     AT_LN, AT_B, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
     AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
     noise, (load_rows, _), (fill_norm, norm) = nz.noise, row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
+    job_shift = nz.shift
     (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
                                                                                                              INNER, 4)
     up_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
@@ -380,19 +384,19 @@ def _mlp_kernel(cfg, nz, cc, size):
     HIGHEST, LOWEST = both(OFFSET + 255), both(OFFSET + 1)
 
     @device
-    def inner(acc, u, c, s0, s1, at_noise, at_inputs, q, t0, t1):
+    def inner(acc, u, c, s0, s1, shift, at_noise, at_inputs, q, t0, t1):
         """u = 32 inner values of both rows; t0, t1 + their sums with the input noise."""
         for i in range(2):
             n = ptx.load_shared4(int32(at_noise + i * 64))
             for m in range(2):
-                y, z = up_pairs(acc, 8 * i + 2 * m, s1 if m else s0, n)
+                y, z = up_pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
                 u[2 * i + m] = ptx.bytes4(y, z)
             t0, t1 = add(u[2 * i], at_inputs, 2 * c + i, q, t0), add(u[2 * i + 1], at_inputs, 2 * c + i, q, t1)
         return t0, t1
 
     @device
-    def finish(sums, k, m, s, at_noise, x):
-        y, z = down_pairs(sums, 8 * k + 2 * m, s, ptx.load_shared4(int32(at_noise + k * 64)))
+    def finish(sums, k, m, s, shift, at_noise, x):
+        y, z = down_pairs(sums, 8 * k + 2 * m, s, ptx.load_shared4(int32(at_noise + k * 64)), shift)
         y, z = add2(ptx.byte_permute(x[2 * k + m], 0, 0x4140), y), add2(ptx.byte_permute(x[2 * k + m], 0, 0x4342), z)
         x[2 * k + m] = ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
 
@@ -411,6 +415,7 @@ def _mlp_kernel(cfg, nz, cc, size):
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
         row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, UP_START)
+        shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -435,18 +440,18 @@ def _mlp_kernel(cfg, nz, cc, size):
                 load_rows(row_x, x, row, q)
                 s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
                 s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
-                s0, s1, t0, t1 = up_factor(s0, 0), up_factor(s1, 1), int32(0), int32(0)
+                s0, s1, t0, t1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift), int32(0), int32(0)
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
                 for c in range(INNER // 32):
                     up(acc, n, at_weights, c * (32 * H), start)
-                    t0, t1 = inner(acc, u, c, s0, s1, int32(table + c * 128 + q * 16), int32(table + AT_INNER), q, t0,
-                                   t1)
+                    t0, t1 = inner(acc, u, c, s0, s1, shift, int32(table + c * 128 + q * 16), int32(table + AT_INNER),
+                                   q, t0, t1)
                     down(sums, u, at_down, c * (32 * H), start)
-                s0, s1 = down_factor(quad_sum(t0), 0), down_factor(quad_sum(t1), 1)
+                s0, s1 = down_factor(quad_sum(t0), 0, shift), down_factor(quad_sum(t1), 1, shift)
                 for k in range(2 * STEPS):
-                    finish(sums, k, 0, s0, int32(table + AT_DOWN + q * 16), row_x)
-                    finish(sums, k, 1, s1, int32(table + AT_DOWN + q * 16), row_x)
+                    finish(sums, k, 0, s0, shift, int32(table + AT_DOWN + q * 16), row_x)
+                    finish(sums, k, 1, s1, shift, int32(table + AT_DOWN + q * 16), row_x)
                 cuda.syncwarp()                              # at the end of the window lanes have the same row
                 for m in range(2):
                     for b in range(STEPS):
@@ -468,7 +473,7 @@ def _head_kernel(cfg, nz, cc, size):
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     AT_LN, AT_B = 128 * VB, 128 * VB + 16 * H
     AT_Z, PAD, MASKED = AT_B + input_bytes(cfg, H, 4), 32 * VB - V, 0x01010101
-    noise, (load_rows, _) = nz.noise, row_functions(H)
+    noise, job_shift, (load_rows, _) = nz.noise, nz.shift, row_functions(H)
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
     fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
     quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
@@ -487,9 +492,9 @@ def _head_kernel(cfg, nz, cc, size):
         return int32(int32(word & mask) | int32(int32(MASKED) & int32(mask ^ int32(-1))))
 
     @device
-    def logits(acc, z, b, i, m, s, at_noise, q, top):
+    def logits(acc, z, b, i, m, s, shift, at_noise, q, top):
         """z[2 i + m] = a word of logits; the larger of them and top, two int16."""
-        y, w = pairs(acc, 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)))
+        y, w = pairs(acc, 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)), shift)
         z[2 * i + m] = ptx.bytes4(y, w)
         if PAD and b == VB - 1:
             z[2 * i + m] = visible(z[2 * i + m], b * 32 + i * 16 + q * 4)
@@ -531,6 +536,7 @@ def _head_kernel(cfg, nz, cc, size):
         acc, z = cuda.local.array(16, int32), cuda.local.array(4, int32)
         row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, START)
+        shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -555,7 +561,7 @@ def _head_kernel(cfg, nz, cc, size):
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
                 s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
                 s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
-                s0, s1 = factor(s0, 0), factor(s1, 1)
+                s0, s1 = factor(s0, 0, shift), factor(s1, 1, shift)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)
                 cuda.syncwarp()                              # nobody looks for the last target any more
@@ -563,8 +569,8 @@ def _head_kernel(cfg, nz, cc, size):
                     product(acc, n, at_weights, b * (32 * H), start)
                     at_noise = int32(table + b * 128 + q * 16)
                     for i in range(2):
-                        top0 = logits(acc, z, b, i, 0, s0, at_noise, q, top0)
-                        top1 = logits(acc, z, b, i, 1, s1, at_noise, q, top1)
+                        top0 = logits(acc, z, b, i, 0, s0, shift, at_noise, q, top0)
+                        top1 = logits(acc, z, b, i, 1, s1, shift, at_noise, q, top1)
                     ptx.store_shared4(int32(at_z + b * 512), z[0], z[1], z[2], z[3])
                 cuda.syncwarp()
                 top0, top1 = highest(top0), highest(top1)

@@ -95,16 +95,16 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Device functions of a product over `inputs`:
 
     word(noise, entry, stream, c)   what the table of column noise holds of a column
-    factor(sum, member)             the sum sb with the member's sign, as `pairs` wants it
-    noisy(acc, s, n)                the sum with its noise, a float that rises with it
+    factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
+    noisy(acc, s, n, shift)         the sum with its noise, a float that rises with it
     pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
-    pairs(acc, i, s, n)             the same of the four columns that begin at acc[i]
+    pairs(acc, i, s, n, shift)      the same of the four columns that begin at acc[i]
     start                           the int32 with which the accumulators begin
     """
-    MODE, N, D = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, parameters.divisor(cfg, inputs)
+    MODE, D, unit = cfg.ADAPTIVE_NOISE_MODE, parameters.divisor(cfg, inputs), nz.unit
     MOST = 130 * D
     floats = MODE != 2 and inputs <= LIMIT_K
-    beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> N)
+    beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
     START, A, C = floor_constants(D, add)
     middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
     clipped = middle(add + lowest, add + 127)
@@ -116,11 +116,11 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.float_bits(float32(scaled(noise, entry, stream, c)))
 
         @device
-        def factor(total, member):
-            return ptx.float_bits(float32(float32(int32(-total) if member else total) * float32(2.0 ** -N)))
+        def factor(total, member, shift):
+            return ptx.float_bits(float32(float32(int32(-total) if member else total) * unit(shift)))
 
         @device
-        def noisy(acc, s, n):
+        def noisy(acc, s, n, shift):
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
@@ -128,12 +128,12 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return scaled(noise, entry, stream, c)
 
         @device
-        def factor(total, member):
+        def factor(total, member, shift):
             return int32(-total) if member else total
 
         @device
-        def noisy(acc, s, n):
-            y = int32(acc + int32(int32(s * n) >> int32(N)))
+        def noisy(acc, s, n, shift):
+            y = int32(acc + int32(int32(s * n) >> shift))
             return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
 
     @device
@@ -142,9 +142,9 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
                        ptx.fma_down(c, float32(A), float32(C)), ptx.fma_down(d, float32(A), float32(C)))
 
     @device
-    def pairs(acc, i, s, n):
-        return pairs_of(noisy(acc[i], s, n[0]), noisy(acc[i + 1], s, n[1]), noisy(acc[i + 4], s, n[2]),
-                        noisy(acc[i + 5], s, n[3]))
+    def pairs(acc, i, s, n, shift):
+        return pairs_of(noisy(acc[i], s, n[0], shift), noisy(acc[i + 1], s, n[1], shift),
+                        noisy(acc[i + 4], s, n[2], shift), noisy(acc[i + 5], s, n[3], shift))
 
     return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
                            start=START if floats else 0)

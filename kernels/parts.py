@@ -170,12 +170,12 @@ def ntt_functions(cfg, nz, noisy, causal):
     """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, c, i) -> (even, odd)    what the tables of bytes add to hidden unit i for
-                                                            coefficient c
+    look_up(weights, overlay, seed, shift, c, i) -> (even, odd)     what the tables of bytes add to hidden unit i for
+                                                            coefficient c; shift: nz.shift
     """
     if not cfg.NTT_MODE:
         return None, None
-    H, T, P, SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE], cfg.NOISE_SHIFT
+    H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
     one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith(
         "ntt_emb")]        # three alike, evenly spaced
@@ -204,7 +204,7 @@ def ntt_functions(cfg, nz, noisy, causal):
         return int32(c)
 
     @device
-    def look_up(weights, overlay, seed, c, i):
+    def look_up(weights, overlay, seed, shift, c, i):
         even, odd = int32(0), int32(0)
         for k in range(3):
             value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
@@ -216,8 +216,8 @@ def ntt_functions(cfg, nz, noisy, causal):
                 p = float32(int32(noise(stream, value) * noise(other, i)))
                 p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
                 d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(e + int32(d >> int32(SHIFT))) >> int32(2)))
-            odd = int32(odd + int32(int32(e + int32(int32(-d) >> int32(SHIFT))) >> int32(2)))
+            even = int32(even + int32(int32(e + int32(d >> shift)) >> int32(2)))
+            odd = int32(odd + int32(int32(e + int32(int32(-d) >> shift)) >> int32(2)))
         return even, odd
 
     return coefficient, look_up

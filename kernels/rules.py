@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, int32, uint32
+from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
@@ -45,10 +45,31 @@ def build_noise(cfg, silent=False):
                                              factor (mode 2)
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
+    shift(job) -> int32                      NOISE_SHIFT of the job's step; with SIGMA_SCHEDULE it is job[3]
+    unit(shift) -> float32                   2^-NOISE_SHIFT
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
     drawn, scale = rules.draw_rules(device, TARGET, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32, draw, coefficient = drawn.hash32, drawn.draw, scale.input_coefficient
+
+    if cfg.SIGMA_SCHEDULE:
+        @device
+        def shift(job):
+            return int32(int32(job[3]) & int32(31))          # the mask says that shifts need no 64 bits
+
+        @device
+        def unit(shift):
+            return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23)))
+    else:
+        SHIFT, UNIT = cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
+
+        @device
+        def shift(job):
+            return int32(SHIFT)
+
+        @device
+        def unit(shift):
+            return float32(UNIT)
 
     @device
     def noise(seed, i):
@@ -66,7 +87,7 @@ def build_noise(cfg, silent=False):
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=scale.factor, scaled=scale.scaled,
                            input_coefficient=input_coefficient, input_term=scale.input_term,
-                           input_fold=scale.input_fold, whole=whole, silent=silent)
+                           input_fold=scale.input_fold, whole=whole, shift=shift, unit=unit, silent=silent)
 
 
 def loss_function(cfg):

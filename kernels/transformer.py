@@ -91,31 +91,31 @@ def loudest(cfg):
 def begin_functions(cfg, nz, inputs, most=0):
     """How a product over `inputs` begins with its noise already in the accumulators: (row, column, begin, BASE)
 
-    row(s), column(n)   device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
-    begin(s, n, c)      c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
-    BASE                not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 + i has
-                        the bits BASE + i, and a fused multiply-add that rounds downward is a multiplication, a shift
-                        and a sum
+    row(s, shift), column(n)    device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
+    begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
+    BASE                        not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 +
+                                i has the bits BASE + i, and a fused multiply-add that rounds downward is a
+                                multiplication, a shift and a sum
     """
-    SILENT, NOISE_SHIFT, UNIT = nz.silent, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
-    sb = inputs * 127 * loudest(cfg)
-    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and (sb * loudest(cfg) >> NOISE_SHIFT) + 1 + most < 1 << 22
+    SILENT, unit, sb = nz.silent, nz.unit, inputs * 127 * loudest(cfg)
+    most += (sb * loudest(cfg) >> cfg.NOISE_SHIFTS[0]) + 1
+    FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and most < 1 << 22
 
     @device
-    def row(s):
-        return ptx.float_bits(float32(float32(s) * float32(UNIT))) if FITS else s
+    def row(s, shift):
+        return ptx.float_bits(float32(float32(s) * unit(shift))) if FITS else s
 
     @device
     def column(n):
         return ptx.float_bits(float32(n)) if FITS else n
 
     @device
-    def begin(s, n, c):
+    def begin(s, n, c, shift):
         if SILENT:
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + int32(int32(s * n) >> int32(NOISE_SHIFT)))
+        return int32(c + int32(int32(s * n) >> shift))
 
     return row, column, begin, 0x4B400000 if FITS else 0
 
@@ -416,7 +416,7 @@ def _up_kernel(cfg, nz, card, KP):
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, factor, whole_factor, four = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz)
+    noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
@@ -428,7 +428,7 @@ def _up_kernel(cfg, nz, card, KP):
     LESS = 0 if COPIES == 32 else 0x48000000
 
     @card.device
-    def begin_tile(acc, at, s0, s1):
+    def begin_tile(acc, at, s0, s1, shift):
         """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
         address."""
         for j in range(8):
@@ -436,7 +436,7 @@ def _up_kernel(cfg, nz, card, KP):
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
                 c = b[k] if BASE else int32(0)
-                acc[i], acc[i + 2] = begin(s0, n[k], c), begin(s1, n[k], c)
+                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
 
     @card.device
     def unit_address(a, bias, at):
@@ -528,9 +528,10 @@ def _up_kernel(cfg, nz, card, KP):
             acc[i] = 0
         row, member, slot, sign = place(first, t)
         prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, job, seed)
-        s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+        shift = job_shift(job)
+        s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
         step, odd = 0, 0
         for turn in range(count):
             tile = first + turn * every
@@ -553,7 +554,8 @@ def _up_kernel(cfg, nz, card, KP):
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
                         weights, overlay, job, seed)
                 if last:
-                    s0, s1 = as_row(int32(sb[uint64(row)] * sign)), as_row(int32(sb[uint64(row + 8)] * sign))
+                    s0, s1 = (as_row(int32(sb[uint64(row)] * sign), shift),
+                              as_row(int32(sb[uint64(row + 8)] * sign), shift))
                 ptx.named_barrier(1 + group, 128)
                 done(acc)
                 leave(bar, step, t)
@@ -590,7 +592,7 @@ def _up_kernel(cfg, nz, card, KP):
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1, shift)
 
     return up, 4 * (AT_TABLES + TABLES), shape
 
@@ -630,7 +632,7 @@ def _full_kernel(cfg, nz, card, kind):
     H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
-    NOISE_SHIFT, SHIFT = cfg.NOISE_SHIFT, cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
     MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
     ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
     ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
@@ -651,7 +653,7 @@ def _full_kernel(cfg, nz, card, kind):
     P = product_functions(card, shape)
     init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
     @card.device
@@ -805,7 +807,7 @@ def _full_kernel(cfg, nz, card, kind):
                         rows(base, bar, turn + 1, tile + every, x, t)
                 refill(base, bar, step, steps, first, every, x, packed, at, t)
                 step += 1
-                at_noise = base + 4 * (buffer + slot * TABLE + side * N) + q * 16
+                at_noise, shift = base + 4 * (buffer + slot * TABLE + side * N) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = four(at_noise + j * 64)
@@ -816,7 +818,7 @@ def _full_kernel(cfg, nz, card, kind):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + int32(int32(s * n[k]) >> int32(NOISE_SHIFT)))
+                                v = int32(acc[i] + int32(int32(s * n[k]) >> shift))
                                 if not QKV:
                                     v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
                                 if DOWN:
@@ -869,14 +871,14 @@ def _head_kernel(cfg, nz, card, like=None):
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
-    LOGIT, NOISE_SHIFT, ONES, SILENT = cfg.SHIFT_LOGIT, cfg.NOISE_SHIFT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
+    LOGIT, ONES, SILENT = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = (4, 0) if NATS else (2, 1)               # of a thread; shift from a member to its window
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     FARTHEST = (MOST << LOGIT) + ONES
     # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
     # from 2^31)
-    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and NOISE_SHIFT > 1
+    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and cfg.NOISE_SHIFTS[0] > 1
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = 1 if NATS else (MOST + 1) * STRIDE
     _, SLOTS = _place_function(cfg, 1)
@@ -894,20 +896,20 @@ def _head_kernel(cfg, nz, card, like=None):
     P = product_functions(card, shape, 2)
     init, rows, wait_rows, fill, refill = P.init, P.rows, P.wait_rows, P.fill, P.refill
     start, done, leave = P.start, P.done, P.leave
-    noise, scaled, four = nz.noise, nz.scaled, load4(nz)
+    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
 
     @card.device
-    def begin_tile(acc, at, s0, s1):
+    def begin_tile(acc, at, s0, s1, shift):
         """Accumulators before the product: the noise of their columns, at a shared address."""
         for j in range(8):
             n = four(at + j * 64)
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE)), begin(s1, n[k], int32(BASE))
+                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE), shift), begin(s1, n[k], int32(BASE), shift)
 
     @card.device
     def slot_of(c):
@@ -974,12 +976,12 @@ def _head_kernel(cfg, nz, card, like=None):
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(packed, at, x, at_x, token, s, overlay, at_overlay, stream, q):
+    def target_logit(packed, at, x, at_x, token, s, shift, overlay, at_overlay, stream, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
         for piece in range(H // 16):
             dot = ptx.dp4a(x[uint64(at_x + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> int32(NOISE_SHIFT))) >> int32(LOGIT))
+        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
 
     @card.device
     def target(windows, unit, position):
@@ -1008,12 +1010,13 @@ def _head_kernel(cfg, nz, card, like=None):
         unit, position = (member + slot) >> MEMBERS, row % LENGTH
         s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
         seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
-        z0, z1 = int32(0), int32(0)
+        z0, z1, shift = int32(0), int32(0), job_shift(job)
         if unit < pairs:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, overlay, at_overlay, stream, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, overlay, at_overlay,
+            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
                               stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, shift, overlay,
+                              at_overlay, stream, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
         for k in range(SUMS):
@@ -1025,12 +1028,12 @@ def _head_kernel(cfg, nz, card, like=None):
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
         last = int32(table + int32(FARTHEST))
-        s0, s1 = as_row(s0), as_row(s1)
+        s0, s1 = as_row(s0, shift), as_row(s1, shift)
         my_slot = slot_of(c)
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, at_noise, s0, s1)
+        begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
         step = 0
         for ahead in range(2 * TILES):
@@ -1091,7 +1094,7 @@ def _head_kernel(cfg, nz, card, like=None):
                             hidden += 1 if j * 8 + e >= limit else 0
                     totals[0] -= int64(hidden) * exp[MOST * STRIDE]
                     totals[1] -= int64(hidden) * exp[MOST * STRIDE]
-            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1)
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1, shift)
         for k in range(SUMS):
             totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 1)
             totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 2)
@@ -1116,9 +1119,9 @@ def _embed_kernel(cfg, nz, card, clean):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
-    H, T, LENGTH, NOISE_SHIFT = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.NOISE_SHIFT
+    H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
     vector = vector_function(cfg, nz, True)
-    noise, factor, NTT = nz.noise, nz.factor, cfg.NTT_MODE != 0
+    noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
@@ -1129,7 +1132,7 @@ def _embed_kernel(cfg, nz, card, clean):
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        seed, shift = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), job_shift(job)
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
         stream = uint32(seed + uint32(H))
@@ -1168,11 +1171,11 @@ def _embed_kernel(cfg, nz, card, clean):
                     e, o = byte(word, k), byte(word_o, k)
                     more, more_o = int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, coef, piece * 16 + (lane & 3) * 4 + k)
+                        more, more_o = look_up(weights, overlay, seed, shift, coef, piece * 16 + (lane & 3) * 4 + k)
                         if clean:
-                            more_o = look_up(weights, overlay, seed, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
-                    x[k] = clip(int32(int32(int32(e + int32(d >> int32(NOISE_SHIFT))) + even[k]) + more))
-                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> int32(NOISE_SHIFT))) + odd[k]) + more_o))
+                            more_o = look_up(weights, overlay, seed, shift, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
+                    x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
+                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 

@@ -40,6 +40,10 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
     (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
     (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
     (dict(RARE_TOKENS=0.1, OPTIMIZER="ztest"), "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
+    (dict(SIGMA_SCHEDULE=((5, 16),)), "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
+    (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
+    (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
+    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a SIGMA_SHIFT"),
     (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
     (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
 def test_combinations_that_cannot_work_are_refused(values, says):
@@ -52,7 +56,8 @@ def test_combinations_that_cannot_work_are_refused(values, says):
     dict(NTT_CAUSAL=0),
     dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7),
     dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
-    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01)],
+    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01),
+    dict(SIGMA_SCHEDULE=((5, 4),))],
     ids=lambda values: next(iter(values)))
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
@@ -402,15 +407,18 @@ def test_their_kernels_compile(names, compiled_kernels):
 
 @pytest.mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
          RARE_TOKENS=0.01),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
          ADAPTIVE_NOISE_MODE=2,
-         RARE_TOKENS=0.02, TOKEN_MASK=1)], ids=["muon-ntt3", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
+         RARE_TOKENS=0.02, TOKEN_MASK=1)],
+    ids=["muon-ntt3", "falling-noise", "falling-noise-gru", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
-    cfg = egg_config.make(**SMALL, **values)
+    cfg = egg_config.make(**{**SMALL, **values})
     tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
     engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
     alone, changed = engine(), 0
@@ -435,6 +443,50 @@ def test_the_schedule_is_that_of_the_specification_and_data():
                                                                10**6)] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     cfg = egg_config.load(defines=["LR_SCHEDULE=0:1,7:0.5,9:0"], environ={})
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
+def test_noise_is_as_loud_as_its_schedule_says(rest):
+    """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
+    does not change."""
+    tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
+    cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
+    assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
+    engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
+    for step, shift in (3, 5), (1, 3), (9, 0):
+        state = engine.state()
+        state.step = step
+        alone = cpu_engine.CpuEngine(egg_config.make(**{**SMALL, **rest}, SIGMA_SHIFT=shift), tokens, threads=1)
+        for one in engine, alone:
+            one.load(state)
+        found.append(engine.evaluate(0, 8))
+        windows = rules.windows(cfg, tokens, step, 0, 4)
+        assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
+        if cfg.MODEL == "transformer":
+            reading = Reading(cfg, state)
+            assert found[-1].tolist() == [loss_of(reading, windows[i // 2], state.seed + i // 2, 1 - 2 * (i & 1))
+                                          for i in range(8)]
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+
+
+def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
+    """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
+    cfg = egg_config.make(**SMALL)
+    assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.essential(cfg)}
+    history.open_run(cfg, tmp_path).close()
+    monkeypatch.setitem(egg_config._DEFAULTS, "SIGMA_SCHEDULE", ((0, 7),))
+    falling, saved = egg_config.make(**SMALL), history.configuration(tmp_path)
+    assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared() and not history.essential(falling).keys() & {
+        "SIGMA_SCHEDULE"}
+    again = egg_config.load(environ={}, saved=saved)
+    assert again.SIGMA_SCHEDULE == () and history.essential(again)["SIGMA_SCHEDULE"] == ()
+    history.open_run(again, tmp_path).close()
+    with pytest.raises(history.HistoryError, match="SIGMA_SCHEDULE = unknown there"):
+        history.open_run(falling, tmp_path)
+    assert egg_config.load(defines=["SIGMA_SCHEDULE=4:5,9:6"], environ={}).SIGMA_SCHEDULE == ((4, 5), (9, 6))
+    assert egg_config.load(defines=["SIGMA_SCHEDULE="], environ={}).SIGMA_SCHEDULE == ()
+    with pytest.raises(egg_config.ConfigError, match="'4' is not step:shift,step:shift,..."):
+        egg_config.load(defines=["SIGMA_SCHEDULE=4"], environ={})
 
 
 @pytest.mark.parametrize("preset", egg_config.PRESETS)

@@ -57,7 +57,7 @@ class Reading:
     [context]] of every position] of every head)."""
 
     def __init__(self, cfg, state, see=unseen):
-        self.cfg, self.state, self.see = cfg, state, see
+        self.cfg, self.state, self.see, self.noise_shift = cfg, state, see, cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
 
     def noise(self, seed, index):
@@ -103,7 +103,7 @@ class Reading:
             sb = wrap(truncated(xn * f).sum(1))
         noise = self.noise(seed + t.seed_a, cols).astype(np.float32)
         a = truncated(noise * self.factor(t.overlay_a, seed + t.seed_a, cols))
-        return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.cfg.NOISE_SHIFT))
+        return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.noise_shift))
 
     def layer_norm(self, h, name, layer, seed, sign):
         w, b = self.vector(name, layer, seed, sign), self.vector(name + "_bias", layer, seed, sign)
@@ -158,7 +158,7 @@ class Reading:
         p = (self.noise(seed + t.seed_a, columns)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
         p = p * self.factor(t.overlay_a, seed + t.seed_a, columns)[:, None]
         p = p * self.factor(t.overlay_b, seed + t.seed_b, hidden)
-        return e + (truncated(p) * sign >> self.cfg.NOISE_SHIFT)
+        return e + (truncated(p) * sign >> self.noise_shift)
 
     def coefficients(self, tokens):
         """int64 [positions]: the transform's coefficient of each position; only a whole window can see its targets."""
