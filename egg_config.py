@@ -189,12 +189,10 @@ class Fact(NamedTuple):
 def _facts(*rows):
     """{name: Fact} from rows of (names, fields of Fact). A local constant never matters to a saved run."""
     facts = {}
-    for names, *row in rows:
-        fact = Fact(*row)
-        for name in names.split():
-            if name in facts:
-                raise ValueError(f"{name} is twice in the table")
-            facts[name] = fact._replace(saved=fact.saved and fact.agree != LOCAL)
+    for name, fact in ((name, Fact(*row)) for names, *row in rows for name in names.split()):
+        if name in facts:
+            raise ValueError(f"{name} is twice in the table")
+        facts[name] = fact._replace(saved=fact.saved and fact.agree != LOCAL)
     return facts
 
 
@@ -250,7 +248,7 @@ class UsageError(EggError):
 
 
 class ConfigError(UsageError):
-    """One line: which constant, what was wrong, what is allowed."""
+    """About a constant: which one, what was wrong, what is allowed."""
 
 
 @contextlib.contextmanager
@@ -278,8 +276,8 @@ class Config(types.SimpleNamespace):
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
-        return {k: v for k, v in self.constants().items()
-                if k in DATA_FILES or k == "SNAPSHOT_EVERY" or not FACTS[k].saved and FACTS[k].agree != LOCAL}
+        kept = self.shared().keys() - self.saved().keys() | {*DATA_FILES, "SNAPSHOT_EVERY"}
+        return {k: v for k, v in self.constants().items() if k in kept}
 
     def fingerprint(self):
         """SHA-256 (hex) over the shared constants."""
@@ -303,12 +301,11 @@ class Config(types.SimpleNamespace):
 def given(preset=None, defines=(), environ=os.environ):
     """{name: (source, value)}: the constants that are set for one run, preset < EGG_* in `environ` < `defines`
     ("NAME=VALUE" strings); source: as the user wrote it. Raises ConfigError."""
-    found = {}
-    source, preset = ("--preset " + preset, preset) if preset else ("EGG_PRESET", environ.get("EGG_PRESET"))
-    if preset:
-        if preset not in PRESETS:
-            raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
-        found.update((name, (source, value)) for name, value in PRESETS[preset].items())
+    source = f"--preset {preset}" if preset else "EGG_PRESET"
+    preset = preset or environ.get("EGG_PRESET")
+    if preset and preset not in PRESETS:
+        raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
+    found = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
             found[key[4:]] = key, _parse(key[4:], text, key)
@@ -321,9 +318,8 @@ def given(preset=None, defines=(), environ=os.environ):
 
 
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
-    """A Config with overrides applied: this file < preset < EGG_* in `environ` < `defines` ("NAME=VALUE" strings).
-    saved: the constants of a saved run, as JSON gives them back, instead of this file's; run: its directory, if it
-    cannot go on with others. Raises ConfigError with one line that names the constant and the rule."""
+    """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON gives them back, instead of
+    this file's; run: its directory, if it cannot go on with others. Raises ConfigError."""
     values = {**_DEFAULTS, **(UNSET if saved else {}), **{name: _tuples(value) for name, value in dict(saved).items()}}
     found, differ = given(preset, defines, environ), {}
     for name, (source, value) in found.items() if run else ():
@@ -349,7 +345,7 @@ def make(**values):
     unknown = [k for k in values if k not in _DEFAULTS]
     if unknown:
         raise ConfigError(f"{unknown[0]}: {_no_such(unknown[0])}")
-    cfg = Config(**{**_DEFAULTS, **values})
+    cfg = Config(**{**_DEFAULTS, **{name: _tuples(value) for name, value in values.items()}})
     if not cfg.POPULATION_SIZE:
         cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
     validate(cfg)
@@ -455,14 +451,11 @@ def _parse(name, text, source):
     kind = type(_DEFAULTS[name])
     try:
         if kind is int:
-            value = {"true": 1, "false": 0}.get(text.lower())
-            value = int(text, 0) if value is None else value
-        elif kind is tuple:
+            return int({"true": "1", "false": "0"}.get(text.lower(), text), 0)
+        if kind is tuple:
             number = int if name == "SIGMA_SCHEDULE" else float
-            value = tuple((int(s), number(r)) for s, r in (item.split(":") for item in text.split(",") if text))
-        else:
-            value = kind(text)
+            return tuple((int(s), number(r)) for s, r in (item.split(":") for item in text.split(",") if text))
+        return kind(text)
     except ValueError:
         wanted = KINDS[kind].replace("rate", "shift") if name == "SIGMA_SCHEDULE" else KINDS[kind]
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
-    return value

@@ -44,7 +44,7 @@ from kernels import ptx
 from kernels import transformer
 from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
 from kernels import products
-from kernels.products import block_sum, matrix_vector
+from kernels.products import Kernel, block_sum, matrix_vector
 from kernels.rules import build_noise, device
 from model import integer_tables
 
@@ -191,9 +191,6 @@ def _token_kernel(cfg):
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
-TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, int64, A32, A32, A8, A8, A8, A32, A32, A8)
-
-
 class _Plan(products.Plan):
     """The calls of a forward pass in order."""
 
@@ -250,7 +247,9 @@ class Forward(products.Forward):
         def logit(total):
             return int32(total >> int32(SHIFT))
 
-        super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES, logit)
+        token = Kernel((_token_kernel(cfg), 5 * cfg.HIDDEN_DIM), calls=A32, at=A32, keys=A8, values=A8,
+                       key_words=A32, scores=A32, out=A8)
+        super().__init__(cfg, cc, token, logit, "embedding")
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         self._noisy = transformer.Members(cfg, self._packing, card, silent)
@@ -268,26 +267,22 @@ class Forward(products.Forward):
         return self._noisy.layout(blocks(windows, 2))[2]
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._noisy.launch(stream, self._plan, self._tables, weights, packed, overlay, windows, pairs, job, offset,
-                           pairs, scratch, losses)
+        self._noisy.launch(self._plan, self._tables, pairs, scratch, stream=stream, weights=weights, packed=packed,
+                           overlay=overlay, windows=windows, count=pairs, job=job, offset=offset, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._noisy.launch(stream, self._plan, self._tables, weights, packed, weights, windows, count,
-                           self._tables.no_job, 0, blocks(count, 2), scratch, nats, clean=True)
+        self._noisy.launch(self._plan, self._tables, blocks(count, 2), scratch, True, stream=stream, weights=weights,
+                           packed=packed, overlay=weights, windows=windows, count=count, job=self._tables.no_job,
+                           offset=0, losses=nats)
 
     def cache_bytes(self, positions):
         cfg = self.cfg
         return 2 * cfg.N_LAYERS * positions * cfg.HIDDEN_DIM + 4 * cfg.N_HEADS * positions
 
-    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
-        cfg, tables = self.cfg, self._tables
-        half = cfg.N_LAYERS * positions * cfg.HIDDEN_DIM
-        keys, packed = cache[:half], packed.view(np.int32)
-        self._token[1, 1024, stream, 5 * cfg.HIDDEN_DIM](
-            tables.calls, tables.plan, weights, packed, tokens, at, positions, rope, tables.exps, tables.gelu, keys,
-            cache[half:2 * half], keys.view(np.int32), cache[2 * half:].view(np.int32), scratch)
-        self._logits[blocks(cfg.VOCAB_SIZE, 64), 256, stream](
-            self._packing.at["embedding", 0] // 4, packed, scratch.view(np.int32), logits)
+    def _cache(self, cache, positions):
+        half = self.cfg.N_LAYERS * positions * self.cfg.HIDDEN_DIM
+        return dict(gelu=self._tables.gelu, keys=cache[:half], key_words=cache[:half].view(np.int32),
+                    values=cache[half:2 * half], scores=cache[2 * half:].view(np.int32))
 
 
 def build_forward(cfg, cc, shared_limit, silent=False):

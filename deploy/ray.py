@@ -39,6 +39,7 @@ NODES_SECONDS = 2.0        # between two looks for new nodes
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
+FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 GAUGES = {"step": "the last step", "loss": "mean loss of the population", "tokens_per_second": "speed of the last step",
           "value": "validation: cross-entropy of held-out text"}
 
@@ -86,13 +87,13 @@ def ready(references, timeout=0):
     return ray.wait(references, num_returns=len(references), timeout=timeout)[0] if references else []
 
 
-def failure(reference):
-    """The error, of this program, with which a call has ended; None if it returned."""
+def result(reference):
+    """What a call has returned. Raises the EggError with which it ended, or a RayError."""
     try:
-        ray.get(reference)
+        return ray.get(reference)
     except Exception as error:          # whatever the actor raised, or why Ray has no result
         cause = getattr(error, "cause", None)
-        return cause if isinstance(cause, EggError) else RayError(problem(error))
+        raise cause if isinstance(cause, EggError) else RayError(problem(error)) from None
 
 
 def problem(error):
@@ -209,7 +210,7 @@ class Workers:
         self.look_at = time.monotonic() + NODES_SECONDS
         for resources, wanted in self.wanted():
             for _ in range(wanted - self.started.count(resources)):
-                actor = ray.remote(WorkerActor).options(**resources, max_restarts=-1, max_task_retries=-1).remote()
+                actor = ray.remote(WorkerActor).options(**resources, **FOR_EVER).remote()
                 self.placed.append(actor.placed.remote())
                 self.alive[actor.run.remote(*self.arguments(len(self.started), self.cpus))] = actor
                 self.started.append(resources)
@@ -218,9 +219,12 @@ class Workers:
         """Names the workers that ended with an error. Raises the error when no worker is left."""
         for served in ready(list(self.alive)):
             del self.alive[served]
-            if not self.alive:
-                raise failure(served)
-            self.console.line(f"warning: a worker ended: {failure(served)}")
+            try:
+                result(served)
+            except EggError as error:
+                if not self.alive:
+                    raise
+                self.console.line(f"warning: a worker ended: {error}")
 
     def needs(self):
         """What a worker needs, and what is free."""
@@ -234,16 +238,11 @@ def home(save_dir):
     own, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
     asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
              for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
-    for reference in asked.values():
-        if error := failure(reference):
-            raise error
-    holding = sorted(address for address, reference in asked.items() if ray.get(reference))
-    if own in holding or not holding:
-        return own
-    if len(holding) > 1:
+    holding = sorted(address for address, reference in asked.items() if result(reference))
+    if len(holding) > 1 and own not in holding:
         raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
                        "continue")
-    return holding[0]
+    return own if own in holding or not holding else holding[0]
 
 
 def train(cfg, args, secret, http, console):
@@ -262,8 +261,7 @@ def train(cfg, args, secret, http, console):
         there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
         port = args.port or ray.get(free_port.options(**there).remote())
-        actor = ray.remote(CoordinatorActor).options(
-            **there, max_concurrency=4, max_restarts=-1, max_task_retries=-1).remote()
+        actor = ray.remote(CoordinatorActor).options(**there, max_concurrency=4, **FOR_EVER).remote()
         finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
                                   minutes=args.minutes, access=auth.Access(secret), http=http, log_json=log_json,
                                   tensorboard=tensorboard)
@@ -271,10 +269,9 @@ def train(cfg, args, secret, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            follow(actor, finish, workers, args.wait, console)
+            done = follow(actor, finish, workers, args.wait, console)
         finally:
             console.clear()
-        done = ray.get(finish)
         console.line(done.line())
         if done.last_validation:
             console.line("validation: {1:.3f} {2} at step {0}".format(*done.last_validation))
@@ -284,8 +281,7 @@ def train(cfg, args, secret, http, console):
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Raises the error that
-    ends it."""
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
     with stop_signals() as stopped:
@@ -298,13 +294,13 @@ def follow(actor, finish, workers, wait, console):
                 console.progress(status)
             elif now - heard > SILENT_SECONDS:
                 console.progress("the coordinator does not answer: Ray starts it again when its node is there")
-            if stopped and stop_at is None:
+            if stopped and not stop_at:
                 console.line("stopping (once more to stop at once) ...")
                 actor.stop.remote()
                 stop_at = now + STOP_SECONDS
-            if stop_at is not None:
-                if now > stop_at:
-                    raise RayError("the coordinator does not stop; the completed steps are kept")
+            if stop_at and now > stop_at:
+                raise RayError("the coordinator does not stop; the completed steps are kept")
+            if stop_at:
                 continue
             workers.grow()
             workers.watch()
@@ -318,15 +314,12 @@ def follow(actor, finish, workers, wait, console):
     with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)
-    if error := failure(finish):
-        raise error
+    return result(finish)
 
 
 def show(news, console):
     """Passes what the coordinator told to the console; returns its status line. Raises RayError."""
-    if error := failure(news):
-        raise error
-    status, calls = ray.get(news)
+    status, calls = result(news)
     for name, *values in calls:
         getattr(console, name)(*values)
     return status

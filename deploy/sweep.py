@@ -35,9 +35,7 @@ NUMBERS = {"steps": (int, 1), "minutes": (float, 0.001), "samples": (int, 1), "g
 
 
 class Table(NamedTuple):
-    """What is to be tried. constants: {name: [value] or {"low", "high", "log"}}; samples: draws of the ranges for every
-    combination of the lists; steps or minutes: of a trial; grace: steps or minutes without early stopping, default an
-    eighth; reduction: of so many trials one passes a comparison; cpus, gpus: of a trial."""
+    """What is to be tried; docs/CLUSTERS.md explains it. constants: {name: [value] or {"low", "high", "log"}}."""
     constants: dict
     preset: str = None
     steps: int = None
@@ -91,8 +89,8 @@ def draw(low, high, log=False):
 
 def title(trial, names):
     """Name of a trial and of its directory: its number, and what is varied."""
-    values = ((name, trial.config[name]) for name in names)
-    text = ",".join(f"{name}={value:.4g}" if type(value) is float else f"{name}={value}" for name, value in values)
+    values = {name: trial.config[name] for name in names}
+    text = ",".join(f"{k}={v:.4g}" if type(v) is float else f"{k}={v}" for k, v in values.items())
     return trial.trial_id.rpartition("_")[2][-3:] + "-" + re.sub(r"[^\w.=,+-]", "_", text)[:80]
 
 
@@ -149,9 +147,8 @@ class Progress(tune.Callback):
 
     def on_trial_complete(self, iteration, trials, trial, **info):
         self.done += 1
-        last = trial.last_result
-        print("{} of {}: {}: {:.3f} {} after {} steps, {:.1f} min".format(self.done, self.count, trial, *map(
-            last.get, ("validation", "unit", "steps", "minutes"))), flush=True)
+        last = "{validation:.3f} {unit} after {steps} steps, {minutes:.1f} min".format_map(trial.last_result)
+        print(f"{self.done} of {self.count}: {trial}: {last}", flush=True)
 
     def on_trial_error(self, iteration, trials, trial, **info):
         print(f"{trial}: {cluster.problem(trial.get_error())}", flush=True)
@@ -177,7 +174,7 @@ def sweep(path, preset, defines, directory, address):
     trainable = tune.with_resources(trial, {"cpu": table.cpus, "gpu": table.gpus})
     count = table.samples * math.prod(len(v) for v in table.constants.values() if isinstance(v, list))
     os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1", "RAY_AIR_NEW_OUTPUT": "0"}
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # a line per error is enough, see Progress
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # Progress has a line for each error
     cluster.connect(address)
     try:
         if not any(node["CPU"] >= table.cpus and node["GPU"] >= table.gpus for node in cluster.nodes()):
@@ -194,7 +191,7 @@ def sweep(path, preset, defines, directory, address):
         print("interrupted: the same command continues")
     ranked = rank(directory, names)
     if not ranked and not stopped:
-        raise cluster.RayError("no trial has a validation" + "".join(f": {cluster.problem(e)}" for e in results.errors[:1]))
+        raise cluster.RayError(": ".join(["no trial has a validation", *map(cluster.problem, results.errors[:1])]))
     return [row[-1] for row in ranked]
 
 

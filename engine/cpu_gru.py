@@ -1,16 +1,4 @@
-"""The recurrent model on the CPU: nano-egg's minGRU, integers and clips alone. Products, noise and votes are those of
-`engine.cpu_kernels`.
-
-A layer, for input x and its state h, all int8; every product is divided by 16 * isqrt(inputs), rounding down, and
-clipped to +-127:
-
-    n = ln_1(x)                             ln: x * w divided by the mean of |x| (at least 1), rounding down, clipped
-    f = clip(W_f n + U_f h + b_f)           p = ((f + 127) * h) >> 8
-    c = clip(W_h n + U_h p + b_h)           h = h + (((f + 127) * (c - h)) >> 8)
-    x = clip(x + h)
-    x = clip(x + W_down (W_up ln_2(x)))     with MLP_RELU the inner values are 0 at least
-
-The embedding begins, ln_f and the head (a matrix of its own) end it; logits are int8. The state is zero before token 0.
+"""The recurrent model on the CPU (SPEC 13), with the products, noise and votes of `engine.cpu_kernels`.
 
 A layer reads the whole window before the next one begins, so that all products but those with the state run over
 members times positions; those with the state run over the members of a block, position by position. Members are
@@ -201,11 +189,6 @@ def logits(c, w, weight, side_a, side_b, noisy, rows, per_member, first, x, z):
             z[r, v] = quotient(noised(z[r, v], s, side_a[v], shift), d, reciprocal)
 
 
-@inner
-def states(c, sequences):
-    return zeros((c.L, (sequences + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
-
-
 @njit
 def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats, z):
     """Evaluates windows int32 [n, before + T + 1]. noisy: window i is read by the two members of pair seed S + i, whose
@@ -225,7 +208,7 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
         for i in range(n):
             for t in range(before):
                 some[(first_pair + i) // per_group - first, t] = windows[i, t]
-        theirs = states(c, groups)
+        theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, H), np.int8)
         read(c, w, u32(0), CLEAN, some, before, theirs, empty((groups * before, H), np.int8))
         for layer in range(c.L):
             for s in range(2 * n):

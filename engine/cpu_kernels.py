@@ -218,8 +218,7 @@ def product(w, param, layer, x, rows, out):
     for p in range(panels):
         for r in range(0, rows, ROWS):
             tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_P] + p * k4 * 4 * PANEL, w.correction,
-                 t[AT_C] + p * PANEL, 0,
-                 out, r * stride + p * PANEL, stride, k4)
+                 t[AT_C] + p * PANEL, 0, out, r * stride + p * PANEL, stride, k4)
 
 
 @inlined

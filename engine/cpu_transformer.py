@@ -61,7 +61,7 @@ def add_residual(h, r, y, o, s, noise, shift, shift_y, bias, m):
 
 
 @inner
-def mlp(c, w, tb, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
+def mlp(c, w, up, bias_up, down, bias_down, ln, ln_bias, layer, S, noisy, rows, per_member, h):
     """h = amax(h + MLP(ln(h))) for all rows, in place: items 2 and the second half of 3 of SPEC 7."""
     H = c.H
     norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
@@ -182,8 +182,7 @@ def attend(c, tb, q, keys, values, cache_row, first_row, start, n, a):
                 for limb in range(3):
                     for p in range(D // PANEL):
                         tile(limbs, limb * ROWS * columns + first, columns, packed_v, (p * columns + first) * PANEL,
-                             nothing, 0, 0,
-                             sums, limb * ROWS * D + p * PANEL, D, k4)
+                             nothing, 0, 0, sums, limb * ROWS * D + p * PANEL, D, k4)
                 for r in range(count):
                     for d in range(D):
                         part = f64(sums[0, r, d]) + f64(sums[1, r, d]) * 256.0 + f64(sums[2, r, d]) * 65536.0
@@ -303,12 +302,11 @@ def hidden(c, w, tb, S, noisy, tokens, members, n, start, keys, values, x):
     rows, H = members * n, c.H
     h = empty((rows, H), np.int8)
     embed(c, w, tb, S, noisy, tokens, n, start, rows, h)
-    mlp(c, w, tb, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n,
-        h)
+    mlp(c, w, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN, LN_INIT, LN_INIT_BIAS, NO_LAYER, S, noisy, rows, n, h)
     for layer in range(c.L):
         slot = layer % keys.shape[0]
         attention(c, w, tb, layer, S, noisy, members, n, start, h, keys[slot], values[slot])
-        mlp(c, w, tb, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
+        mlp(c, w, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_2, LN_2_BIAS, layer, S, noisy, rows, n, h)
     norm_w, norm_b = empty((2, H), i32), empty((2, H), i32)
     perturbed(c, w, LN_F, NO_LAYER, S, noisy, norm_w)
     perturbed(c, w, LN_F_BIAS, NO_LAYER, S, noisy, norm_b)

@@ -152,8 +152,7 @@ def move(o, rate, vote, direction, weight, moments):
         acc = muon(direction, o.size, weight, moments[2], rate, o.decay)
     else:
         moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], rate, o.beta1,
-                                            o.one_less_beta1,
-                                            o.beta2, o.one_less_beta2, o.eps, o.decay)
+                                            o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay)
     step, moments[2] = whole_step(weight, acc)
     return step
 

@@ -6,6 +6,7 @@ compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows
 """
 
 import contextlib
+import copy
 import fcntl
 import gc
 import pathlib
@@ -13,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -20,8 +22,10 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.core import analysis as numba_analysis
-from numba.cuda.core import analysis, ir, ir_utils, postproc, transforms
+from numba.core.types.functions import BaseFunction
+from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, transforms
 from numba.cuda.core import config as numba_config
+from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
@@ -54,11 +58,6 @@ COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import c
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
-def limits(gpu):
-    """(compute capability, bytes of dynamic shared memory a block can have) of a device."""
-    return gpu.compute_capability, ptx.shared_limit(gpu)
-
-
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
     "load", "step" (evaluate and update), "validate", "generate" and "digest".
@@ -66,7 +65,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     silent: evaluation without noise (kernels.rules.build_noise)."""
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
-        every[verb] = [Kernel(k.py_func.__name__, k, signature, shared) for k, signature, shared in some]
+        every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
     for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
@@ -92,10 +91,10 @@ def compile_all(every, capability, what, job):
     if missing:
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
-        name = kernel_cache.key({}, [path.name for _, path in missing])
+        lock = where / f"lock-{kernel_cache.key({}, [path.name for _, path in missing])}"
         try:
-            with open(where / f"lock-{name}", "w") as lock:  # processes that start together compile once
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(lock, "w") as file:                    # processes that start together compile once
+                fcntl.flock(file, fcntl.LOCK_EX)
                 _share_out([(i, path) for i, path in missing if not path.exists()], job)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
@@ -131,7 +130,7 @@ def _share_out(missing, job):
 
 
 def _progress(done=0, total=0, started=0.0):
-    """Shows on a terminal how many kernels are compiled; without arguments it clears that line."""
+    """Shows on a terminal how many kernels are compiled; by default it clears that line."""
     if sys.stderr.isatty():
         tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
@@ -143,7 +142,7 @@ def compile_share():
     (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
-    of_verb = kernels(cfg, *limits(gpu), getattr(types, token_type), silent)[2]
+    of_verb = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu), getattr(types, token_type), silent)[2]
     every = [kernel for verb in verbs for kernel in of_verb[verb]]
     with quick_numba():
         for i, path in share:
@@ -155,10 +154,12 @@ def compile_share():
 
 @contextlib.contextmanager
 def quick_numba():
-    """A block in which numba-cuda compiles in half the time, to the same PTX. After every inlining it finds again which
-    variables are live, which here only `del` wants, by an older and slower function than numba's; it copies line
-    numbers; and Python looks for garbage."""
+    """A block in which numba-cuda compiles in less than half of the time, to the same PTX. It omits what is not needed
+    here: after every inlining the search for live variables, which only `del` wants (by an older, slower function than
+    numba's); copies of line numbers, and of a function that was read only to be inlined; the choice of a signature for
+    every single call; and Python's search for garbage."""
     whole, collects = postproc.PostProcessor.run, gc.isenabled()
+    inlined, call_type, call_types = InlineWorker.inline_function, BaseFunction.get_call_type, {}
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         if emit_dels or self.func_ir.is_generator:
@@ -167,12 +168,24 @@ def quick_numba():
         self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
         self.func_ir.generator_info = None
 
+    def inline_function(self, *args):
+        with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(copy=copy.copy, deepcopy=lambda x: x)):
+            return inlined(self, *args)
+
+    def get_call_type(self, context, args, kws):
+        call = self, args, tuple(kws.items())
+        if call not in call_types:
+            call_types[call] = call_type(self, context, args, kws)
+        return call_types[call]
+
     live = numba_analysis.compute_live_map
     gc.disable()
     try:
         with (mock.patch.object(analysis, "compute_live_map", live),
               mock.patch.object(ir_utils, "compute_live_map", live),
               mock.patch.object(postproc.PostProcessor, "run", run),
+              mock.patch.object(InlineWorker, "inline_function", inline_function),
+              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(ir.Loc, "__deepcopy__", lambda self, memo: self, create=True)):
             yield
     finally:
@@ -182,8 +195,8 @@ def quick_numba():
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
 
-A1, U1, S1, B1, F1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32))
-I1, W1 = types.Array(int64, 1, "C"), types.Array(uint64, 1, "C")
+A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32, int64,
+                                                               uint64))
 
 
 def build(cfg, token_type):
@@ -286,8 +299,7 @@ def _digest_kernel():
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums = cuda.shared.array((2, BLOCK), uint64)
-        t = cuda.threadIdx.x
+        sums, t = cuda.shared.array((2, BLOCK), uint64), cuda.threadIdx.x
         a, b = uint64(0), uint64(0)
         for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
             if i < weights.size:
@@ -327,9 +339,9 @@ class Replay:
         self._runs += 1
         if self._runs == 1:
             return self._enqueue()
-        handle = driver.CUstream(int(self._stream.handle))
+        handle, mode = driver.CUstream(int(self._stream.handle)), driver.CUstreamCaptureMode
         if self._graph is None:
-            _driver(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            _driver(driver.cuStreamBeginCapture(handle, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             self._enqueue()
             graph = _driver(driver.cuStreamEndCapture(handle))
             self._graph = _driver(driver.cuGraphInstantiate(graph, 0))
@@ -367,7 +379,8 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, *limits(gpu), token_type, silent)
+        self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
+                                                              token_type, silent)
         self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
         self._ready("load", *(["step"] if tokens is not None else []))
         self._forward.tables()

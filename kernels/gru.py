@@ -26,9 +26,9 @@ from kernels import products
 from kernels import ptx
 from kernels import transformer
 from kernels.gru_parts import both
-from kernels.parts import (A32, A64, A8, AF64, AU32, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
+from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
                            quad_sum, unrolled, vector_function, written_out)
-from kernels.products import Pass, block_sum, matrix_vector, ranges
+from kernels.products import Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device, loss_function
 from kernels.transformer import BARRIER_WORDS, GROUPS, TALLEST, THREADS, members_of
 from model import parameters
@@ -944,15 +944,6 @@ def _token_kernel(cfg):
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
-GATHER_TYPES = (A32, int64, int64, int64, int64, int64, AU32, int64, A32)
-EMBED_TYPES = (int64, A32, A32, A8, A32, int64, int64, int64, int64, AU32, int64, A32)              # and losses
-NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, int64, int64, A32, A32, A32)
-PRODUCT_TYPES = (int64, int64, int64, A32, A32, A8, AU32, int64, int64, int64, int64, int64, A32, A32, A32, int64)
-LOSSES_TYPES = (A32, A8, int64)                                                                     # and exps,
-LOSSES_MORE = (A32, int64, int64, int64, int64, int64, int64)                                        # ... and losses
-RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, int64, int64, AU32, int64, A32, A32, A32, A32,
-               A32, int64, int64, int64)
-TOKEN_TYPES = (A32, A32, A8, A32, A32, A32, A8, A8)
 MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")       # w_h lies behind w_f, u_h behind u_f
 
 
@@ -995,22 +986,21 @@ def padded_rows(places):
     return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST
 
 
-class Rows(Pass):
-    """The forward pass, with noise or `clean`: its kernels and their launches. Both are given the same packing."""
+class Rows(gru_parts.RecurrentPass):
+    """The forward pass, with noise or `clean`. Both are given the same packing."""
 
     def __init__(self, cfg, cc, card, packing, clean, silent=False):
         super().__init__(cfg)
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
-        self.embed = add(_embed_kernel(cfg, nz, clean), EMBED_TYPES + (losses,))
-        self.norm_one = add(_norm_kernel(cfg, nz, cc, 1), NORM_TYPES)
-        self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2), NORM_TYPES)
-        self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP), PRODUCT_TYPES)
+        self.embed, self.norm_one = add(_embed_kernel(cfg, nz, clean), losses=losses), add(_norm_kernel(cfg, nz, cc, 1))
+        self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2))
+        self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP))
                          for kind, of in self.shapes.items()}
-        self.recur = add(_recur_kernel(cfg, nz, card, cc, clean), RECUR_TYPES)
-        self.losses = add(_nats_kernel(cfg) if clean else _losses_kernel(cfg, cc),
-                          LOSSES_TYPES + (AF64 if clean else A32,) + LOSSES_MORE + (losses,))
+        self.recur = add(_recur_kernel(cfg, nz, card, cc, clean))
+        self.losses = add(_nats_kernel(cfg) if clean else _losses_kernel(cfg, cc), exps=AF64 if clean else A32,
+                          losses=losses)
         self.at = packing.placed if hasattr(packing, "placed") else self._pack(packing, shape)
         packing.placed = self.at
 
@@ -1031,72 +1021,59 @@ class Rows(Pass):
         few = max(1, min(some, SLICE // (2 * n * line)))
         padded = padded_rows(some * n)
         own = 4 if self.resident else blocks(units, self.state_rows // 2) * self.own_bytes
-        out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, n=padded * H, sb=12 * padded, own=own,
-                               u=max(padded * 4 * H, padded_rows(few * n) * line)))
+        out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, normed=padded * H, sb=12 * padded,
+                               own=own, u=max(padded * 4 * H, padded_rows(few * n) * line)))
         return out, some, few, padded, end
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states, per_group, begin, keep, losses):
-        """Enqueues the pass over n positions of `count` rows of tokens, `units` pairs (`clean`: of two rows each).
-        losses None: no head. states int8 [L, streams, H]: see _recur_kernel; per_group is then that of the noisy
-        pass."""
-        cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
+    def launch(self, plan, tables, units, scratch, **given):
+        cfg, n, losses = self.cfg, given["n"], given["losses"]
+        processors = cuda.get_current_device().MULTIPROCESSOR_COUNT
         layout, some, few, stride, _ = self.layout(units, n)
-        part, packed = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}, packed.view(np.int32)
-        dummy = tables.no_floats if self.clean else tables.no_ints
-        beyond = (layout["candidates"][0] - layout["gates"][0]) // 4
-        both_gates = scratch[layout["gates"][0]:layout["candidates"][1]].view(np.int32)
+        at, candidates = layout["gates"][0], layout["candidates"]
+        given = self.arguments(given, tables, layout, scratch, units=units, stride=stride,
+                               beyond=(candidates[0] - at) // 4)
+        both_gates, normed = scratch[at:candidates[1]].view(np.int32), given["normed"]
+        if self.clean:
+            given["exps"] = tables.clean_exps
 
         def slices(size):
             for first in range(0, units, size):
                 yield first, min(size, units - first)
 
-        def norm(which, call, first, pairs):
-            kernel, shared = which
-            kernel[(pairs, blocks(n, 64)), 256, stream, shared](call, tables.plan, weights, overlay, job, offset, first,
-                                                                n, stride, part["x"], part["n"], part["sb"])
+        def norm(kernel, call, first, pairs):
+            kernel((pairs, blocks(n, 64)), 256, given, call=call, first=first, out=normed)
 
         def product(kind, call, name, layer, first, pairs, x, out, call_sums=0):
-            (kernel, shared), shape, matrices = self.products[kind], self.shapes[kind], 1 + (kind == "gates")
-            tiles = blocks(2 * pairs * n, 64 * shape.RG)
-            kernel[min(tiles, processors // matrices) * matrices, THREADS, stream, shared](
-                call, call_sums, self.at[name, layer], tables.plan, packed, overlay, job, offset, first, n, pairs * n,
-                stride, part[x], part["sb"], out, beyond)
+            matrices, tiles = 1 + (kind == "gates"), blocks(2 * pairs * n, 64 * self.shapes[kind].RG)
+            self.products[kind](min(tiles, processors // matrices) * matrices, THREADS, given, call=call, first=first,
+                                call_sums=call_sums, at=self.at[name, layer], places=pairs * n, x=x, out=out)
 
-        self.embed[0][(units, blocks(n, 64)), 256, stream](
-            plan.embed, tables.plan, packed, overlay, tokens, width, skip, n, count, job, offset, part["x"],
-            dummy if losses is None else losses)
+        self.embed((units, blocks(n, 64)), 256, given, call=plan.embed,
+                   losses=(tables.no_floats if self.clean else tables.no_ints) if losses is None else losses)
         for i, layer in enumerate(plan.layers):
             for first, pairs in slices(some):
                 norm(self.norm_two, layer.norm_1, first, pairs)
-                product("gates", layer.gates, "w_f", i, first, pairs, "n", both_gates)
-            kernel, shared = self.recur
-            size = states.size // cfg.N_LAYERS
-            mine = states[i * size:(i + 1) * size].view(np.int32) if begin or keep else tables.plan
-            kernel[blocks(units, self.state_rows // 2), THREADS, stream, shared](
-                layer.recur, self.at["u_f", i], tables.plan, weights, packed, overlay, tokens, width, skip, n, units,
-                count, job, offset, part["gates"], part["candidates"], part["x"], mine, part["own"], per_group, begin,
-                keep)
+                product("gates", layer.gates, "w_f", i, first, pairs, normed, both_gates)
+            self.recur(blocks(units, self.state_rows // 2), THREADS, given, call=layer.recur, at=self.at["u_f", i],
+                       states=self.states(given, i))
             for first, pairs in slices(some):
                 norm(self.norm_one, layer.norm_2, first, pairs)
-                product("inner", layer.inner, "w_up", i, first, pairs, "n", part["u"], layer.sums)
-                product("down", layer.down, "w_down", i, first, pairs, "u", part["x"])
+                product("inner", layer.inner, "w_up", i, first, pairs, normed, given["u"], layer.sums)
+                product("down", layer.down, "w_down", i, first, pairs, given["u"], given["x"])
         for first, pairs in slices(few) if losses is not None else ():
             norm(self.norm_one, plan.norm_f, first, pairs)
-            product("logits", plan.head, "head", 0, first, pairs, "n", part["u"])
-            self.losses[0][min(blocks(2 * pairs * n, 64), 8 * processors), 256, stream](
-                part["u"], scratch[slice(*layout["u"])], line_of(cfg) // 4,
-                tables.clean_exps if self.clean else tables.exps, tokens, width, skip, n, first, pairs * n, count,
-                losses)
+            product("logits", plan.head, "head", 0, first, pairs, normed, given["u"])
+            self.losses(min(blocks(2 * pairs * n, 64), 8 * processors), 256, given, z=given["u"], first=first,
+                        bytes_=scratch[slice(*layout["u"])], line=line_of(cfg) // 4, places=pairs * n)
 
 
 class Forward(products.Forward):
     """What the CUDA engine uses: see the top of egg_kernels."""
 
     def __init__(self, cfg, cc, shared_limit, silent=False):
-        super().__init__(cfg, cc, _token_kernel(cfg), TOKEN_TYPES,
-                         divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)))
-        self._plan, self._gather = _Plan(cfg, self._packing), _gather_kernel()
+        token = Kernel((_token_kernel(cfg), 5 * cfg.HIDDEN_DIM), calls=A32, at=A32, states=A8, out=A8)
+        super().__init__(cfg, cc, token, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)), "head")
+        self._plan, self._gather = _Plan(cfg, self._packing), Kernel(_gather_kernel())
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
             self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
@@ -1105,11 +1082,10 @@ class Forward(products.Forward):
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
         self._clean = Rows(cfg, cc, card, self._packing, True)
-        self._serve([(self._gather, GATHER_TYPES, 0)] + self._clean.kernels if cfg.STATE_TOKENS else [])
+        self._serve([self._gather] + self._clean.kernels if cfg.STATE_TOKENS else [])
 
     def tables(self):
-        super().tables(no_job=np.zeros(4, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64),
-                       no_states=np.zeros(self.cfg.N_LAYERS, np.int8))
+        super().tables(no_job=np.zeros(4, np.uint32), no_floats=np.zeros(1), no_ints=np.zeros(1, np.int64))
 
     def _parts(self, pairs):
         """(streams that make states, bytes of: their tokens, their states, the scratch of both passes)."""
@@ -1131,30 +1107,28 @@ class Forward(products.Forward):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
         before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
-        tokens, states, work = scratch[:token_bytes], scratch[token_bytes:token_bytes
-                                                              + state_bytes], scratch[token_bytes + state_bytes:]
+        end = token_bytes + state_bytes
+        tokens, states, work = scratch[:token_bytes], scratch[token_bytes:end], scratch[end:]
+        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, job=job, offset=offset,
+                     per_group=per_group)
         if streams:
             tokens, units = tokens.view(np.int32), blocks(streams, 2)
             states = states[:2 * units * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._gather[blocks(streams * before, 256), 256, stream](windows, width, before, pairs, per_group, streams,
-                                                                     job, offset, tokens)
-            self._clean.launch(stream, self._plan, tables, weights, packed, overlay, tokens, before, 0, before, streams,
-                               job, offset, units, work, states, per_group, 0, 1, None)
-        self._noisy.launch(stream, self._plan, tables, weights, packed, overlay, windows, width, before, cfg.SEQ_LEN,
-                           pairs, job, offset, pairs,
-                           work, states if streams else tables.no_states, per_group, int(streams > 0), 0, losses)
+            self._gather(blocks(streams * before, 256), 256, given, windows=windows, width=width, n=before, pairs=pairs,
+                         streams=streams, tokens=tokens)
+            self._clean.launch(self._plan, tables, units, work, **given, tokens=tokens, width=before, skip=0, n=before,
+                               count=streams, states=states, begin=0, keep=1, losses=None)
+        self._noisy.launch(self._plan, tables, pairs, work, **given, tokens=windows, width=width, skip=before,
+                           n=cfg.SEQ_LEN, count=pairs, states=states, begin=int(streams > 0), keep=0, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._clean.launch(stream, self._plan, self._tables, weights, packed, weights, windows, length + 1, 0, length,
-                           count,
-                           self._tables.no_job, 0, blocks(count, 2), scratch, self._tables.no_states, 1, 0, 0, nats)
+        self._clean.launch(self._plan, self._tables, blocks(count, 2), scratch, stream=stream, weights=weights,
+                           packed=packed, overlay=weights, job=self._tables.no_job, offset=0, per_group=1,
+                           tokens=windows, width=length + 1, skip=0, n=length, count=count, begin=0, keep=0,
+                           losses=nats)
 
     def cache_bytes(self, positions):
         return self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM
 
-    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
-        cfg, packed = self.cfg, packed.view(np.int32)
-        self._token[1, 1024, stream, 5 * cfg.HIDDEN_DIM](self._tables.calls, self._tables.plan, weights, packed, tokens,
-                                                         at, cache, scratch)
-        self._logits[blocks(cfg.VOCAB_SIZE, 64), 256, stream](self._packing.at["head", 0] // 4, packed,
-                                                              scratch.view(np.int32), logits)
+    def _cache(self, cache, positions):
+        return dict(states=cache)

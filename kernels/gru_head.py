@@ -12,31 +12,25 @@ from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
 from kernels.gru_parts import OFFSET, STAGE, begin_with, columns, input_bytes
-from kernels.parts import A32, A64, A8, AU32, PLAN, blocks, quad_max, quad_sum, unrolled
+from kernels.parts import PLAN, blocks, quad_max, quad_sum, unrolled
 from kernels.rules import device, loss_function
 
 STAGES = 3                                  # of the ring
 # of the table of exponentials; the last is 0, for columns beyond the vocabulary
 ENTRIES = 256
-TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
 
 
 def size_of(cfg, limit):
-    """Shared memory of the kernel: rows of a task in 16 (0: it does not fit), warps of a block, bytes of a warp's
-    tables, all bytes."""
+    """Shared memory of the kernel: rows of a task in 16, tasks of a pair, warps of a block (0: it does not fit), bytes
+    of a warp's tables, all bytes."""
     H = cfg.HIDDEN_DIM
     tiles, ring = 2 if H <= 256 else 1, STAGES * STAGE * H
     table = 16 * H + input_bytes(cfg, H, 4) + 4 * STAGE
     free = limit - 1024 - ring - ENTRIES * 32 * 4
     warps = min(12 if H <= 256 else 8, free // table)
     warps -= warps % 4 if warps > 4 else 0
-    return SimpleNamespace(tiles=tiles if warps > 0 else 0, warps=warps, table=table, at=ring + ENTRIES * 32 * 4,
-                           bytes=ring + ENTRIES * 32 * 4 + warps * table)
-
-
-def tasks(cfg, size):
-    """Tasks of a pair."""
-    return blocks(cfg.SEQ_LEN, 8 * size.tiles)
+    return SimpleNamespace(tiles=tiles, tasks=blocks(cfg.SEQ_LEN, 8 * tiles), warps=warps, table=table,
+                           at=ring + ENTRIES * 32 * 4, bytes=ring + ENTRIES * 32 * 4 + warps * table)
 
 
 def head_kernel(cfg, nz, cc, size, load_rows):
@@ -47,8 +41,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     at: packed word of the matrix (kernels.gru_narrow packs it so), `columns` columns. plan rows: as in kernels.gru."""
     H, T, STEPS, V, TILES, W = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, size.tiles, size.warps
     THREADS, WORDS, ALL, ACC, ROWS = 32 * W, H // 8, H // 8 * TILES, 16 * TILES, 2 * TILES
-    BYTES, PARTS, RAGGED = STAGE * H, columns(cfg) // STAGE, V % STAGE != 0
-    TASKS = tasks(cfg, size)
+    BYTES, PARTS, RAGGED, TASKS = STAGE * H, columns(cfg) // STAGE, V % STAGE != 0, size.tasks
     AT_EXPS, AT, TABLE = STAGES * BYTES, size.at, size.table
     AT_B, AT_NOISE = 16 * H, 16 * H + input_bytes(cfg, H, 4)
     LEAST = -(1 << 31)

@@ -13,13 +13,12 @@ w + 16 q + 4 k + e, so 16 bytes go at once.
 A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
 noise, divisor 2^D and noise shift N: the upper half of a word, and two of them are clipped by one instruction. """
 
-import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import gru_head, gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
-from kernels.parts import A32, A64, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
+from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
 from kernels.rules import build_noise, device, loss_function
 
 H = 256
@@ -241,8 +240,8 @@ def _wide_kernel(cfg, nz, head):
             cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
 
     @cuda.jit(launch_bounds=THREADS)
-    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, f_out, h_out, tokens,
-             width, skip, units, exps, losses):
+    def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, gates, candidates,
+             tokens, width, skip, units, exps, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
         t = cuda.threadIdx.x
@@ -306,7 +305,7 @@ def _wide_kernel(cfg, nz, head):
                 for part in range(4):
                     product(acc, n, descriptor(int32(base + part * HALF)))
                     for j in range(2):
-                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, f_out if part < 2 else h_out,
+                        store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, gates if part < 2 else candidates,
                               to + 16 * j)
                     n0, n1, to = int32(n0 + 512), int32(n1 + 512), to + 32
                     if part == 1:
@@ -415,12 +414,11 @@ def _recur_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
         desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
-        acc = cuda.local.array(32, int32)
+        acc, left = cuda.local.array(32, int32), left_of(job_shift(job))
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
         # of a row of its sequence
         line = (int64(cuda.blockIdx.x * ROWS + (t & 127) // 2) * T) * (H // 4) + (t & 1) * LINE
-        left = left_of(job_shift(job))
         for position in range(T):
             ahead = line + min(position + AHEAD, T - 1) * (H // 4)
             if group == 0:
@@ -667,60 +665,36 @@ def _load_tile(cfg):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-EMBED_TYPES = (int64, A32, A32, A32, int64, int64, AU32, int64, A32, A64)
-WIDE_TYPES = (int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, int64, int64, int64,
-              A32, A64)
-RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
-MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32)
-
-
 class Hopper(gru_parts.RowsPass):
-    """The noisy forward pass; the interface is that of kernels.gru.Rows."""
+    """The noisy forward pass."""
 
     def __init__(self, cfg, packing, silent):
         super().__init__(cfg, packing, 128, PAIRS)
         nz, add = build_noise(cfg, silent), self.add
-        self.embed = add(_embed_kernel(cfg, nz), EMBED_TYPES)
-        self.gates = add(_wide_kernel(cfg, nz, False), WIDE_TYPES)
+        self.embed, self.gates = add(_embed_kernel(cfg, nz)), add(_wide_kernel(cfg, nz, False))
         # 256 logits stay in registers
         self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None
-        if self.stream:
-            self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)), gru_head.TYPES)
-        else:
-            self.head = add(_wide_kernel(cfg, nz, True), WIDE_TYPES)
-        self.recur, self.mlp = add(_recur_kernel(cfg, nz), RECUR_TYPES), add(_mlp_kernel(cfg, nz), MLP_TYPES)
+        self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)) if self.stream
+                        else _wide_kernel(cfg, nz, True))
+        self.recur, self.mlp = add(_recur_kernel(cfg, nz)), add(_mlp_kernel(cfg, nz))
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states, per_group, begin, keep, losses):
-        x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
-        packed, tiles, processors = packed.view(np.int32), blocks(units * 2 * n,
-                                                                  ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
+    def launch(self, plan, tables, units, scratch, **given):
+        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
+        tiles, processors = blocks(units * 2 * given["n"], ROWS), cuda.get_current_device().MULTIPROCESSOR_COUNT
 
-        def over_tiles(which, groups, *args):
-            kernel, shared = which
+        def over_tiles(kernel, groups, name, layer, **calls):
             each = blocks(tiles, groups * processors)
-            kernel[blocks(tiles, groups * each), 128 * groups, stream, shared](*args[:-1], tables.plan, weights, packed,
-                                                                               overlay, job, offset,
-                                                                          tiles, each, *args[-1])
+            kernel(blocks(tiles, groups * each), 128 * groups, given, at=self.at[name, layer], tiles=tiles, each=each,
+                   **calls)
 
-        def wide(which, call_norm, call, name, layer):
-            over_tiles(which, WIDE, call_norm, call, self.at[name, layer],
-                       (x, gates, candidates, tokens, width, skip, units, tables.exps, losses))
-
-        self.embed[0][units, 256, stream](plan.embed, tables.plan, packed, tokens, width, skip, job, offset, x, losses)
+        self.embed(units, 256, given, call=plan.embed)
         for i, layer in enumerate(plan.layers):
-            wide(self.gates, layer.norm_1, layer.gates, "w_f", i)
-            kernel, shared = self.recur
-            part = states.size // self.cfg.N_LAYERS
-            mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
-            kernel[blocks(units, PAIRS), 512, stream, shared](layer.recur, self.at["u_f", i], tables.plan, weights,
-                                                              packed, overlay, tokens, width, skip, units, job, offset,
-                                                              gates, candidates, x, mine, per_group, begin)
-            over_tiles(self.mlp, MLP, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i], (x,))
+            over_tiles(self.gates, WIDE, "w_f", i, call_norm=layer.norm_1, call=layer.gates)
+            self.recur(blocks(units, PAIRS), 512, given, call=layer.recur, at=self.at["u_f", i],
+                       states=self.states(given, i))
+            over_tiles(self.mlp, MLP, "w_up", i, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
+                       call_sums=layer.sums)
         if self.stream is None:
-            return wide(self.head, plan.norm_f, plan.head, "head", 0)
-        kernel, shared = self.head
-        grid = min(processors, blocks(units * gru_head.tasks(self.cfg, self.stream), self.stream.warps))
-        kernel[grid, 32 * self.stream.warps, stream, shared](plan.norm_f, plan.head, self.at["head", 0], tables.plan,
-                                                             weights, packed, overlay, tokens,
-                                                             width, skip, job, offset, units, tables.exps, x, losses)
+            return over_tiles(self.head, WIDE, "head", 0, call_norm=plan.norm_f, call=plan.head)
+        self.spread(self.head, self.stream, units * self.stream.tasks, given, call_norm=plan.norm_f, call=plan.head,
+                    at=self.at["head", 0])

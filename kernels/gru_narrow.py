@@ -16,12 +16,11 @@ as x + 128. """
 
 from types import SimpleNamespace
 
-import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import gru_head, gru_parts, ptx
 from kernels.gru_parts import BITS, OFFSET, begin_with, both, input_bytes, row_functions
-from kernels.parts import A32, A64, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function
+from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function
 from kernels.products import ROWS
 from kernels.rules import build_noise, device, loss_function
 from model import parameters
@@ -80,7 +79,7 @@ def _sizes(cfg, limit):
         warps = min(most, (free - (weights if resident else 0)) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
         out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps,
-                                    bytes=(weights if resident else 0) + more + warps * table,
+                                    bytes=(weights if resident else 0) + more + warps * table, tasks=1,
                                     at=(weights if resident else 0) + more)
     if cfg.VOCAB_SIZE > LARGEST_V:
         out["head"] = gru_head.size_of(cfg, limit)
@@ -148,7 +147,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
-                             skip, job, offset, units, x, f_out, h_out, losses):
+                             skip, job, offset, units, x, gates, candidates, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t = cuda.threadIdx.x
         lane, mine = t & 31, AT + (t >> 5) * TABLE
@@ -207,11 +206,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 s0, s1 = factor(f0, 0, shift), factor(f1, 1, shift)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
-                    store_block(acc, f_out, row, b, s0, s1, shift, int32(table + b * 128 + q * 16), q)
+                    store_block(acc, gates, row, b, s0, s1, shift, int32(table + b * 128 + q * 16), q)
                 s0, s1 = factor(h0, 0, shift), factor(h1, 1, shift)
                 for b in range(STEPS):
                     product(acc, n, at_weights, H * H + b * (32 * H), start)
-                    store_block(acc, h_out, row, b, s0, s1, shift, int32(table + 4 * H + b * 128 + q * 16), q)
+                    store_block(acc, candidates, row, b, s0, s1, shift, int32(table + 4 * H + b * 128 + q * 16), q)
 
     return gates_and_candidates, size.bytes
 
@@ -605,15 +604,8 @@ def _head_kernel(cfg, nz, cc, size):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-GATES_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32,
-               A32, A64)
-RECUR_TYPES = (int64, int64, A32, A8, A32, A8, A32, int64, int64, int64, AU32, int64, A32, A32, A32, A32, int64, int64)
-MLP_TYPES = (int64, int64, int64, int64, int64, A32, A8, A32, A8, AU32, int64, int64, A32)
-HEAD_TYPES = (int64, int64, int64, A32, A8, A32, A8, A32, int64, int64, AU32, int64, int64, A32, A32, A64)
-
-
 class Narrow(gru_parts.RowsPass):
-    """The noisy forward pass; the interface is that of kernels.gru.Rows."""
+    """The noisy forward pass."""
 
     def __init__(self, cfg, cc, shared_limit, packing, silent):
         super().__init__(cfg, packing, 32, 8)
@@ -621,35 +613,22 @@ class Narrow(gru_parts.RowsPass):
         embedding = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
         self.rows_at = packing.add(embedding, ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
-        self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first), GATES_TYPES) for first in firsts]
-        self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]), RECUR_TYPES)
-        self.mlp = add(_mlp_kernel(cfg, nz, cc, self.sizes["mlp"]), MLP_TYPES)
-        if cfg.VOCAB_SIZE > LARGEST_V:
-            self.head = add(gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)), gru_head.TYPES)
-        else:
-            self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]), HEAD_TYPES)
+        self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first)) for first in firsts]
+        self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]))
+        self.mlp = add(_mlp_kernel(cfg, nz, cc, self.sizes["mlp"]))
+        self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]) if cfg.VOCAB_SIZE <= LARGEST_V
+                        else gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)))
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, tokens, width, skip, n, count, job, offset, units,
-               scratch, states, per_group, begin, keep, losses):
-        cfg, processors = self.cfg, cuda.get_current_device().MULTIPROCESSOR_COUNT
-        x, gates, candidates = (scratch[a:b].view(np.int32) for a, b in self.layout(units, n)[0].values())
-        packed = packed.view(np.int32)
+    def launch(self, plan, tables, units, scratch, **given):
+        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
 
-        def run(which, name, work, *args):
-            kernel, shared = which
-            warps = self.sizes[name].warps
-            kernel[min(processors, blocks(work, warps)), 32 * warps, stream, shared](*args)
+        def run(name, work, kernel=None, **own):
+            self.spread(kernel or getattr(self, name), self.sizes[name], work, given, **own)
 
         for i, layer in enumerate(plan.layers):
-            run(self.gates[min(i, 1)], "gates", units, plan.embed, layer.norm_1, layer.gates, self.at["w_f", i],
-                self.rows_at, tables.plan, weights,
-                packed, overlay, tokens, width, skip, job, offset, units, x, gates, candidates, losses)
-            part = states.size // cfg.N_LAYERS
-            mine = states[i * part:(i + 1) * part].view(np.int32) if begin else tables.plan
-            run(self.recur, "recur", blocks(units, 8), layer.recur, self.at["u_f", i], tables.plan, weights, packed,
-                overlay, tokens, width, skip, units, job, offset, gates, candidates, x, mine, per_group, begin)
-            run(self.mlp, "mlp", units, layer.norm_2, layer.inner, layer.down, layer.sums, self.at["w_up", i],
-                tables.plan, weights, packed, overlay, job, offset, units, x)
-        tasks = units * gru_head.tasks(cfg, self.sizes["head"]) if cfg.VOCAB_SIZE > LARGEST_V else units
-        run(self.head, "head", tasks, plan.norm_f, plan.head, self.at["head", 0], tables.plan, weights, packed, overlay,
-            tokens, width, skip, job, offset, units, tables.exps, x, losses)
+            run("gates", units, self.gates[min(i, 1)], call_embed=plan.embed, call_norm=layer.norm_1, call=layer.gates,
+                at=self.at["w_f", i], rows_at=self.rows_at)
+            run("recur", blocks(units, 8), call=layer.recur, at=self.at["u_f", i], states=self.states(given, i))
+            run("mlp", units, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
+                call_sums=layer.sums, at=self.at["w_up", i])
+        run("head", units * self.sizes["head"].tasks, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])

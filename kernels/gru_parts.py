@@ -356,7 +356,22 @@ def columns(cfg):
     return blocks(cfg.VOCAB_SIZE, STAGE) * STAGE
 
 
-class RowsPass(Pass):
+class RecurrentPass(Pass):
+    """What the passes of the recurrent model share. Each has `layout`, whose last value is the bytes of scratch memory
+    of so many pairs of n positions, and `launch(plan, tables, units, scratch, **given)`. That enqueues the pass over
+    `units` pairs; given are arguments of the kernels by name, among them `n` positions from `skip` on of `count` rows
+    of `width` tokens, `losses` (None: no head), `states` int8 [L, streams, H] and per_group, begin, keep: see
+    kernels.gru._recur_kernel."""
+
+    def states(self, given, layer):
+        """Those of a layer; any array of words where none are wanted."""
+        if not given["begin"] and not given["keep"]:
+            return given["plan"]
+        size = given["states"].size // self.cfg.N_LAYERS
+        return given["states"][layer * size:(layer + 1) * size].view(np.int32)
+
+
+class RowsPass(RecurrentPass):
     """A noisy forward pass that keeps rows in registers. It packs w_down in pieces of `depth` inputs. together: so many
     pairs a block of the recurrence has."""
 
@@ -372,3 +387,8 @@ class RowsPass(Pass):
         """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
         size = blocks(units, self.together) * self.together * 2 * n * self.cfg.HIDDEN_DIM
         return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
+
+    def spread(self, kernel, size, work, given, **own):
+        """Enqueues a kernel whose warps share out so much work; `size` has the warps of a block."""
+        grid = min(cuda.get_current_device().MULTIPROCESSOR_COUNT, blocks(work, size.warps))
+        kernel(grid, 32 * size.warps, given, **own)

@@ -1,75 +1,38 @@
-"""What both models share: on the device products of the packed matrices for validation and single-token generation
-(mma.sync, every card, and dp4a), on the host the packing, the plan, and the frame of a forward pass."""
+"""What both models share: on the device the products of single-token generation (dp4a), on the host the packing, the
+plan, kernels whose arguments go by name, and the frame of a forward pass."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
 from numba import cuda, int32, int64
 
 from kernels import ptx
-from kernels.parts import A32, PLAN, SIGNS, TILE, aligned, blocks, quad_sum
+from kernels.parts import A8, A32, A64, AU32, PLAN, SIGNS, TILE, aligned, blocks, quad_sum
 from kernels.rules import device
 from model import integer_tables
 from model import parameters
 
 CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
-LOGITS_TYPES = (int64, A32, A32, A32)
-PACK_TYPES = (A32, A32) + 7 * (int64,)
+# of the parameters of kernels, by name; all others are int64
+TYPES = dict.fromkeys(("plan packed windows tokens exps rope x h u a z out sb spill queries keys values gates "
+                       "candidates states own").split(), A32)
+TYPES |= dict(weights=A8, overlay=A8, gelu=A8, bytes_=A8, job=AU32, losses=A64)
 
 
-def tile_functions(K, KC):
-    """Device functions that fetch the chunk k0..k0 + KC of TILE rows of A and of B (core matrices of K bytes a row)
-    into shared memory, that add its product to acc, and that do both for one chunk after the other: eight warps, each
-    32 rows (warp // 2) by 64 columns; acc[(i * 8 + j) * 4 + ...] is the mma tile of rows 16 i and columns 8 j."""
-    PIECES = TILE * KC // 16
+class Kernel:
+    """A kernel as its builder returns it: its dispatcher, or that, bytes of dynamic shared memory, and perhaps a Shape.
+    types: of parameters whose type is not that of TYPES."""
 
-    @device
-    def fetch(at, a, at_a, b, at_b, k0, t):
-        for i in range(t, PIECES, 256):
-            block, rest = i // (KC // 2), i % (KC // 2)
-            source = int64(block * (2 * K) + k0 * 2 + rest * 4)
-            ptx.copy_async16(int32(at + i * 16), a, at_a + source)
-            ptx.copy_async16(int32(at + TILE * KC + i * 16), b, at_b + source)
+    def __init__(self, made, **types):
+        self.dispatcher, self.shared, self.shape = ((made if isinstance(made, tuple) else (made,)) + (0, None))[:3]
+        self._names = list(inspect.signature(self.dispatcher.py_func).parameters)
+        self.signature = tuple((TYPES | types).get(name, int64) for name in self._names)
 
-    @device
-    def multiply(acc, at, warp, lane):
-        matrix = int32(lane >> 3)
-        row = int32(int32(lane & 7) * 16)
-        a_at = int32(at + row + ((warp >> 1) * 4 + (matrix & 1)) * (KC * 8) + (matrix >> 1) * 128)
-        b_at = int32(at + TILE * KC + row + ((warp & 1) * 8 + (matrix >> 1)) * (KC * 8) + (matrix & 1) * 128)
-        for s in range(KC // 32):
-            a = ptx.load_matrix4(int32(a_at + s * 256))
-            a2 = ptx.load_matrix4(int32(a_at + s * 256 + 2 * KC * 8))
-            for j in range(4):
-                b = ptx.load_matrix4(int32(b_at + s * 256 + j * 2 * KC * 8))
-                for half in range(2):
-                    m = (2 * j + half) * 4
-                    b0, b1 = (b[0], b[1]) if half == 0 else (b[2], b[3])
-                    r = ptx.mma_s8(a[0], a[1], a[2], a[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
-                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
-                    m += 32
-                    r = ptx.mma_s8(a2[0], a2[1], a2[2], a2[3], b0, b1, acc[m], acc[m + 1], acc[m + 2], acc[m + 3])
-                    acc[m], acc[m + 1], acc[m + 2], acc[m + 3] = r[0], r[1], r[2], r[3]
-
-    @device
-    def walk(acc, at, a, at_a, b, at_b, warp, lane, t):
-        """acc = the product over all of K; its first chunk is on its way to `at`."""
-        for i in range(64):
-            acc[i] = 0
-        for k in range(K // KC):
-            if k + 1 < K // KC:
-                fetch(int32(at + ((k + 1) & 1) * (2 * TILE * KC)), a, at_a, b, at_b, (k + 1) * KC, t)
-            ptx.copy_commit()
-            ptx.copy_wait_but_one()
-            cuda.syncthreads()
-            multiply(acc, int32(at + (k & 1) * (2 * TILE * KC)), warp, lane)
-            cuda.syncthreads()
-
-    return fetch, multiply, walk
-
-
-def chunk(K):
-    return 128 if K % 128 == 0 else 64 if K % 64 == 0 else 32
+    def __call__(self, grid, threads, given, **own):
+        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `own` or from `given`."""
+        given = given | own
+        self.dispatcher[grid, threads, given["stream"], self.shared](*[given[name] for name in self._names])
 
 
 def matrix_vector(K):
@@ -100,12 +63,12 @@ def block_sum(x, part, t):
 
 
 def logits_kernel(cfg, logit):
-    """logits int32 [V] from n, the words of int8 [H]; logit: device function, of a sum. Launch 256 threads a block of
-    64 columns."""
+    """z = logits int32 [V] from x, the words of int8 [H]; logit: device function, of a sum. Launch 256 threads a block
+    of 64 columns."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
 
     @cuda.jit(launch_bounds=256)
-    def logits(at_packed, packed, n, z):
+    def logits(at, packed, x, z):
         t = cuda.threadIdx.x
         lane = t & 31
         block = cuda.blockIdx.x * 8 + (t >> 5)
@@ -113,7 +76,7 @@ def logits_kernel(cfg, logit):
         if block * 8 < V:
             s = int32(0)
             for piece in range(H // 16):
-                s = ptx.dp4a(packed[at_packed + block * (2 * H) + piece * 32 + lane], n[piece * 4 + (lane & 3)], s)
+                s = ptx.dp4a(packed[at + block * (2 * H) + piece * 32 + lane], x[piece * 4 + (lane & 3)], s)
             s = quad_sum(s)
             if (lane & 3) == 0 and col < V:
                 z[col] = logit(s)
@@ -161,7 +124,8 @@ class Packing:
     adds. And the kernel that packs them."""
 
     def __init__(self, cfg):
-        self.at, self.copies, self.bytes, self.kernel = {}, [], 0, _pack_kernel(cfg.HIDDEN_DIM)
+        self.at, self.copies, self.bytes = {}, [], 0
+        self.kernel = Kernel(_pack_kernel(cfg.HIDDEN_DIM), weights=A32)
         for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
                 self.at[t.name, t.layer] = 4 * self.add(t, PLAIN, blocks(t.cols, TILE) * TILE, t.rows)
@@ -169,13 +133,15 @@ class Packing:
     def add(self, t, order, columns, width):
         """Appends the matrix of a tensor; the word at which it begins."""
         at, size = self.bytes // 4, t.rows * columns // 4
-        self.copies.append((t.weights // 4, at, order, t.cols, columns, width, size))
+        self.copies.append(dict(source=t.weights // 4, target=at, order=order, n=t.cols, columns=columns, width=width,
+                                size=size))
         self.bytes += 4 * size
         return at
 
     def launch(self, stream, weights, packed):
         for copy in self.copies:
-            self.kernel[blocks(copy[-1], 256), 256, stream](weights.view(np.int32), packed.view(np.int32), *copy)
+            self.kernel(blocks(copy["size"], 256), 256, copy, stream=stream, weights=weights.view(np.int32),
+                        packed=packed.view(np.int32))
 
 
 # --- the frame of a forward pass --------------------------------------------------------------------------------------
@@ -217,33 +183,36 @@ def ranges(sizes):
 
 
 class Pass:
-    """A forward pass, with or without noise: its kernels [(dispatcher, signature, dynamic shared bytes)]."""
+    """A forward pass, with or without noise."""
 
     def __init__(self, cfg):
         self.cfg, self.kernels = cfg, []
 
-    def add(self, made, signature):
-        """(dispatcher, dynamic shared bytes, ...) of a kernel, or of what its builder returns."""
-        made = made if isinstance(made, tuple) else (made, 0)
-        self.kernels.append((made[0], signature, made[1]))
-        return made
+    def add(self, made, **types):
+        """The Kernel of what a builder returned."""
+        self.kernels.append(Kernel(made, **types))
+        return self.kernels[-1]
+
+    def arguments(self, given, tables, layout, scratch, **more):
+        """What all kernels of a launch are given, by name: also the arrays of a layout in scratch memory."""
+        arrays = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
+        return given | arrays | dict(plan=tables.plan, exps=tables.exps, packed=given["packed"].view(np.int32)) | more
 
 
 class Forward:
-    """What the CUDA engine uses of both models: see the top of egg_kernels."""
+    """What the CUDA engine uses of both models: see the top of egg_kernels. head: the matrix of the logits."""
 
-    def __init__(self, cfg, cc, token, token_types, logit):
+    def __init__(self, cfg, cc, token, logit, head):
         self.cfg, self._packing, self.token_scratch_bytes = cfg, Packing(cfg), cfg.HIDDEN_DIM
-        self._token, self._token_types, self._logits = token, token_types, logits_kernel(cfg, logit)
+        self._token, self._logits, self._head = token, Kernel(logits_kernel(cfg, logit)), head
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
 
     def _serve(self, more=()):
         """With plan, noisy and clean pass made: what the engine compiles. more: kernels of a step."""
         self.packed_bytes = self._packing.bytes
-        generate = [(self._token, self._token_types, 5 * self.cfg.HIDDEN_DIM), (self._logits, LOGITS_TYPES, 0)]
-        self.kernels = {"load": [(self._packing.kernel, PACK_TYPES, 0)], "step": self._noisy.kernels + [*more],
-                        "validate": self._clean.kernels, "generate": generate}
+        self.kernels = {"load": [self._packing.kernel], "step": self._noisy.kernels + [*more],
+                        "validate": self._clean.kernels, "generate": [self._token, self._logits]}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
@@ -256,3 +225,10 @@ class Forward:
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
+
+    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
+        given = dict(stream=stream, plan=self._tables.plan, calls=self._tables.calls, weights=weights, tokens=tokens,
+                     packed=packed.view(np.int32), at=at, positions=positions, rope=rope, exps=self._tables.exps)
+        self._token(1, 1024, given | self._cache(cache, positions), out=scratch)
+        self._logits(blocks(self.cfg.VOCAB_SIZE, 64), 256, given, at=self._packing.at[self._head, 0] // 4,
+                     x=scratch.view(np.int32), z=logits)

@@ -30,8 +30,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (A8, A32, A64, AF64, AU32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, vector_function, wgmma_descriptor, written_out)
+from kernels.parts import (AF64, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
+                           quad_sum, vector_function, wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
 from kernels.rules import build_noise, device, divide, loss_function
 from model import integer_tables
@@ -748,8 +748,8 @@ def _full_kernel(cfg, nz, card, kind):
 
     # not card.written: its own loops are unrolled by every compiler, and written out they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, q_out, k_out, v_out,
-             spill):
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, queries, keys,
+             values, spill):
         sm = cuda.shared.array(0, int32, 128)
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
@@ -848,11 +848,11 @@ def _full_kernel(cfg, nz, card, kind):
                 if not QKV:
                     store(acc, h, to, col)
                 elif which == 0:
-                    store(acc, q_out, to, col)
+                    store(acc, queries, to, col)
                 elif which == 1:
-                    store(acc, k_out, to, col)
+                    store(acc, keys, to, col)
                 else:
-                    store_transposed(acc, v_out, row, col, lane)
+                    store_transposed(acc, values, row, col, lane)
 
     return full, 4 * (AT_ROPE + ROPE_WORDS), shape
 
@@ -865,7 +865,7 @@ def _head_kernel(cfg, nz, card, like=None):
     packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
 
     like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
-    each position; `pairs` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
+    each position; `count` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
     of 16 columns, then up the tiles of 128, which no other thread has: the order of the sums is the same on every card.
 
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
@@ -989,7 +989,7 @@ def _head_kernel(cfg, nz, card, like=None):
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
-    def head(call, at_tiles, plan, packed, overlay, windows, pairs, job, offset, exps, x, sb, losses):
+    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
@@ -1011,7 +1011,7 @@ def _head_kernel(cfg, nz, card, like=None):
         s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
         seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
         z0, z1, shift = int32(0), int32(0), job_shift(job)
-        if unit < pairs:
+        if unit < count:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
             z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
                               stream, q)
@@ -1107,7 +1107,7 @@ def _head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 totals[0] += wide[mine + k]
                 totals[1] += wide[mine + 8 * CG + k]
-        if q == 0 and side == 0 and unit < pairs and position < T:
+        if q == 0 and side == 0 and unit < count and position < T:
             finish(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
@@ -1183,7 +1183,7 @@ def _embed_kernel(cfg, nz, card, clean):
 
 
 def _norm_kernel(cfg, nz, card, streams):
-    """n = ln(h), the sums sb of n with `streams` input noises, and zeros for those of the down projection. Launch
+    """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
     plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
     H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
@@ -1221,7 +1221,7 @@ def _norm_kernel(cfg, nz, card, streams):
 
     @cuda.jit(launch_bounds=256)
     @card.written
-    def norm(call, plan, weights, overlay, job, offset, stride, h, n, sb):
+    def norm(call, plan, weights, overlay, job, offset, stride, h, out, sb):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1271,7 +1271,7 @@ def _norm_kernel(cfg, nz, card, streams):
                     for k in range(4):
                         x[k] = normed(int32(byte(word, k) * w[k]), mean, reciprocal, b[k])
                     word = pack4(x[0], x[1], x[2], x[3])
-                    n[uint64(at + half * (2 * H) + piece * 32)] = word
+                    out[uint64(at + half * (2 * H) + piece * 32)] = word
                     if whole:
                         for s in range(SUMMED):
                             c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
@@ -1435,7 +1435,7 @@ def _attention_kernel(cfg, nz, card):
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @card.written
-    def attention(call, plan, overlay, job, offset, exps, q_in, k_in, v_in, a, sb):
+    def attention(call, plan, overlay, job, offset, exps, queries, keys, values, a, sb):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
         coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
@@ -1445,7 +1445,7 @@ def _attention_kernel(cfg, nz, card):
         tiles = mine + 1 if MANY else 1
         per_head = 2 * tiles - 1
         steps = HEADS * per_head
-        fetch(base, k_in, v_in, member, 0, per_head, tiles, t)
+        fetch(base, keys, values, member, 0, per_head, tiles, t)
         for i in range(t, EXPS, ALL):
             exp[i] = exps[i // COPIES]
         stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + (member >> 1)))
@@ -1474,7 +1474,7 @@ def _attention_kernel(cfg, nz, card):
             tile = r if r < tiles else 2 * tiles - 2 - r
             wide, column = wide_at_last or tile < mine, tile * TILE + first
             if step + 1 < steps:
-                fetch(base + STAGE - here, k_in, v_in, member, step + 1, per_head, tiles, t)
+                fetch(base + STAGE - here, keys, values, member, step + 1, per_head, tiles, t)
             else:
                 ptx.copy_commit()
             ptx.copy_wait_but_one()
@@ -1484,8 +1484,9 @@ def _attention_kernel(cfg, nz, card):
                     tops[0], tops[1], dens[0], dens[1] = int32(LOWEST), int32(LOWEST), 0, 0
                     for i in range(D // 32):
                         where = at + (head * (D // 16) + 2 * i) * 32
-                        query[4 * i], query[4 * i + 1] = q_in[uint64(where)], q_in[uint64(where + 2 * H)]
-                        query[4 * i + 2], query[4 * i + 3] = q_in[uint64(where + 32)], q_in[uint64(where + 2 * H + 32)]
+                        query[4 * i], query[4 * i + 1] = queries[uint64(where)], queries[uint64(where + 2 * H)]
+                        query[4 * i + 2] = queries[uint64(where + 32)]
+                        query[4 * i + 3] = queries[uint64(where + 2 * H + 32)]
                     for i in range(SUMS):
                         high[i], low[i] = 0, 0
                 scores(s, query, at_k + here, wide)
@@ -1527,30 +1528,21 @@ def _attention_kernel(cfg, nz, card):
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-EMBED_TYPES = (int64, A32, A8, A32, A8, A32, int64, AU32, int64, A32)               # and losses
-NORM_TYPES = (int64, A32, A8, A8, AU32, int64, int64, A32, A32, A32)
-UP_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A8, A32, A32, A32)
-FULL_TYPES = (int64, int64, A32, A8, A32, A8, AU32, int64, int64, int64, A32, A32, A32, A32, A32, A32, A32, A32)
-ATTENTION_TYPES = (int64, A32, A8, AU32, int64, A32, A32, A32, A32, A32, A32)
-HEAD_TYPES = (int64, int64, A32, A32, A8, A32, int64, AU32, int64)                  # and exps, n, sb, losses
-
-
 class Members(Pass):
     """The forward pass of a configuration on a Card: of members, and without noise of windows (`clean_kernels`)."""
 
     def __init__(self, cfg, packing, card, silent):
         super().__init__(cfg)
         nz, none, add = build_noise(cfg, silent), build_noise(cfg, True), self.add
-        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams), NORM_TYPES) for streams in (1, 3)}
-        self.full = {kind: add(_full_kernel(cfg, nz, card, kind), FULL_TYPES) for kind in ("qkv", "o", "down")}
-        self.up = add(_up_kernel(cfg, nz, card, self.full["down"][2].KP), UP_TYPES)
-        self.attention = add(_attention_kernel(cfg, nz, card), ATTENTION_TYPES)
+        self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams)) for streams in (1, 3)}
+        self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
+        self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
+        self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
-        self.embed = add(_embed_kernel(cfg, nz, card, False), EMBED_TYPES + (A64,))
-        self.head = add(_head_kernel(cfg, nz, card), HEAD_TYPES + (A32, A32, A32, A64))
+        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(_head_kernel(cfg, nz, card))
         of_step, self.kernels = self.kernels, shared
-        self.clean_embed = add(_embed_kernel(cfg, none, card, True), EMBED_TYPES + (AF64,))
-        self.clean_head = add(_head_kernel(cfg, none, card, self.head[2]), HEAD_TYPES + (AF64, A32, A32, AF64))
+        self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
+        self.clean_head = add(_head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
         self.kernels, self.clean_kernels = of_step, self.kernels
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
@@ -1558,67 +1550,54 @@ class Members(Pass):
         used |= {name: (DOWN, self.full["down"]) for name in ("w_down", "w_emb_mlp_down")}
         self.at = {}
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
-            order, (_, _, shape) = used[t.name]
+            order, shape = used[t.name][0], used[t.name][1].shape
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
-                KP = self.clean_head[2].KP
+                KP = self.clean_head.shape.KP
                 self.at_clean = (self.at[t.name, 0] if KP == shape.KP else packing.add(t, order, shape.columns(), KP))
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
         cfg, H = self.cfg, self.cfg.HIDDEN_DIM
         rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
-        members = blocks(rows, padded_length(cfg))
-        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for _, _,
-                    shape in self.full.values())
-        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, q=rows * H, k=(rows + 64) * H,
-                               v=members * H * value_length(cfg), spill=max(spill, 4)))
+        members, shapes = blocks(rows, padded_length(cfg)), [kernel.shape for kernel in self.full.values()]
+        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for shape in shapes)
+        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=rows * H,
+                               keys=(rows + 64) * H, values=members * H * value_length(cfg), spill=max(spill, 4)))
         return out, rows, end
 
-    def launch(self, stream, plan, tables, weights, packed, overlay, windows, count, job, offset, pairs, scratch,
-               losses, clean=False):
-        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0."""
+    def launch(self, plan, tables, pairs, scratch, clean=False, **given):
+        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0. given:
+        what kernels are given, by the names of their parameters."""
         layout, stride, _ = self.layout(pairs)
-        part = {name: scratch[a:b].view(np.int32) for name, (a, b) in layout.items()}
-        h, n, sb, u, q, k, v, spill = (part[name] for name in ("h", "n", "sb", "u", "q", "k", "v", "spill"))
-        packed, length = packed.view(np.int32), padded_length(self.cfg)
+        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride)
+        length, n = padded_length(self.cfg), given["n"]
         rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
 
         def norm(call, streams):
-            self.norms[streams][0][(pairs, blocks(2 * length, 128)), 256, stream](
-                call, tables.plan, weights, overlay, job, offset, stride, h, n, sb)
+            self.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=call, out=n)
 
-        def full(kind, call, name, layer, x):
-            kernel, shared, shape = self.full[kind]
-            tiles = blocks(rows, 64 * shape.RG)
-            grid = min(tiles, processors // 3) * 3 if kind == "qkv" else min(tiles, processors)
-            kernel[grid, THREADS, stream, shared](call, self.at[name, layer], tables.plan, weights, packed, overlay,
-                                                  job, offset, tiles, stride, tables.rope, x, sb, h, q, k, v, spill)
+        def product(kernel, call, name, layer, x, matrices=1):
+            tiles = blocks(rows, 64 * kernel.shape.RG)
+            kernel(min(tiles, processors // matrices) * matrices, THREADS, given, call=call, at=self.at[name, layer],
+                   tiles=tiles, x=x)
 
         def mlp(calls, up, down, layer):
-            kernel, shared, shape = self.up
-            tiles = blocks(rows, 64 * shape.RG)
-            kernel[min(tiles, processors), THREADS, stream, shared](
-                calls.up, self.at[up, layer], tables.plan, weights, packed, overlay, job, offset, tiles, stride,
-                tables.gelu, n, sb, u)
-            full("down", calls.down, down, layer, u)
+            product(self.up, calls.up, up, layer, n)
+            product(self.full["down"], calls.down, down, layer, given["u"])
 
-        embed, head, at, exps = ((self.clean_embed, self.clean_head, self.at_clean, tables.clean_exps) if clean else
-                                 (self.embed, self.head, self.at["embedding", 0], tables.exps))
-        embed[0][(pairs, blocks(length, 64)), 4 * min(length, 64), stream](
-            plan.embed, tables.plan, weights, packed, overlay, windows, count, job, offset, h, losses)
+        embed, head = (self.clean_embed, self.clean_head) if clean else (self.embed, self.head)
+        embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed)
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            full("qkv", layer.qkv, "w_q", i, n)
-            kernel, shared = self.attention
-            kernel[(2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, shared](
-                layer.sums_o, tables.plan, overlay, job, offset, tables.exps, q, k, v, n, sb)
-            full("o", layer.o, "w_o", i, n)
+            product(self.full["qkv"], layer.qkv, "w_q", i, n, 3)
+            self.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), given, call=layer.sums_o, a=n)
+            product(self.full["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        kernel, shared, shape = head
-        kernel[blocks(rows, 64 * shape.RG), THREADS, stream, shared](
-            plan.head, at, tables.plan, packed, overlay, windows, count, job, offset, exps, n, sb, losses)
+        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
+             exps=tables.clean_exps if clean else tables.exps,
+             at_tiles=self.at_clean if clean else self.at["embedding", 0])

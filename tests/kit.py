@@ -583,7 +583,7 @@ def kernels_of(constants, cc):
     from engine import cuda_engine
     forward, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
     every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
-    noisy, every = [kernel for kernel, *_ in forward._noisy.kernels], list(every.values())
+    noisy, every = [kernel.dispatcher for kernel in forward._noisy.kernels], list(every.values())
     return {"all": every, "forward": [kernel for kernel in every if kernel.dispatcher not in own.values()],
             "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 

@@ -70,7 +70,7 @@ def test_every_shape_fits_every_card(cc):
             for wgmma in {cc == (9, 0), False}:
                 card = transformer.Card(wgmma, CARDS[cc] * 1024)
                 noisy = transformer.Members(cfg, products.Packing(cfg), card, False)
-                most = max(shared for _, _, shared in noisy.kernels + noisy.clean_kernels)
+                most = max(kernel.shared for kernel in noisy.kernels + noisy.clean_kernels)
                 assert most <= (CARDS[cc] - 1) * 1024, (H, T)
                 for _, _, shape in noisy.full.values():
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
@@ -83,6 +83,9 @@ def test_kernels_that_differ_are_told_apart():
         return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)["all"]}
 
     base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
+    falling = [keys(SIGMA_SCHEDULE=schedule) for schedule in (((0, 2), (9, 5)), ((5, 2), (7, 3), (8, 4)))]
+    assert falling[0] == falling[1] and {name for name in base if base[name] != falling[0][name]} == {
+        "embed", "up", "full", "head"}
     assert base == keys(VALIDATE_EVERY=7)
     assert "operands" in {name for name in base if base[name] != mask[name]}
     assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
@@ -210,7 +213,7 @@ def no_gpu(monkeypatch):
 
 @pytest.mark.parametrize("constants", [
     {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
-    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
+    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300), dict(SIGMA_SCHEDULE=((1, 5),)),
     dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
     dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9), dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4),
     dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
@@ -225,10 +228,12 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         if given is not None:
             engine.expect(0, 4)
             assert engine.evaluate(8, 8).shape == (8,) and engine._begun[:2] == (0, 4)
+            assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF, cfg.noise_shift(0)]
             assert engine.evaluate(0, 4).shape == (4,) and engine._begun is None
             engine.expect(0, 8)
         every_verb(cfg, engine, tokens)
         assert engine.step == 1 and not engine._waiting
+        assert given is None or engine._job[3] == cfg.noise_shift(1)
 
 
 def every_verb(cfg, engine, tokens):
@@ -429,8 +434,9 @@ SWITCHES = (
     dict(NTT_MODE=2, NTT_CAUSAL=0),
     dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2),
     dict(OPTIMIZER="sgd", USE_SAME_DATA=1), dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
-    dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"), dict(SEEN_VOTES=6),
-    dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
+    dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
+    dict(SIGMA_SCHEDULE=((1, 5), (2, 0)), NTT_MODE=3), dict(SIGMA_SCHEDULE=((1, 1), (2, 6)), ADAPTIVE_NOISE_MODE=2),
+    dict(SEEN_VOTES=6), dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
 )
 # each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES

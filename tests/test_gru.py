@@ -471,6 +471,9 @@ EXTREMES = (
     dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132,
          DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
          SIGMA_SHIFT=2, LOSS="deggs"),
+    # noise of three sizes, on every path
+    dict(FAST, SIGMA_SCHEDULE=((1, 3), (2, 4))), dict(SMALL, SIGMA_SCHEDULE=((1, 0), (2, 6))),
+    dict(STREAMED, SIGMA_SCHEDULE=((1, 2), (2, 6))), dict(WIDE, SIGMA_SCHEDULE=((1, 0), (2, 6))),
 )
 
 

@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -357,6 +358,15 @@ def test_eval_gives_the_figures_of_the_engine(here, capsys):
     assert call(capsys, "eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
     few = call(capsys, "eval", "--tokens", "16", "--best")[1]
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
+
+
+def test_eval_names_the_windows_that_it_takes(here, capsys):
+    """Those of VALIDATE_WINDOW, where the model has them."""
+    cfg = egg_config.make(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VALIDATE_WINDOW=16, VOCAB_SIZE=256)
+    engine = types.SimpleNamespace(step=1, name="cpu", validate=lambda windows: (1.0, windows[:, 1:].size))
+    _, count, held_out = use.evaluate(cfg, engine, None, 0, egg_net.Console())
+    assert held_out.windows.shape[1] == 17 and f"val.bin: {count} tokens" in (out := capsys.readouterr().out)
+    assert "in windows of 16; " in out
 
 
 def test_eval_without_the_training_data(here, capsys):

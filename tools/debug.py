@@ -1,9 +1,8 @@
-"""What goes on inside one member: a plain reading of the SPEC in NumPy, and statistics of its activations, its
-attention and its weights.
+"""Inside one member: a plain reading of the SPEC in NumPy, and statistics of what it computes and of the weights.
 
-The tests hold the engines against `Reading`, and DEBUG=1 prints what it sees. So it takes nothing from `model.rules`:
-hash, noise, factor, norms and products are written here once more, from the SPEC, the slow and obvious way. Names,
-columns and colours are those of d-eggs with EGG_DEBUG.
+The tests hold the engines against `Reading`, so it takes nothing from `model.rules`: hash, noise, factor, norms and
+products are written here once more, from the SPEC, the slow and obvious way. DEBUG=1 prints what it sees, with the
+names, columns and colours of d-eggs.
 """
 
 import json
@@ -65,10 +64,8 @@ class Reading:
 
     def factor(self, at, seed, index):
         overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
-        if self.cfg.ADAPTIVE_NOISE_MODE == 0:
-            return np.ones(len(index), np.float32)
-        if self.cfg.ADAPTIVE_NOISE_MODE == 1:
-            return np.clip(overlay, 0, 64) / np.float32(64)
+        if self.cfg.ADAPTIVE_NOISE_MODE < 2:
+            return np.clip(overlay, 0, 64) / np.float32(64) if self.cfg.ADAPTIVE_NOISE_MODE else np.ones_like(overlay)
         tail = (hashes(seed + 100000, index).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
         return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
 
@@ -106,7 +103,7 @@ class Reading:
         return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.noise_shift))
 
     def layer_norm(self, h, name, layer, seed, sign):
-        w, b = self.vector(name, layer, seed, sign), self.vector(name + "_bias", layer, seed, sign)
+        w, b = (self.vector(part, layer, seed, sign) for part in (name, name + "_bias"))
         p, mean = wrap(h * w), np.maximum(1, np.abs(h).sum(1) // self.cfg.HIDDEN_DIM)[:, None]
         return np.clip(wrap(np.sign(p) * (np.abs(p) // mean) + b), -127, 127)
 

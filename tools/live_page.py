@@ -1,7 +1,6 @@
 """The live page and /metrics: a small HTTP server in the coordinator's event loop, with all resources bounded.
 
-GET / is the page (live_page.html), /state.json what it shows, /metrics the same figures for Prometheus. Responses are
-made at most once per second and shared by all clients.
+GET / is the page (live_page.html), /state.json what it shows, /metrics the same figures for Prometheus.
 """
 
 import base64
@@ -11,13 +10,11 @@ import gzip
 import hashlib
 import hmac
 import http
-import http.client
-import io
+import itertools
 import json
 import math
 import os
 import re
-import string
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -42,7 +39,8 @@ FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at w
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-TOKEN = frozenset("!#$%&'*+-.^_`|~" + string.ascii_letters + string.digits)
+TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+REQUEST = re.compile(rb"(%b) ([!-~\x80-\xff]+) (HTTP/1\.[01])\r\n((?:%b:[\t -~\x80-\xff]*\r\n)*)\r\n" % (TOKEN, TOKEN))
 TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")         # in Accept-Encoding
 
 
@@ -86,14 +84,12 @@ class Figures:
     LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
 
     def __init__(self, coordinator):
-        self.coordinator = coordinator
+        self.coordinator, self.step, self.references, self.finished = coordinator, {}, {}, False
         self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
-        self.seconds, self.step, self.references = 0.0, {}, {}
         self.last_validation = self.best = self.unit = None
-        self.samples, self.lines, self.finished = deque(maxlen=curves.SAMPLES), deque(maxlen=LINES), False
-        self.merges = deque(maxlen=MERGES)
-        self.counts = dict.fromkeys(self.COUNTED, 0)
-        self.sent = self.received = 0
+        self.samples, self.lines = deque(maxlen=curves.SAMPLES), deque(maxlen=LINES)
+        self.merges, self.counts = deque(maxlen=MERGES), dict.fromkeys(self.COUNTED, 0)
+        self.seconds, self.sent, self.received = 0.0, 0, 0
         self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
         self._read_curve(coordinator.run)
         coordinator.events.sinks.append(self)
@@ -185,11 +181,11 @@ class Figures:
     def metrics(self):
         """The same in the text format of Prometheus."""
         status, step = self.coordinator.status(), self.step
-        loss = f"egg_loss{{unit={quoted(status['loss_unit'])}}}"
         rows = [("egg_steps_total", "steps of the run that are complete", status["step"]),
                 ("egg_tokens_total", "tokens evaluated in them",
                  status["step"] * self.coordinator.progress.tokens_a_step),
-                (loss, "mean loss of the population in the last step", step.get("loss")),
+                ("egg_loss", "mean loss of the population in the last step", step.get("loss"),
+                 {"unit": status["loss_unit"]}),
                 ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so",
                  self.speed() or None),
                 ("egg_step_seconds", "duration of the last step", step.get("seconds")),
@@ -198,54 +194,44 @@ class Figures:
                 ("egg_chunks", "chunks of a step", status["chunks"]),
                 ("egg_chunks_done", "chunks of the current step that are done", status["chunks_done"]),
                 ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", self.sent),
-                ("egg_received_bytes_total", "bytes received from workers in the steps since the start",
-                 self.received),
+                ("egg_received_bytes_total", "bytes received from workers in the steps since the start", self.received),
                 ("egg_snapshot_step", "step of the newest snapshot, 0 without one", status["snapshot"]),
                 ("egg_workers", "workers that are connected", len(status["workers"])),
-                *((f"egg_events_total{{event={quoted(kind)}}}", "events since the start, by kind", n)
-                  for kind, n in self.counts.items())]
+                *(("egg_events_total", "events since the start, by kind", n, {"event": k})
+                  for k, n in self.counts.items())]
         if self.best:
-            unit = f"{{unit={quoted(self.unit)}}}"
-            rows += [("egg_validation" + unit, "the last validation", self.last_validation["value"]),
-                     ("egg_validation_best" + unit, "the lowest validation", self.best["value"]),
+            unit = {"unit": self.unit}
+            rows += [("egg_validation", "the last validation", self.last_validation["value"], unit),
+                     ("egg_validation_best", "the lowest validation", self.best["value"], unit),
                      ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
-        for name, text, key in (("egg_worker_chunks_total", "results taken from a worker", "chunks"),
-                                ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
-                                ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen")):
-            for w in status["workers"][:WORKERS]:
-                labels = ",".join(f"{k}={quoted(w[k])}" for k in ("name", "address", "device"))
-                rows.append((f"{name}{{{labels}}}", text, w[key]))
-        return prometheus(rows + (island_metrics(status["island"]) if status["island"] else []))
-
-
-def island_metrics(island):
-    """[(name, text, value)] of the status of an island."""
-    kind, peers = f"{{kind={quoted(island['kind'])}}}", island["peers"]
-    rows = [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
-            ("egg_island_fitness" + kind, "what is compared with peers, lower is better", island["fitness"]),
-            ("egg_island_peers", "islands that are known", len(peers)),
-            ("egg_island_peers_up", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
-    for name, text, key in (("egg_island_peer_fitness", "fitness that a peer states", "fitness"),
-                            ("egg_island_peer_step", "step that a peer states", "step"),
-                            ("egg_island_given_total", "states given to a peer", "given"),
-                            ("egg_island_taken_total", "states taken from a peer", "taken")):
-        for p in peers[:WORKERS]:
-            labels = f"name={quoted(p['name'])}" + (f",kind={quoted(p['kind'])}" if key == "fitness" else "")
-            rows.append((f"{name}{{{labels}}}", text, p[key]))
-    return rows
+        rows += [(name, text, w[key], {k: w[k] for k in ("name", "address", "device")}) for name, text, key in (
+            ("egg_worker_chunks_total", "results taken from a worker", "chunks"),
+            ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
+            ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen"),
+        ) for w in status["workers"][:WORKERS]]
+        if island := status["island"]:
+            peers, kind = island["peers"], {"kind": island["kind"]}
+            rows += [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
+                     ("egg_island_fitness", "what is compared with peers, lower is better", island["fitness"], kind),
+                     ("egg_island_peers", "islands that are known", len(peers)),
+                     ("egg_island_peers_up", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
+            rows += [(name, text, p[key], {k: p[k] for k in labels}) for name, text, key, *labels in (
+                ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "name", "kind"),
+                ("egg_island_peer_step", "step that a peer states", "step", "name"),
+                ("egg_island_given_total", "states given to a peer", "given", "name"),
+                ("egg_island_taken_total", "states taken from a peer", "taken", "name"),
+            ) for p in peers[:WORKERS]]
+        return prometheus(row for row in rows if row[2] is not None)
 
 
 def prometheus(rows):
-    """str: the text format. rows: (name with labels, help text, value or None); names in _total are counters."""
-    lines, last = [], None
-    for name, text, value in rows:
-        family = name.partition("{")[0]
-        if value is not None and family != last:
-            kind = "counter" if family.endswith("_total") else "gauge"
-            lines += [f"# HELP {family} {text}", f"# TYPE {family} {kind}"]
-            last = family
-        if value is not None:
-            lines.append(f"{name} {value}")
+    """str: the text format. rows: (name, help text, value, {label: value} if any); names in _total are counters."""
+    lines = []
+    for (name, text), found in itertools.groupby(rows, lambda row: row[:2]):
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        for _, _, value, *labels in found:
+            words = ",".join(f"{k}={quoted(v)}" for k, v in labels[0].items()) if labels else ""
+            lines.append(f"{name}{{{words}}} {value}" if words else f"{name} {value}")
     return "\n".join(lines) + "\n"
 
 
@@ -439,39 +425,23 @@ def response(status, body, last=True, *fields, head=False, zipped=False):
 
 def parse(head):
     """(method, target, version, {lower-case field: value}) of a request's head. Raises ValueError(status, reason)."""
-    line, _, rest = head.partition(b"\r\n")
-    if b"\r" in (alone := head.replace(b"\r\n", b"")) or b"\n" in alone:
-        raise ValueError(400, "lines end with CR and LF")
-    method, target, version = [*line.decode("latin-1").split(" "), "", "", ""][:3]
-    if line.count(b" ") != 2 or not method or not TOKEN.issuperset(method) or not target or not is_printed(target):
-        raise ValueError(400, "this is not a request")
-    if version not in ("HTTP/1.0", "HTTP/1.1"):
-        known = version.startswith("HTTP/") and len(version) == 8 and version[5::2].isdigit()
-        raise ValueError(*((505, "HTTP/1.1 is spoken here") if known else (400, "this is not a request")))
-    try:
-        message = http.client.parse_headers(io.BytesIO(rest))
-    except http.client.HTTPException:
-        raise ValueError(431, "a request has at most 100 fields") from None
+    request = REQUEST.fullmatch(head)
+    if not request:
+        other = re.match(rb"\S+ \S+ HTTP/(?!1\.[01])[0-9]\.[0-9]\r\n", head)
+        raise ValueError(*((505, "HTTP/1.1 is spoken here") if other else (400, "this is not a request")))
+    method, target, version, lines = request.groups()
     fields = {}
-    for name, value in message.items():
-        name = name.lower()
-        if not name or not TOKEN.issuperset(name) or not is_printed(value.replace(" ", "").replace("\t", "")):
-            raise ValueError(400, "a field of the header cannot be right")
+    for line in lines.decode("latin-1").split("\r\n")[:-1]:
+        name, _, value = line.partition(":")
+        name, value = name.lower(), value.strip(" \t")
         if name in ("host", "content-length", "authorization") and name in fields:
             raise ValueError(400, f"two fields {name}")
-        fields[name] = f"{fields[name]}, {value.strip()}" if name in fields else value.strip()
-    if message.defects or message.get_payload():
-        raise ValueError(400, "a field of the header cannot be right")
-    if "host" not in fields and version != "HTTP/1.0":
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    if "host" not in fields and version != b"HTTP/1.0":
         raise ValueError(400, "there is no field Host")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise ValueError(413, "a request here has no body")
-    return method, target, version, fields
-
-
-def is_printed(text):
-    """Whether text of Latin-1 has no spaces and no control characters."""
-    return all("\x21" <= c <= "\x7e" or c >= "\x80" for c in text)
+    return method.decode(), target.decode("latin-1"), version.decode(), fields
 
 
 def policy(html):

@@ -59,21 +59,23 @@ class Chart:
         self.title, named = quantity, units
         if quantity == "loss":
             self.title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
-        self.title += f", {' or '.join(named)}" * bool(named)
+        if named:
+            self.title += ", " + " or ".join(named)
         furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME[:1] if log else TIME, 2) if x == "time" else (COUNT, 1)
         self.size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
         self.log, self.x_end = log, furthest / self.size or 1.0
-        self.lines, self.references, xs = [], {}, [self.x_end / 10]
-        for i, points in enumerate(getattr(curve, quantity) for curve in curves):
-            thinned, points = Thinned(POINTS), [p for p in points if p[column] > 0 or not log]
-            for point in points:
-                thinned.add(point[column] / self.size, point[3])
-            self.lines += [(i, thinned.all())] * bool(points)
-            xs += [point[column] / self.size for point in points[:1]]
-        self.x_start = min(xs) if log else 0.0
+        points = [[(point[column] / self.size, point[3]) for point in getattr(curve, quantity)
+                   if point[column] > 0 or not log] for curve in curves]
+        self.x_start = min([self.x_end / 10, *(x for line in points for x, _ in line)]) if log else 0.0
+        self.lines, self.references = [], {}
+        for i, line in ((i, line) for i, line in enumerate(points) if line):
+            thinned = Thinned(POINTS)
+            for point in line:
+                thinned.add(*point)
+            self.lines.append((i, thinned.all()))
         ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
         self.low, self.high = min(ys), max(ys)
         if quantity == "validation" and len(units) == 1:

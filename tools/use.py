@@ -1,5 +1,4 @@
-"""What can be done with a saved run: generate text, evaluate it on a text, export its weights as a safetensors file
-(SPEC 18), and import such a file."""
+"""What can be done with a saved run: generate text, evaluate it on a text, export and import its weights (SPEC 18)."""
 
 import codecs
 import contextlib
@@ -8,8 +7,8 @@ import json
 import math
 import mmap
 import os
-import sys
 import time
+
 import numpy as np
 
 from model import data_files, optimizers, parameters, rules
@@ -32,8 +31,12 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     snapshot with the best validation; console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         state = _state(cfg, run, best, console.line)
-        until = state.step if best else run.step
-        tokens = _tokens_of(cfg, run) if optimizers.reads_data(cfg) and state.step < until else None
+        until, tokens = state.step if best else run.step, None
+        if (why := optimizers.reads_data(cfg)) and state.step < until:
+            tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+            if any(run.data) and snapshots.data_digest(tokens) != run.data:
+                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
+                               "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
         engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
@@ -58,16 +61,6 @@ def _state(cfg, run, best, warn):
     if best or run.start.step:
         raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
     return parameters.initial_state(cfg)
-
-
-def _tokens_of(cfg, run):
-    """The training data of a run whose updates depend on them."""
-    tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    if any(run.data) and snapshots.data_digest(tokens) != run.data:
-        raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with "
-                       f"{optimizers.reads_data(cfg)} its last steps cannot be repeated without that: name it with -D "
-                       "INPUT_FILE=...")
-    return tokens
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -131,8 +124,8 @@ def evaluate(cfg, engine, path, most, console):
     seconds, count = time.perf_counter() - started, windows[:, 1:].size
     figures = {f"step {engine.step}": held_out.bits(nats), **_references(cfg, held_out)}
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
-    console.line(f"{name}: {count:,} tokens{size}, in windows of {cfg.SEQ_LEN}; {count / seconds:,.0f} tokens/s on "
-                 f"{engine.name}")
+    console.line(f"{name}: {count:,} tokens{size}, in windows of {windows.shape[1] - 1}; {count / seconds:,.0f} "
+                 f"tokens/s on {engine.name}")
     console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
@@ -158,7 +151,7 @@ def _references(cfg, held_out):
     try:
         return data_files.references(cfg, data_files.open_tokens(cfg, cfg.INPUT_FILE), held_out)
     except data_files.DataError as error:
-        print(f"egg: no unigram and bigram figures: {error}", file=sys.stderr, flush=True)
+        data_files.warn(f"no unigram and bigram figures: {error}")
         return {"uniform": held_out.bits(held_out.windows[:, 1:].size * math.log(cfg.VOCAB_SIZE))}
 
 
