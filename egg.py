@@ -19,6 +19,7 @@ import shutil
 import sys
 
 import egg_config
+from cluster.console import Console, Printer
 from egg_config import EggError
 from engine import hardware
 
@@ -243,7 +244,7 @@ def worker(cfg, args):
          option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
                 "if this is given (default: the fewest that a node has)", number(int, 1, 1024, "a number of cores")),
          option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)",
-                number(float, 1e-3, 1e6, "a number of minutes"), default=5),
+                number(float, 1e-3, 1e6, "a number of minutes")),
          flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
@@ -311,7 +312,7 @@ def generate(cfg, args):
     if not text:
         raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, printer(), **settings)
+    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
 
 
 @command(*SAVED_RUN, option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
@@ -324,7 +325,7 @@ def eval_(cfg, args):
       python egg.py eval --load-dir ckpt
       python egg.py eval --load-dir ckpt --best other.txt"""
     from tools import use
-    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, printer())
+    use.evaluate(cfg, load(cfg, args), args.file, args.tokens, Printer())
 
 
 @command(*SAVED_RUN, option("file FILE", "the file to write"),
@@ -335,7 +336,7 @@ def export(cfg, args):
 
     example: python egg.py export weights.safetensors --load-dir ckpt"""
     from tools import use
-    printer().line(use.export(cfg, load(cfg, args), args.file, args.full))
+    Printer().line(use.export(cfg, load(cfg, args), args.file, args.full))
 
 
 def of_file(args):
@@ -352,8 +353,8 @@ def import_(cfg, args):
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
-    printer().line(use.import_(cfg, args.file, args.save_dir))
-    printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
+    Printer().line(use.import_(cfg, args.file, args.save_dir))
+    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
 @command(*SAVED_RUN, option("--json FILE", "append them to FILE, as one line of JSON"), saved=of_run)
@@ -366,7 +367,7 @@ def debug(cfg, args):
     from tools import debug
     from model import data_files
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-    debug.report(cfg, load(cfg, args), tokens, printer(), args.json)
+    debug.report(cfg, load(cfg, args), tokens, Printer(), args.json)
 
 
 @command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
@@ -380,7 +381,7 @@ def plot(cfg, args):
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
     from tools import plot
-    plot.plot(args.runs, printer(), args.x, args.out, args.log)
+    plot.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
 @command()
@@ -409,7 +410,7 @@ def prepare(cfg, args):
     prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
-    say = printer().line
+    say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
@@ -427,7 +428,7 @@ def backprop(cfg, args):
       python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl
       python egg.py plot ckpt backprop.jsonl --x time"""
     from tools import backprop
-    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, printer(), args.log_json)
+    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, Printer(), args.log_json)
 
 
 @command("--threads", "--gpu",
@@ -467,20 +468,14 @@ def page(args, access=None):
 def load(cfg, args):
     """An engine in the state of the saved run."""
     from tools import use
-    told = printer(sys.stderr)
-    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, told)
-    told.line(f"egg: {args.load_dir}, step {engine.step}")
+    console = Printer(sys.stderr)
+    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console)
+    console.line(f"egg: {args.load_dir}, step {engine.step}")
     return engine
-
-
-def printer(stream=None):
-    from cluster.console import Printer
-    return Printer(stream)
 
 
 def run_console(args):
     """The console of a run, which ends as `args` say."""
-    from cluster.console import Console
     return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
@@ -619,7 +614,7 @@ def failed(error):
         message = f"{error.filename}: {error.strerror}" if error.filename else error
     elif not isinstance(error, EggError):
         raise error
-    printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
+    Printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
     return getattr(error, "status", 1)
 
 

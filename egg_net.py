@@ -20,23 +20,19 @@ import time
 
 import numpy as np
 
-from cluster import auth, event_log, history, snapshots, status, trust
+from cluster import auth, event_log, history, snapshots, status, trust, wire
 from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
-from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, RemoteWorker, chunks_text
-from cluster.greeting import Welcome
+from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hooks import Hook
-from cluster.hub import Hub, NetError, reason
+from cluster.hub import Hub, NetError, address_text, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
-from cluster.wire import (BANNED, BLOCK, BLOCK_HEAD, BLOCK_REQUEST, FrameError, HASH_WANTED, JOB_REQUEST, JOB_RESPONSE,
-                          LOG_MESSAGE, NOTHING, REBUILD, REQUEST, RESPONSE, RESULT, RESULT_HEAD, SNAPSHOT_DATA,
-                          SNAPSHOT_REQUEST, SNAPSHOT_WANTED, STATE_HASH, STATED, STEP, STEP_HASH, TEXT_LIMIT, V1, V2,
-                          VALIDATED, VALIDATION)
+from cluster.wire import FrameError, V1, V2
 from model import data_files, fitness_digits, parameters
 
-# --- worker ----------------------------------------------------------------------------------------------------------
+# worker
 
 SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
@@ -48,43 +44,43 @@ POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked
 class Worker:
     """A replica of the model and what it needs to serve; see `run_worker`."""
 
+    changed = 0                            # weights changed by the last update, until a result has reported it
+    rebuilt = False                        # since the last chunk
+    reported_step = -1                     # the last step that was validated and sampled
+    digest = None                          # (step, digest of the state then)
+    speed, slice = None, FIRST_SLICE       # members a second, at a time
+    expected = None, 0                     # (first member, members) of the next evaluation
+    chunks = answers = 0
+
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
-        self.tokens, self.validation, self.decoding = tokens, validation, decoding
-        self.validate_next = validate_first
-        self.changed = 0                   # weights changed by the last update, until a result has reported it
-        self.rebuilt = False               # since the last chunk
-        self.reported_step = -1            # the last step that was validated and sampled
-        self.digest = None                 # (step, digest of the state then)
-        self.speed, self.slice = None, FIRST_SLICE        # members a second, at a time
-        self.chunks = self.answers = 0
-        self.foresight, self.expected = Foresight(cfg), (None, 0)      # (first member, members) of the next evaluation
+        self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
+        self.foresight = Foresight(cfg)
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
-        engine = self.engine
+        engine, result, answers = self.engine, b"", (wire.JOB_RESPONSE,)
+        if link.version == V2:
+            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
-        answers = (JOB_RESPONSE,)
-        if link.version == V2:
-            answers += REBUILD, SNAPSHOT_WANTED, HASH_WANTED
-        result = b""
         while True:
-            request = REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(result + link.frame(JOB_REQUEST, request, self._state_digest(link)))
+            request = wire.REQUEST.pack(engine.seed, engine.step, 0)
+            link.send(result + link.frame(wire.JOB_REQUEST, request, self._state_digest(link)))
             result = b""
-            opcode, payload = link.any_of(answers)
-            while opcode in (SNAPSHOT_WANTED, HASH_WANTED):
-                self._send_state(link, opcode, link.unpack_step(payload))
-                opcode, payload = link.any_of(answers)
+            while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
+                self._send_state(link, got[0], link.unpack_step(got[1]))
             self.answers += 1
-            if opcode == REBUILD:
-                self._rebuild_from(link, link.unpack_step(payload))
+            if got[0] == wire.REBUILD:
+                start = link.unpack_step(got[1])
+                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
+                if not start or not self._fetch_snapshot(link, start):
+                    self._load(parameters.initial_state(self.cfg))
                 continue
-            seed, step, position, packed = link.unpack_response(payload)
+            seed, step, position, packed = link.unpack_response(got[1])
             if packed:
                 self._apply(link, step, packed)
-            elif position == NOTHING:
+            elif position == wire.NOTHING:
                 # a C++ coordinator may leave these fields empty: a seed of 0 is no information
                 if step < engine.step and seed not in (0, engine.seed):
                     self._start_over(link, seed, step)
@@ -119,16 +115,16 @@ class Worker:
             done, count = done + count, self.expected[1] if left else 0
             link.check()
         packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
-        head = RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()), len(packed))
+        head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
+                                     len(packed))
         self.changed, self.rebuilt = 0, False
         self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
-        return link.frame(RESULT, head, packed)
+        return link.frame(wire.RESULT, head, packed)
 
     def _expect(self, first, left):
-        """Tells an engine that can begin an evaluation before the last one is fetched what comes next: members first..
-        first + left - 1, a slice at a time."""
+        """Tells an engine that can begin ahead what comes next: members first.. first + left - 1, a slice at a time."""
         self.expected = first, self._slice_size(left)
         if expect := getattr(self.engine, "expect", None):
             expect(*self.expected)
@@ -136,8 +132,7 @@ class Worker:
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
         if step != self.engine.step + 1:
-            self._start_over(link, None, step)
-            return
+            return self._start_over(link, None, step)
         try:
             if link.version == V2:
                 packed = history.unzip(packed, fitness_digits.packed_size(self.cfg.N_PAIRS))
@@ -168,12 +163,10 @@ class Worker:
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-            link.send(link.frame(VALIDATION, VALIDATED.pack(step, tokens, n_bytes, nats)))
+            link.send(link.frame(wire.VALIDATION, wire.VALIDATED.pack(step, tokens, n_bytes, nats)))
         if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
-            link.send(link.frame(LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:TEXT_LIMIT]))
-
-    # the replica
+            link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
 
     def _state_digest(self, link):
         """The digest of this step's state, which goes with every request; b"" with version 1."""
@@ -181,7 +174,7 @@ class Worker:
             return b""
         if self.digest is None or self.digest[0] != self.engine.step:
             self.digest = self.engine.step, self.engine.digest()
-        return STATED.pack(self.digest[1])
+        return wire.STATED.pack(self.digest[1])
 
     def _load(self, state):
         self.engine.load(state)
@@ -190,32 +183,26 @@ class Worker:
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
         if self.rebuilt:
-            raise NetError(f"{link.name}: its run does not fit this worker: it answers for step {step}"
-                           + (f" with seed {seed}" if seed is not None else "")
-                           + f", here is step {self.engine.step} with seed {self.engine.seed}; is the configuration "
-                           "the same on both sides, and does it still hold the history of the run?")
+            its = f"step {step}" if seed is None else f"step {step} with seed {seed}"
+            raise NetError(f"{link.name}: its run does not fit this worker: it answers for {its}, here is step "
+                           f"{self.engine.step} with seed {self.engine.seed}; is the configuration the same on both "
+                           "sides, and does it still hold the history of the run?")
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
                           "beginning")
         self._load(parameters.initial_state(self.cfg))
 
-    def _rebuild_from(self, link, start):
-        """Goes on from the snapshot of step `start`, or (0, or where it is not good) from the beginning."""
-        self.console.line(f"worker: at step {self.engine.step}, told to go on from the state of step {start}")
-        if not start or not self._fetch_snapshot(link, start):
-            self._load(parameters.initial_state(self.cfg))
-
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
         data, total = bytearray(), 1
         while len(data) < total:
-            link.send(link.frame(SNAPSHOT_REQUEST, BLOCK_REQUEST.pack(step, len(data))))
-            payload = link.next(SNAPSHOT_DATA)
-            its_step, total, offset = BLOCK_HEAD.unpack_from(payload)
+            link.send(link.frame(wire.SNAPSHOT_REQUEST, wire.BLOCK_REQUEST.pack(step, len(data))))
+            payload = link.next(wire.SNAPSHOT_DATA)
+            its_step, total, offset = wire.BLOCK_HEAD.unpack_from(payload)
             if ((its_step, offset) != (step, len(data)) or total > snapshots.most_bytes(self.cfg)
-                    or len(payload) == BLOCK_HEAD.size and total):
+                    or len(payload) == wire.BLOCK_HEAD.size and total):
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += payload[BLOCK_HEAD.size:]
+            data += payload[wire.BLOCK_HEAD.size:]
         try:
             state = snapshots.unpack(self.cfg, data)
         except ValueError as error:
@@ -226,17 +213,15 @@ class Worker:
         return True
 
     def _send_state(self, link, opcode, step):
-        """Answers a SNAPSHOT_WANTED or HASH_WANTED."""
         if step != self.engine.step:
             raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
         state = self.engine.state()
-        if opcode == HASH_WANTED:
-            link.send(link.frame(STATE_HASH, STEP_HASH.pack(step, snapshots.state_hash(state))))
-            return
+        if opcode == wire.HASH_WANTED:
+            return link.send(link.frame(wire.STATE_HASH, wire.STEP_HASH.pack(step, snapshots.state_hash(state))))
         body = snapshots.pack(state)
-        for offset in range(0, len(body), BLOCK):
-            head = BLOCK_HEAD.pack(step, len(body), offset)
-            link.send(link.frame(SNAPSHOT_DATA, head, body[offset:offset + BLOCK]))
+        for offset in range(0, len(body), wire.BLOCK):
+            head = wire.BLOCK_HEAD.pack(step, len(body), offset)
+            link.send(link.frame(wire.SNAPSHOT_DATA, head, body[offset:offset + wire.BLOCK]))
 
 
 class Foresight:
@@ -294,7 +279,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     connected, pause, proves_first = False, BACK_OFF[0], False
     log_arrival = log_loss = True            # attempts that bring no answer are logged once
     while True:
-        link, line, answers = None, None, worker.answers
+        link, answers = None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
@@ -311,7 +296,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             if not retry:
                 raise NetError(status.closed_on_greeting(host, port)) from None
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
-            line = f"worker: the coordinator closed the connection during the introduction{advice}, trying again"
+            what = f"the coordinator closed the connection during the introduction{advice}"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -320,21 +305,19 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             if not retry:
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
-            line = f"worker: {what}, trying again"
         finally:
             if link is not None:
                 link.close()
         if worker.answers > answers:
             pause, log_arrival, log_loss = BACK_OFF[0], True, True
         if log_loss:
-            console.line(line)
-        log_loss = False
-        version = protocol or V2
+            console.line(f"worker: {what}, trying again")
+        log_loss, version = False, protocol or V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
 
 
-# --- coordinator -----------------------------------------------------------------------------------------------------
+# coordinator
 
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
@@ -352,10 +335,10 @@ class Coordinator:
         self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
         self.console, self.events = console, events
         self.n_weights = parameters.n_weights(cfg)
-        self.closing, self._check_at, self._ended = False, 0.0, None
+        self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban, self.wake)
+        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban)
         self.admission = Admission(self, access, room_for_connections(http, island))
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
@@ -364,7 +347,6 @@ class Coordinator:
 
     @property
     def shelf(self):
-        """The snapshots.Shelf of the run."""
         return self.collector.shelf
 
     @property
@@ -374,7 +356,6 @@ class Coordinator:
                 or self.minutes is not None and started is not None and now - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
-        """Does what there is to do, after waiting for it at most `timeout` seconds."""
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
         self.collector.unpack()
         self.dispatcher.answer_waiting()
@@ -392,12 +373,8 @@ class Coordinator:
                 self.island.check(now)
             self.dispatcher.answer_waiting()
 
-    def wake(self):
-        """Something has happened for the requests that are held."""
-        self.dispatcher.changed = True
-
     def finish(self, seconds):
-        """The end of the run: see `drain`; then the sinks are told, and whoever looks at the page sees it."""
+        """The end of the run: see `drain`; then the sinks, and the page, are told."""
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
@@ -408,7 +385,7 @@ class Coordinator:
             self.page.farewell()
 
     def dismiss(self):
-        """Ends the connections of the workers; the page is still served. Can be called more than once."""
+        """Ends the connections of the workers; the page is still served."""
         self.closing = True
         self.console.clear()
         for worker in list(self.dispatcher.workers):
@@ -423,26 +400,14 @@ class Coordinator:
             self.poll(0.05)
 
     def close(self):
-        """Can be called more than once."""
         self.dismiss()
         self.hub.close()
         self.island.close()
-        self.shelf.readers.close()
+        self.shelf.close_unread()
 
-    def status(self):
-        """What `egg.py status` shows, as a dict for JSON."""
-        return status.report(self)
+    status = status.report
 
     # who comes and goes (cluster.admission lets in)
-
-    def welcome(self):
-        """The greeting.Welcome for who comes in now."""
-        return Welcome(snapshots.config_digest(self.cfg), self.run.data, self.run.step, self.shelf.newest)
-
-    def worker_joined(self, session, author, device, data=b""):
-        """data: the digest of its training data, b"" or zeros where it states none."""
-        session.role = RemoteWorker(session, self, author, device, data)
-        self.dispatcher.workers.add(session.role)
 
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
@@ -474,14 +439,15 @@ class Coordinator:
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
-            session.reply(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, NOTHING, 0))
-        elif step < run.start.step or step == run.start.step and self._is_of_epoch_before(worker):
-            self._send_to_start(worker)
+            session.reply(wire.JOB_RESPONSE, wire.RESPONSE.pack(run.seed, run.step, wire.NOTHING, 0))
+        elif step < run.start.step or step == run.start.step and run.start.origin and worker.digest \
+                and worker.digest.hex() != run.start.origin["digest"]:
+            self._send_to_start(worker)              # its state is of the epoch before
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
             session.send(self.dispatcher.catch_up(step, worker.version))
-        elif self.island.awaits_state:
+        elif self.island.handover:
             if worker.sends_snapshots and self.collector.upload is None:
                 self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
@@ -489,13 +455,12 @@ class Coordinator:
             self.progress.chunk_handed_out()
             if self.collector.wanted(worker, step):
                 self.collector.ask(worker)
-            session.reply(JOB_RESPONSE, RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
+            session.reply(wire.JOB_RESPONSE, wire.RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
             self.island.chunk_handed_out()
         else:
             self.dispatcher.hold(worker)
 
     def take_result(self, worker, result):
-        """A worker has evaluated a chunk. result: a wire.Result. Raises FrameError."""
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
@@ -518,9 +483,10 @@ class Coordinator:
         if not (work.complete and self.trust.decided(step)):
             return
         self._conclude_step()                        # if two end in one turn
-        self.run.append(fitness_digits.pack_ternary(work.fitness), work.sum_loss, self.progress.updates)
+        losses = [loss for _, loss in work.done.values()]
+        self.run.append(fitness_digits.pack_ternary(work.fitness), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, [loss for _, loss in work.done.values()])
+        self._ended = self.progress.complete_step(step, losses)
         if names := self.trust.unconfirmed(step):
             self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
                              f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
@@ -541,7 +507,6 @@ class Coordinator:
     # what else workers send
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
-        """A worker has measured its replica. Raises FrameError."""
         figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
         if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
@@ -552,8 +517,6 @@ class Coordinator:
             self.island.state_received(upload)
         else:
             self.island.snapshot_kept(upload.step)
-
-    # replicas
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not it is told to rebuild, waits, or is banned."""
@@ -569,7 +532,7 @@ class Coordinator:
             for wrong in verdict.outvoted:
                 self._distrust(wrong)
             if verdict.news:
-                self.wake()                          # others of this state have waited for the decision
+                self.dispatcher.changed = True       # others of this state have waited for the decision
             self.collector.ask_witness(worker, step)
             self._complete_step_if_done()            # so may the step
             return True
@@ -579,7 +542,7 @@ class Coordinator:
             start = max((s for s in self.shelf.files if s <= step), default=0)
             self.events.warn(f"worker {worker.session.title}: its state at step {step} is not that of others: it "
                              f"rebuilds from step {start}")
-            worker.session.reply(REBUILD, STEP.pack(start))
+            worker.session.reply(wire.REBUILD, wire.STEP.pack(start))
         elif verdict.kind == trust.BAN:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
@@ -600,14 +563,7 @@ class Coordinator:
             self.admission.bans.add(author.identity, why)
         self._distrust(author)
         for worker in [w for w in self.dispatcher.workers if w.author == author]:
-            worker.session.refuse(self.admission.bans.message(author) or f"banned: {why}", BANNED)
-
-    # runs that did not begin with the model that is drawn, and epochs of an island
-
-    def _is_of_epoch_before(self, worker):
-        """Whether a worker that stands where the present epoch begins holds the state of the epoch before."""
-        origin = self.run.start.origin
-        return origin is not None and worker.digest is not None and worker.digest.hex() != origin["digest"]
+            worker.session.refuse(self.admission.bans.message(author) or f"banned: {why}", wire.BANNED)
 
     def _send_to_start(self, worker):
         """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
@@ -618,7 +574,7 @@ class Coordinator:
                                   "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
         worker.sent_to_start = start.epoch
-        worker.session.reply(REBUILD, STEP.pack(self.shelf.newest))
+        worker.session.reply(wire.REBUILD, wire.STEP.pack(self.shelf.newest))
 
     def begin_epoch(self, state, origin, body=None):
         """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
@@ -669,9 +625,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""
-            host, port = coordinator.address
             with stop_signals(stopped) as stopped:
-                console.line(f"coordinator on {host}:{port}, step {run.step}, {place}, {who}")
+                console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
                 if coordinator.page:
                     console.line(coordinator.page.invitation())
                 while not coordinator.finished and not stopped:

@@ -8,8 +8,9 @@ import os
 import time
 from typing import NamedTuple
 
-from cluster import auth, greeting, history, status, wire
+from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
+from cluster.dispatch import RemoteWorker
 from cluster.hub import Crowd, NetError, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
@@ -33,8 +34,8 @@ class Author(NamedTuple):
 
     @property
     def identity(self):
-        """What a ban names: the certificate if the coordinator requires one (it cannot be forged), else name, address
-        and, unless the worker is an old one, its user on that machine: nobody else there can get it banned."""
+        """What a ban names: the certificate if there is one (it cannot be forged), else name, address and, unless the
+        worker is an old one, its user on that machine: nobody else there can get it banned."""
         if self.certificate:
             return f"certificate {self.certificate}"
         user, dot, _ = self.key.partition(".")
@@ -47,42 +48,6 @@ class Author(NamedTuple):
         return self.certificate or self.host
 
 
-class Door:
-    """Counts the connections of callers, and logs who is refused, each reason once. arrivals: those that have proved
-    nothing yet; they count by themselves, so that they keep no worker out."""
-
-    def __init__(self, total, per_address, events):
-        self.arrivals = Crowd(min(ARRIVALS, total // 4))
-        self.total, self.per_address, self.events = total - self.arrivals.most, per_address, events
-        self.by_host = collections.Counter()   # connections that were let in
-        self._logged = {}                      # host -> reasons
-
-    def let_in(self, session):
-        """An arrival has proved who it is. Raises Refused where there can be no more."""
-        if self.by_host.total() >= self.total:
-            raise Refused(f"{self.total} connections are open, as many as can be", FULL)
-        if self.by_host[session.host] >= self.per_address:
-            raise Refused(f"{self.per_address} connections from one address are open, as many as may be "
-                          "(CONNECTIONS_PER_ADDRESS)", FULL)
-        self.arrivals.discard(session)
-        self.by_host[session.host] += 1
-        session.become_known()
-
-    def leave(self, session):
-        if not self.arrivals.discard(session):
-            self.by_host -= {session.host: 1}        # which forgets a host without connections
-
-    def report(self, host, title, why):
-        """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
-        why = one_line(why)
-        if host not in self._logged and len(self._logged) >= ADDRESSES_LOGGED:
-            return
-        logged = self._logged.setdefault(host, set())
-        if why not in logged and len(logged) < REASONS_LOGGED:
-            logged.add(why)
-            self.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
-
-
 class Bans:
     """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever a peer comes
     in. A ban that cannot be written lasts as long as this object."""
@@ -92,7 +57,6 @@ class Bans:
         self._unwritten = {}
 
     def add(self, identity, reason):
-        """identity, reason: one line each."""
         try:
             if self.path is None:
                 raise OSError
@@ -105,7 +69,6 @@ class Bans:
             self._unwritten[identity] = reason
 
     def all(self):
-        """{identity: reason}."""
         bans = dict(self._unwritten)
         if self.path is not None:
             with contextlib.suppress(OSError):
@@ -121,20 +84,22 @@ class Bans:
 
 
 class Admission:
-    """Accepts the connections of a coordinator (egg_net.Coordinator) and lets peers in. most: connections at a time."""
+    """Accepts the connections of a coordinator (egg_net.Coordinator), lets peers in, and logs who is refused. most:
+    connections at a time; arrivals: those that have proved nothing yet, which count by themselves, so that they keep no
+    worker out; by_host: the number of those that were let in."""
 
     def __init__(self, coordinator, access, most):
         self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
         auth.stretched(access.secret)                # takes a while, once
-        self.limits = wire.limits(self.cfg)
-        self.door = Door(most, self.cfg.CONNECTIONS_PER_ADDRESS, coordinator.events)
-        self.bans = Bans(coordinator.run.directory)
-        self._status_made, self._status_until = b"", 0.0
+        self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
+        self.arrivals, self.by_host = Crowd(min(ARRIVALS, most // 4)), collections.Counter()
+        self.most = most - self.arrivals.most
+        self._refused, self._status_made, self._status_until = {}, b"", 0.0          # host -> reasons that are logged
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
         try:
-            return self.coordinator.hub.listen(host, port, self.accept, self.door.arrivals.room, BACKLOG)
+            return self.coordinator.hub.listen(host, port, self.accept, self.arrivals.room, BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
@@ -143,18 +108,29 @@ class Admission:
                            "--port") from None
 
     def accept(self, sock, address):
-        """See hub.Hub.listen."""
-        session = Session(self.coordinator.hub, sock, address, self.coordinator.progress.traffic, self.door,
-                          wire.only(self.limits, wire.FROM_ARRIVAL), self.access.tls)
-        self.door.arrivals.add(session)
-        session.role = Arrival(session, self)
+        session = Session(self, sock, address, wire.FROM_ARRIVAL, self.access.tls)
+        self.arrivals.add(session)
+        session.role = Arrival(session)
+
+    def leave(self, session):
+        if not self.arrivals.discard(session):
+            self.by_host -= {session.host: 1}        # which forgets a host without connections
+
+    def report(self, host, title, why):
+        """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
+        why = one_line(why)
+        if host not in self._refused and len(self._refused) >= ADDRESSES_LOGGED:
+            return
+        logged = self._refused.setdefault(host, set())
+        if why not in logged and len(logged) < REASONS_LOGGED:
+            logged.add(why)
+            self.coordinator.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
 
     def author(self, session, card):
         shown = session.certificate
         return Author(session.host, card.id, card.name, hashlib.sha256(shown).hexdigest() if shown else "")
 
     def let_in_version_1(self, session):
-        """Raises Refused."""
         if not self.coordinator.island.takes_version_1:
             raise Refused(NO_SNAPSHOTS)
         if self.access.secret or self.access.tls:
@@ -162,27 +138,38 @@ class Admission:
         author = Author(session.host, session.title, "a version 1 peer", named=False)
         if why := self.bans.message(author):
             raise Refused(why)
-        self.door.let_in(session)
-        session.limits = wire.only(self.limits, wire.FROM_WORKER[V1])
-        self.coordinator.worker_joined(session, author, "")
+        self._enter(session, V1)
+        session.role = RemoteWorker(session, self.coordinator, author)
 
     def let_in(self, session, host):
         """The peer of a finished greeting.Host. Raises Refused."""
-        card, author = host.card, self.author(session, host.card)
+        coordinator, card, author = self.coordinator, host.card, self.author(session, host.card)
         if card.role == "worker":
             self._check_worker(card, author)
         elif card.role == "island":
-            self.coordinator.island.admit_peer(card, author)
-        self.door.let_in(session)
-        session.limits = wire.only(self.limits, wire.FROM_WORKER[V2])
+            coordinator.island.admit_peer(card, author)
+        self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            self.coordinator.worker_joined(session, author, card.device, card.data)
-        session.reply(*host.welcome(self.coordinator.welcome()))
+            session.role = RemoteWorker(session, coordinator, author, card.device, card.data)
+        session.reply(*host.welcome(greeting.Welcome(snapshots.config_digest(self.cfg), coordinator.run.data,
+                                                     coordinator.run.step, coordinator.shelf.newest)))
         if card.role == "status":
             session.reply(wire.STATUS, self._status())
         elif card.role == "island" and session.open:
-            self.coordinator.island.peer_joined(session, card, author)
+            coordinator.island.peer_joined(session, card, author)
+
+    def _enter(self, session, version):
+        if self.by_host.total() >= self.most:
+            raise Refused(f"{self.most} connections are open, as many as can be", FULL)
+        if self.by_host[session.host] >= (most := self.cfg.CONNECTIONS_PER_ADDRESS):
+            raise Refused(f"{most} connections from one address are open, as many as may be (CONNECTIONS_PER_ADDRESS)",
+                          FULL)
+        self.arrivals.discard(session)
+        self.by_host[session.host] += 1
+        session.take(wire.FROM_WORKER[version])
+        session.idle = self.cfg.IDLE_TIMEOUT
+        session.become_known()
 
     def _status(self):
         """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
@@ -199,52 +186,45 @@ class Admission:
         sides = "at the coordinator", "at the worker"
         if differ := history.difference(history.kept(self.cfg), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        if any(card.data):
-            self._check_data(author, card.data)
-
-    def _check_data(self, author, digest):
-        """The digest of the data of a worker that comes in. Raises Refused if most have others, and refuses others."""
+        if not any(card.data):
+            return
         run, trust = self.coordinator.run, self.coordinator.trust
+        run.keep_data(trust.data_of_most(card.data, author, run.data))
         why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
                f"on with other data, remove {history.DATA_FILE} from the save directory")
-        run.keep_data(trust.data_of_most(digest, author, run.data))
         for worker in [w for w in self.coordinator.dispatcher.workers if any(w.data) and w.data != run.data]:
             worker.session.refuse(why, OTHER_DATA)
-        if digest != run.data:
+        if card.data != run.data:
             raise Refused(why, OTHER_DATA)
 
 
 class Arrival(Role):
     """The role of a session until its peer is let in, and after that of one that reads the status, once."""
 
-    def __init__(self, session, admission):
+    def __init__(self, session):
         super().__init__(session)
-        self.admission = admission
-        self.host = greeting.Host(admission.access.secret)
+        self.host = greeting.Host(session.admission.access.secret)
 
     def handle(self, opcode, payload):
         session = self.session
         if self.host.card:
             raise wire.FrameError("a status was asked for, and nothing else is answered")
         if session.version == V1:
-            self.admission.let_in_version_1(session)
+            session.admission.let_in_version_1(session)
             return session.role.handle(opcode, payload)
         if answer := self.host.handle(opcode, payload):
             session.reply(*answer)
         if self.host.card:
-            self.admission.let_in(session, self.host)
+            session.admission.let_in(session, self.host)
         return True
 
     def check(self, now):
-        idle = self.admission.cfg.IDLE_TIMEOUT
         if not self.session.known and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
-        elif self.session.known and now - self.session.heard > idle:
-            self.session.refuse(f"said nothing for {idle:g} s")
 
     def closed(self):
         if self.host.proved and not self.session.known:
-            self.admission.door.report(self.session.host, self.session.title, "it does not believe our proof: has it "
-                                       "another secret?")
+            self.session.admission.report(self.session.host, self.session.title,
+                                          "it does not believe our proof: has it another secret?")
 
 

@@ -1,5 +1,6 @@
 """The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on (docs/SECURITY.md)."""
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -79,13 +80,11 @@ def user_key():
     path = os.path.join(directory, "worker-key")
     try:
         os.makedirs(directory, exist_ok=True)
-        try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-                file.write(fresh)
-            return fresh
-        except FileExistsError:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-                found, key = os.fstat(file.fileno()), file.read(33)
+        with (contextlib.suppress(FileExistsError),
+              open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
+            file.write(fresh)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            found, key = os.fstat(file.fileno()), file.read(33)
         private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
         return key if private and len(key) == 32 and key.isalnum() else fresh
     except (OSError, ValueError):
@@ -113,7 +112,7 @@ def listen_host(host, access):
 
 def server_tls(cert, key, ca=None):
     """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
-    if cert is None and key is None and ca is None:
+    if cert is key is ca is None:
         return None
     if cert is None or key is None:
         raise AuthError("TLS needs both --tls-cert and --tls-key at the coordinator")
@@ -122,10 +121,10 @@ def server_tls(cert, key, ca=None):
 
 def client_tls(ca, cert=None, key=None):
     """The ssl.SSLContext of a worker that trusts coordinators signed by `ca`; None without."""
-    if ca is None:
-        if cert is not None or key is not None:
-            raise AuthError("TLS needs --tls-ca at the worker: the certificate of the coordinator, or of its signer")
+    if cert is key is ca is None:
         return None
+    if ca is None:
+        raise AuthError("TLS needs --tls-ca at the worker: the certificate of the coordinator, or of its signer")
     return _context(ssl.PROTOCOL_TLS_CLIENT, cert, key, ca)
 
 
@@ -138,7 +137,7 @@ def _context(kind, cert, key, ca):
         if ca is not None:
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
         names = ", ".join(str(x) for x in (cert, key, ca) if x is not None)
         raise AuthError(f"{names}: {error.strerror or error}: give PEM files, --tls-key the key of --tls-cert") \
             from None

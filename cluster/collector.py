@@ -1,7 +1,7 @@
 """The snapshots of a run and the upload of the next one from a worker, which a second worker confirms."""
 
 from cluster import snapshots
-from cluster.trust import tally
+from cluster.trust import shares
 from cluster.wire import BLOCK_HEAD, HASH_WANTED, SNAPSHOT_WANTED, STEP, STEP_HASH
 
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
@@ -11,12 +11,12 @@ class Collector:
     """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
     counts once another author has stated the same hash of the state, of another host where there are any; at once where
     nobody else can. The digest that goes with every request is too weak for that (model.state_digest). Calls
-    kept(upload) with one that counts, liar(author, why) with who sent another state than others have, freed() when the
-    next upload may begin. Raises HistoryError where the state with which an epoch began is missing."""
+    kept(upload) with one that counts, liar(author, why) with who sent another state than others have. Raises
+    HistoryError where the state with which an epoch began is missing."""
 
-    def __init__(self, cfg, run, events, dispatcher, kept, liar, freed):
+    def __init__(self, cfg, run, events, dispatcher, kept, liar):
         self.cfg, self.run, self.events, self.dispatcher = cfg, run, events, dispatcher
-        self._kept, self._liar, self._freed = kept, liar, freed
+        self._kept, self._liar = kept, liar
         self.worker = self.upload = None
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         self.shelf = snapshots.Shelf(cfg, run)
@@ -24,7 +24,9 @@ class Collector:
 
     def wanted(self, worker, step):
         """Whether this worker, at `step`, shall send its state for the shelf."""
-        return worker.digest and worker.sends_snapshots and self.upload is None and self.shelf.wanted(step)
+        every = self.cfg.SNAPSHOT_EVERY
+        return (every and step and step % every == 0 and self.shelf.directory and step not in self.shelf.files
+                and not self.shelf.stopped and worker.digest and worker.sends_snapshots and self.upload is None)
 
     def ask(self, worker, remember=False):
         """Asks for the state of the present step. remember: for `Upload.state`, without a file."""
@@ -46,7 +48,6 @@ class Collector:
             worker.session.reply(HASH_WANTED, STEP.pack(step))
 
     def take_hash(self, worker, payload):
-        """Takes a STATE_HASH."""
         step, stated = STEP_HASH.unpack(payload)
         if worker.hash_wanted == step:
             worker.hash_wanted = None
@@ -60,7 +61,6 @@ class Collector:
         self.settle()
 
     def take(self, worker, payload):
-        """Takes a SNAPSHOT_DATA."""
         step, total, offset = BLOCK_HEAD.unpack_from(payload)
         upload = self.upload
         if self.worker is not worker or upload.step != step or upload.finished:
@@ -99,8 +99,7 @@ class Collector:
         upload, author = self.upload, self.worker and self.worker.author
         if not (upload and upload.finished):
             return
-        votes = tally(self._hashes, self.dispatcher.by_host)
-        own, others = votes.pop(upload.hash), max(votes.values(), default=0)
+        own, others = shares(self._hashes, upload.hash, self.dispatcher.by_host)
         if others > max(own, 1):
             self._refuse("two others have another state with the same digest")
             self._liar(author, f"its snapshot of step {upload.step} is not the state of two others")
@@ -112,8 +111,7 @@ class Collector:
             if not upload.remembered:
                 self.shelf.put(upload)
         except OSError as error:
-            self._stop(error)
-            return
+            return self._stop(error)
         self._end()
         if not upload.remembered:
             self.events.emit("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
@@ -143,7 +141,7 @@ class Collector:
 
     def check(self, now):
         """Gives up an upload that does not come, or that nobody confirms."""
-        self.shelf.readers.check(now)
+        self.shelf.close_unread(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
                 self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has confirmed "
@@ -154,16 +152,15 @@ class Collector:
         self.settle()
 
     def begin_epoch(self):
-        """The run has another start now."""
         self.drop()
-        self.shelf = snapshots.Shelf(self.cfg, self.run, self.shelf.readers)
+        self.shelf.begin_epoch()
         self.shelf.arrange()
 
     def _end(self):
         if self.worker.session.waits:
             self.worker.session.go_on()
         self.worker = self.upload = None
-        self._freed()
+        self.dispatcher.changed = True               # the next upload may begin
 
     def _stop(self, error):
         """The run is more than its snapshots: it goes on without them."""

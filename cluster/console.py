@@ -46,12 +46,10 @@ class Printer:
                 self._shown = text
 
     def clear(self):
-        """Removes the progress line."""
         self._text = ""
         self._write(self._erased())
 
     def write(self, text, name=None):
-        """Writes part of a line at once, in a colour."""
         text = clean(text) if self.terminal else text
         self.stream.write(self._encodable(self.colour(text, name) if name and text else text))
         self.stream.flush()
@@ -59,9 +57,7 @@ class Printer:
     def sample(self, text):
         """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
         parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
-        if not parts:
-            return text
-        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green")
+        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -77,8 +73,7 @@ class Printer:
         return (f"\x1b[{above}A" if above > 0 else "") + "\r\x1b[J" if there else ""
 
     def _clean(self, text):
-        return "".join(part if k % 2 and self.coloured else clean(part)
-                       for k, part in enumerate(OWN_CODES.split(text)))
+        return "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(OWN_CODES.split(text)))
 
     def _encodable(self, text):
         encoding = self.stream.encoding or "utf-8"
@@ -108,7 +103,7 @@ class Console(Printer):
         self._references, self._last_loss, self._validation = "", float("inf"), None
 
     def emit(self, event, line):
-        """Takes an event. line: what is printed of it, None for nothing."""
+        """line: what is printed of the event, None for nothing."""
         kind = event["event"]
         if kind == "start":
             self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
@@ -118,12 +113,16 @@ class Console(Printer):
         elif kind == "validation":
             self._validation = event
             if self.live:
-                self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}",
-                              self._references))
+                figure = f"{event['value']:.3f} {event['unit']}"
+                self.line(fit(f"validation at step {event['step']}: {figure}", self._references))
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:
-            self._live_step(event)
+            self._step, self._step_at = event, time.monotonic()
+            if self._step_at >= self._line_at:
+                self._line_at = self._step_at + self.LINE_EVERY
+                self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
+            self.progress()
         elif kind == "step":
             self.line(self._step_line(event))
         elif line is not None:
@@ -131,16 +130,8 @@ class Console(Printer):
             self.line(before + newline + self.sample(text) if kind == "sample" else line)
 
     def clear(self):
-        """Removes the progress line and forgets the status."""
         self._step = None
         super().clear()
-
-    def _live_step(self, event):
-        self._step, self._step_at = event, time.monotonic()
-        if self._step_at >= self._line_at:
-            self._line_at = self._step_at + self.LINE_EVERY
-            self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
-        self.progress()
 
     def _parts(self):
         if self._step is None:
@@ -150,7 +141,6 @@ class Console(Printer):
         return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        """Of the last step and the last validation; see `fit`."""
         step, val = self._step, self._validation
         loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
         same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
@@ -164,10 +154,9 @@ class Console(Printer):
         if self.minutes is not None:
             ends.append((elapsed / (60 * self.minutes), 60 * self.minutes - elapsed))
         if self.steps is not None:
-            done = self._step["step"] + 1 - self._first
+            done, took = self._step["step"] + 1 - self._first, self._step["elapsed"]
             left = self.steps - self._first - done
-            waited = elapsed - self._step["elapsed"]
-            ends.append((done / max(done + left, 1), self._step["elapsed"] / done * left - waited))
+            ends.append((done / max(done + left, 1), took / done * left - (elapsed - took)))
         if not ends:
             return ""
         share, left = min(ends, key=lambda end: end[1])
@@ -182,13 +171,14 @@ class Console(Printer):
         loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
         speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
         noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
+        sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | Loss: {loss} | "
                 f"Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | Speed: {speed} tok/s | "
                 f"LR: {event['learning_rate']:g} | {noise}"
-                f"Net: {(event['sent'] + event['received']) / event['seconds'] / (1 << 20):.2f} MB/s "
-                f"(Tx: {_bytes_text(event['sent'])}, Rx: {_bytes_text(event['received'])})")
+                f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
+                f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
         validation, self._validation = self._validation, None
         if validation:
             line += f" | Val: {self.colour(format(validation['value'], '.2f'), 'blue')} {validation['unit']}"
@@ -226,8 +216,7 @@ class Lossy:
             return
         self._drain()
         if len(self.waiting) > self.MOST:
-            self._lose("nobody reads it")
-            return
+            return self._lose("nobody reads it")
         if self.lost:
             text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
         self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
@@ -286,7 +275,6 @@ def path_text(path):
 
 
 def count_text(n):
-    """A number of tokens in millions or billions."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 

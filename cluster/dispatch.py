@@ -10,8 +10,7 @@ import numpy as np
 from cluster import leases, wire
 from cluster.console import printable
 from cluster.session import Role
-from cluster.wire import (BLOCK, BLOCK_HEAD, BLOCK_REQUEST, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, REQUEST, RESPONSE,
-                          RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH, STATED, V1, V2, VALIDATED, VALIDATION)
+from cluster.wire import V2
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
@@ -27,75 +26,66 @@ LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
 class RemoteWorker(Role):
     """A worker as the coordinator (egg_net.Coordinator) sees it: the role of its session."""
 
-    def __init__(self, session, coordinator, author, device, data):
+    step = digest = None           # of its last request: steps that it has applied; its state (None with protocol 1)
+    trusted = True                 # no other worker contradicts its state
+    rebuilt_at = None              # step at which it was last told to rebuild
+    sent_to_start = None           # epoch to whose start it was sent
+    sends_snapshots = True         # and they are right
+    states_hash = True             # when it is asked to; workers of older versions do not
+    hash_wanted = None             # step of which it has been asked
+    next_block = None              # (step, offset) of a snapshot that it reads
+    punctual = None                # whether its last chunk came before others had it; None before the first
+    stuck = False                  # it let the longest lease expire, and has delivered nothing since
+    turn, pace = 0.0, None         # when it was last answered after waiting, or delivered; seconds for a chunk
+    chunks, has_worked = 0, False  # results that were taken; whether it has delivered one since its last request
+
+    def __init__(self, session, coordinator, author, device="", data=b""):
         super().__init__(session)
-        self.coordinator, self.author, self.device, self.data = coordinator, author, device, data
-        self.version = session.version
-        self.step = None               # steps that it has applied, from its last request
-        self.digest = None             # of its state then, None with protocol 1
-        self.trusted = True            # no other worker contradicts its state
-        self.rebuilt_at = None         # step at which it was last told to rebuild
-        self.sent_to_start = None      # epoch to whose start it was sent
-        self.sends_snapshots = True    # and they are right
-        self.states_hash = True        # when it is asked to; workers of older versions do not
-        self.hash_wanted = None        # step of which it has been asked
-        self.waiting = False           # its request is held
-        self.held = {}                 # chunk -> when it was handed out
-        self.given = {}                # the same of every chunk of this step that it has ever held
-        self.punctual = None           # whether its last chunk came before others had it; None before the first
-        self.turn = 0.0                # when it was last answered after waiting, or delivered
-        self.stuck = False             # it let the longest lease expire, and has delivered nothing since
-        self.pace = None               # seconds it takes for a chunk
-        self.chunks = 0                # results that were taken
-        self.owed = set()              # (step, chunk) handed out, of which no result has come
-        self.has_worked = False        # a result of these has come since its last request
-        self.next_block = None         # (step, offset) of a snapshot that it reads
+        self.coordinator, self.author, self.version = coordinator, author, session.version
+        self.device, self.data = device, data    # data: the digest of its training data, b"" or zeros if unknown
+        self.held, self.given = {}, {}           # chunk -> when it was handed out; the same of all of this step
+        self.owed = set()                        # (step, chunk) handed out, of which no result has come
+        coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
         coordinator, useful = self.coordinator, False
-        if self.hash_wanted is not None and opcode in (JOB_REQUEST, RESULT):
+        if self.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
             coordinator.collector.ignored(self)
-        if opcode == JOB_REQUEST:
-            digest = STATED.unpack_from(payload, REQUEST.size)[0] if self.version == V2 else None
-            step = REQUEST.unpack_from(payload)[1]
+        if opcode == wire.JOB_REQUEST:
+            digest = wire.STATED.unpack_from(payload, wire.REQUEST.size)[0] if self.version == V2 else None
+            step = wire.REQUEST.unpack_from(payload)[1]
             useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
             coordinator.take_request(self, step, digest)
-        elif opcode == RESULT:
+        elif opcode == wire.RESULT:
             result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
             if (result.step, result.chunk) in self.owed:
                 self.owed.remove((result.step, result.chunk))
                 useful = self.has_worked = True
             coordinator.take_result(self, result)
-        elif opcode == VALIDATION:
-            coordinator.take_validation(self, *VALIDATED.unpack(payload))
-        elif opcode == LOG_MESSAGE and coordinator.events.allows(self.author.host):
+        elif opcode == wire.VALIDATION:
+            coordinator.take_validation(self, *wire.VALIDATED.unpack(payload))
+        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
             coordinator.events.message(self.author.name, text, line)
-        elif opcode == SNAPSHOT_DATA and self.version == V2:
+        elif opcode == wire.SNAPSHOT_DATA and self.version == V2:
             useful = coordinator.collector.worker is self
             coordinator.collector.take(self, payload)
-        elif opcode == STATE_HASH and self.version == V2:
+        elif opcode == wire.STATE_HASH and self.version == V2:
             useful = self.hash_wanted is not None
             coordinator.collector.take_hash(self, payload)
-        elif opcode == SNAPSHOT_REQUEST and self.version == V2:
-            step, offset = BLOCK_REQUEST.unpack(payload)
-            total, data = coordinator.shelf.block(step, offset, BLOCK)
+        elif opcode == wire.SNAPSHOT_REQUEST and self.version == V2:
+            step, offset = wire.BLOCK_REQUEST.unpack(payload)
+            total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
             useful, self.next_block = (step, offset) == self.next_block, (step, offset + len(data))
-            self.session.reply(SNAPSHOT_DATA, BLOCK_HEAD.pack(step, total, offset), data)
+            self.session.reply(wire.SNAPSHOT_DATA, wire.BLOCK_HEAD.pack(step, total, offset), data)
         return useful
-
-    def check(self, now):
-        limit = self.coordinator.cfg.IDLE_TIMEOUT
-        if now - self.session.heard > limit and not (self.version == V1 and self.waiting):
-            self.session.refuse(f"said nothing for {limit:g} s")
 
     def closed(self):
         self.coordinator.worker_left(self)
 
     def status(self):
-        """Its row in `egg.py status`."""
         silent = time.monotonic() - self.session.heard
         state = ("in doubt" if not self.trusted else "silent" if silent > ACTIVE_SECONDS and not self.waiting else
                  "computing" if self.held else "waiting" if self.waiting else "catching up")
@@ -111,10 +101,9 @@ class Dispatcher:
 
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
-        self.workers, self.work, self.changed = set(), None, False
+        self.workers, self.work, self.usual = set(), None, None        # usual: seconds that a chunk takes most workers
         self.waiting, self._due = deque(), 0         # those that wait; how many to answer since `changed`
-        self.usual = None                            # seconds that a chunk takes most workers
-        self.several = self.by_host = self.alone = False
+        self.changed = self.several = self.by_host = self.alone = False
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -np.inf
@@ -128,7 +117,6 @@ class Dispatcher:
 
     @property
     def busy(self):
-        """Whether there are requests to answer at once."""
         return bool(self._due or self.changed and self.waiting)
 
     def begin_step(self):
@@ -150,10 +138,7 @@ class Dispatcher:
         self._disputed.clear()
         self.changed = True
 
-    # requests
-
     def hold(self, worker):
-        """Its request will be answered later."""
         worker.waiting = True
         self.waiting.append(worker)
 
@@ -210,15 +195,13 @@ class Dispatcher:
         return believed
 
     def catch_up(self, step, version):
-        """The frame with the fitness of a step. At the end of a step all workers want the same one at once."""
+        """The frame with the fitness of a step, which all workers want at once when the step ends."""
         key = self.run.step, self.run.start, step, version
         if self._frame[0] != key:
             packed = self.run.body(step) if version == V2 else self.run.fitness(step)
-            head = RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
-            self._frame = key, wire.frame(JOB_RESPONSE, head, packed, version=version)
+            head = wire.RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
+            self._frame = key, wire.frame(wire.JOB_RESPONSE, head, packed, version=version)
         return self._frame[1]
-
-    # results
 
     def take_result(self, worker, result):
         """Notes a result of the present step; the authors that it proves to have lied."""
@@ -237,7 +220,6 @@ class Dispatcher:
         return liars
 
     def give_back(self, worker, chunks):
-        """The worker will not do these chunks, or not soon."""
         for chunk in chunks:
             del worker.held[chunk]
             self.work.give_back(worker, chunk)
@@ -258,8 +240,6 @@ class Dispatcher:
         self.give_back(worker, list(worker.held))
         self.changed = True
         return not any(w.author == worker.author for w in self.workers)
-
-    # deadlines
 
     def check(self, now):
         """Leases, audits that nobody can do, chunks that are late; several times a second."""

@@ -1,7 +1,5 @@
 """The event log of a run. Console, coordinator.log, JSON logs, TensorBoard and the live page (tools.live_page) are
-sinks of events. docs/EVENTS.md lists the events.
-
-Every saved run has a JSON log of its own, cluster.history.EVENTS in its save directory. tools.curves reads it.
+sinks of events. docs/EVENTS.md lists the events. Every saved run has a JSON log of its own, which tools.curves reads.
 """
 
 import contextlib
@@ -31,8 +29,6 @@ class WatchError(EggError):
     """About a log, a directory or a library that logging and plotting need."""
 
 
-# --- events -----------------------------------------------------------------------------------------------------------
-
 class Events:
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
     kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log; log_json: a file,
@@ -40,28 +36,26 @@ class Events:
     a file that cannot be written or a library that is missing."""
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self.files = []
-        self.sinks = [console]
         self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
         self._may_tell = Budget(0.1, 1)              # of what was left out
+        advice = "give a --save-dir that can be written"
+        wanted = [(CoordinatorLog, os.path.join(directory, "coordinator.log"), advice, console.line, cfg, run.step)]
+        if run.directory is not None:
+            wanted.append((JsonLog, os.path.join(run.directory, EVENTS), advice, console.line))
+        if log_json is not None:
+            wanted.append((JsonLog, log_json, "give --log-json a file that can be written", console.line, True))
+        if tensorboard is not None:
+            wanted.append((TensorBoard, tensorboard, console.line))
+        self.files = []
         try:
-            advice = "give a --save-dir that can be written"
-            self._open(CoordinatorLog, os.path.join(directory, "coordinator.log"), advice, console.line, cfg, run.step)
-            if run.directory is not None:
-                self._open(JsonLog, os.path.join(run.directory, EVENTS), advice, console.line)
-            if log_json is not None:
-                self._open(JsonLog, log_json, "give --log-json a file that can be written", console.line, True)
-            if tensorboard is not None:
-                self._open(TensorBoard, tensorboard, console.line)
+            for kind, *arguments in wanted:
+                self.files.append(kind(*arguments))
         except WatchError:
             self.close()
             raise
+        self.sinks = [console, *self.files]
         self.emit("start", step=run.step, directory=None if run.directory is None else str(run.directory),
                   config=cfg.constants())
-
-    def _open(self, kind, *arguments):
-        self.files.append(kind(*arguments))
-        self.sinks.append(self.files[-1])
 
     def emit(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
@@ -70,11 +64,9 @@ class Events:
 
     def allows(self, host):
         """Whether the peers at this host may cause an event now; if so it is counted. They must not fill the disk."""
-        budgets = self._of_host
-        if host not in budgets and len(budgets) >= HOSTS:
-            del budgets[next(iter(budgets))]
-        budget = budgets.setdefault(host, Budget(OF_HOST[1], OF_HOST[0]))
-        if not (budget.take() and self._of_all.take()):
+        if host not in self._of_host and len(self._of_host) >= HOSTS:
+            del self._of_host[next(iter(self._of_host))]
+        if not (self._of_host.setdefault(host, Budget(OF_HOST[1], OF_HOST[0])).take() and self._of_all.take()):
             self._left_out += 1
             return False
         if self._left_out and self._may_tell.take():
@@ -111,8 +103,6 @@ class Events:
         self.close()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
 class Lines:
     """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
@@ -135,8 +125,7 @@ class Lines:
                 self.torn = file.read(1) != b"\n"
 
     def head(self):
-        """The first lines of a new file, as text."""
-        return ""
+        return ""                                    # the first lines of a new file
 
     def add(self, text):
         try:
@@ -153,7 +142,6 @@ class Lines:
                 self.warn(f"{self.path}: {error.strerror}: events are missing in it from now on")
 
     def _make_room(self):
-        """Raises OSError."""
         if not self.regular:
             return
         disk = os.fstatvfs(self.handle)
@@ -167,15 +155,12 @@ class Lines:
                 self.add(head)
 
     def close(self):
-        """Can be called more than once."""
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
 
 
 class JsonLog(Lines):
-    """One JSON object per line."""
-
     def emit(self, event, _):
         self.add(json.dumps(event))
 
@@ -196,8 +181,8 @@ class CoordinatorLog(Lines):
 
     def emit(self, event, _):
         if event["event"] == "step":
-            loss = event["loss"] / self.bits
-            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**{**event, "loss": loss}))
+            event = {**event, "loss": event["loss"] / self.bits}
+            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**event))
 
 
 class TensorBoard:
@@ -218,12 +203,12 @@ class TensorBoard:
 
     def emit(self, event, _):
         kind = event["event"]
+        unit = event.get("unit", "").replace("/", "_per_")
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
-            loss = "loss/" + event["unit"].replace("/", "_per_")
-            self._scalars(event, {loss: event["loss"], **{name: event[name] for name in names}})
+            self._scalars(event, {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}})
         elif kind == "validation":
-            self._scalars(event, {"validation/" + event["unit"].replace("/", "_per_"): event["value"]})
+            self._scalars(event, {f"validation/{unit}": event["value"]})
         elif kind == "snapshot" and event["overlay"]:
             self._scalars(event, {f"overlay/{name}": value for name, value in event["overlay"].items()})
         elif kind == "sample":

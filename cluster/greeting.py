@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from cluster import auth, wire
 from cluster.console import one_line
-from cluster.wire import (CHALLENGE, CHALLENGED, FAILED, FrameError, HELLO, JOIN, NO_ACCESS, NONCE, PROOF, PROVE,
-                          PROVED, PROVES_FIRST, Refused, SECRET_WANTED, WELCOME, WELCOMED)
+from cluster.wire import FrameError, Refused
 
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
@@ -46,7 +45,7 @@ def read_card(text):
 
 def read_error(payload):
     """(code, text that is safe to print) of an ERROR."""
-    return FAILED.unpack_from(payload)[0], one_line(payload[FAILED.size:].decode("utf-8", "replace"))
+    return wire.FAILED.unpack_from(payload)[0], one_line(payload[wire.FAILED.size:].decode("utf-8", "replace"))
 
 
 class Welcome(NamedTuple):
@@ -62,75 +61,72 @@ class Caller:
     """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the Welcome
     of the host once it has let us in and proved itself; proves_first: whether the host does."""
 
+    _challenge, welcome, proves_first = None, None, False
+
     def __init__(self, secret, card, first=False):
         self._secret, self._text, self._first = secret, json.dumps(card).encode(), first
-        self._hello, self._challenge, self.welcome, self.proves_first = os.urandom(NONCE.size), None, None, False
+        self._hello = os.urandom(wire.NONCE.size)
 
     def begin(self):
-        """(opcode, payload) of the first frame."""
-        return HELLO, self._hello
+        return wire.HELLO, self._hello
 
     def handle(self, opcode, payload):
         """Takes a frame of the host; (opcode, payload) of the answer, None without one. Raises GreetingError where the
         host wants a secret or does not know it, FrameError for a frame out of order."""
-        if opcode == CHALLENGE and self._challenge is None:
-            self._challenge, flags = CHALLENGED.unpack(payload)
-            wanted = flags & SECRET_WANTED
-            if wanted and not self._secret:
+        if opcode == wire.CHALLENGE and self._challenge is None:
+            self._challenge, flags = wire.CHALLENGED.unpack(payload)
+            if flags & wire.SECRET_WANTED and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
                                     "EGG_SECRET")
-            if self._secret and not wanted:
+            if self._secret and not flags & wire.SECRET_WANTED:
                 raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
-            self.proves_first = bool(self._secret and flags & PROVES_FIRST)
+            self.proves_first = bool(self._secret and flags & wire.PROVES_FIRST)
             if self._first and not self.proves_first:
                 raise GreetingError("it does not prove itself first, as it did before: an impostor, or an older "
                                     "version of egg; start this worker again if you have changed the coordinator")
-            return (PROVE, b"") if self.proves_first else self._join()
-        if opcode == PROVED and self.proves_first:
+            return (wire.PROVE, b"") if self.proves_first else self._join()
+        if opcode == wire.PROVED and self.proves_first:
             if not compare_digest(payload, auth.early_proof(self._secret, self._hello, self._challenge)):
                 raise GreetingError(IMPOSTOR)
             return self._join()
-        if opcode == WELCOME and self._challenge is not None and self.welcome is None:
-            proof, *fields = WELCOMED.unpack(payload)
+        if opcode == wire.WELCOME and self._challenge is not None and self.welcome is None:
+            proof, *fields = wire.WELCOMED.unpack(payload)
             if not auth.proves(self._secret, proof, b"coordinator", self._hello, self._challenge, self._text):
                 raise GreetingError(IMPOSTOR)
             self.welcome = Welcome(*fields)
             return None
-        raise out_of_order(opcode)
+        raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
     def _join(self):
-        return JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
+        return wire.JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
 
 
 class Host:
     """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first."""
 
+    _hello, card, proved = None, None, False
+
     def __init__(self, secret):
-        self._secret, self._hello, self._challenge, self.card = secret, None, os.urandom(NONCE.size), None
-        self.proved = False
+        self._secret, self._challenge = secret, os.urandom(wire.NONCE.size)
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; (opcode, payload) of the answer, None without one. Raises FrameError."""
-        if opcode == HELLO and self._hello is None:
+        if opcode == wire.HELLO and self._hello is None:
             self._hello = payload
-            return CHALLENGE, CHALLENGED.pack(self._challenge, SECRET_WANTED | PROVES_FIRST if self._secret else 0)
-        if opcode == PROVE and self._hello is not None and self._secret and not self.proved:
+            flags = wire.SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
+            return wire.CHALLENGE, wire.CHALLENGED.pack(self._challenge, flags)
+        if opcode == wire.PROVE and self._hello is not None and self._secret and not self.proved:
             self.proved = True
-            return PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
-        if opcode == JOIN and self._hello is not None:
-            proof, self._text = payload[:PROOF.size], payload[PROOF.size:]
+            return wire.PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
+        if opcode == wire.JOIN and self._hello is not None:
+            proof, self._text = payload[:wire.PROOF.size], payload[wire.PROOF.size:]
             if not auth.proves(self._secret, proof, b"worker", self._hello, self._challenge, self._text):
-                raise Refused("wrong secret", NO_ACCESS)
+                raise Refused("wrong secret", wire.NO_ACCESS)
             self.card = read_card(self._text)
             return None
-        raise out_of_order(opcode)
+        raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
     def welcome(self, welcome):
-        """(opcode, payload) of the frame that lets the caller in."""
         proof = auth.proof(self._secret, b"coordinator", self._hello, self._challenge, self._text)
-        return WELCOME, WELCOMED.pack(proof, *welcome)
-
-
-def out_of_order(opcode):
-    return FrameError(f"{wire.name(opcode)} before the introduction is complete")
+        return wire.WELCOME, wire.WELCOMED.pack(proof, *welcome)

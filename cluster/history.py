@@ -18,6 +18,7 @@ import stat
 import struct
 import tempfile
 import zlib
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyzstd
@@ -52,11 +53,9 @@ class HistoryError(EggError):
     """About a save directory or the files in it."""
 
 
-# --- files of a save directory ---------------------------------------------------------------------------------------
-
 def open_file(path, mode="rb"):
-    """An unbuffered file of a save directory, which may come from a stranger. mode: "rb" or "r+b". Raises OSError for
-    anything but a regular file, such as a link or a pipe."""
+    """An unbuffered file of a save directory, which may come from a stranger. Raises OSError for anything but a regular
+    file, such as a link or a pipe."""
     def opener(path, flags):
         # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -113,8 +112,6 @@ def most_bytes(cfg):
     return sum(sizes(cfg)) * 101 // 100 + 8192
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
-
 class Start(NamedTuple):
     """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
     SHA-256, hex). origin: of an epoch, for JSON: its number (epoch), the state's digest, and more of islands.gossip."""
@@ -129,19 +126,18 @@ class Start(NamedTuple):
 
 
 def beginning(cfg):
-    """The Start of a run that begins with the random initial model."""
     return Start(0, rules.first_seed(cfg))
 
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock; `data`: digest of the
-    training data, zeros while unknown; `notices`: lines about repairs. `open_run` and `read_run` make one."""
+    Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock, and may write; `data`:
+    digest of the training data, zeros while unknown; `notices`: lines about repairs."""
 
-    def __init__(self, cfg, file, directory=None, writable=True, lock=None):
+    def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg, self.directory, self.notices, self.start = cfg, directory, [], beginning(cfg)
         self.step, self.seed = self.start[:2]
-        self._file, self._lock = file, lock
+        self._file, self._lock, self.owned = file, lock, lock is not None
         self._offsets, self._recent = [], {}
         self.data = _read_data(directory)
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
@@ -149,11 +145,7 @@ class Run:
             self._end = 0
             self._write(_header(cfg, self.start))
         else:
-            self._read_all(writable)
-
-    @property
-    def owned(self):
-        return self._lock is not None
+            self._read_all()
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
@@ -189,10 +181,9 @@ class Run:
         self._remember(self.step, body)
         self._advance(at)
 
-    def copy(self, steps, read, start=None):
+    def copy(self, steps, read, start):
         """Appends the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), behind those that
-        this run has, which must be the same. start: of the other run, None for the random initial model."""
-        start = start or beginning(self.cfg)
+        this run has, which must be the same. start: of the other run."""
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
                                "--load-dir out")
@@ -261,8 +252,8 @@ class Run:
                                "this and start the same command again") from None
         self._end += len(data)
 
-    def _read_all(self, writable):
-        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if `writable`."""
+    def _read_all(self):
+        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if it is owned."""
         header = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
         if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **header.config}, kept(self.cfg)):
@@ -277,13 +268,12 @@ class Run:
             rest = self._pread(length + 4 + HEAD, self._end + HEAD) if good else b""       # with the next head
             body, crc, next_head = rest[:length], rest[length:length + 4], rest[length + 4:]
             if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(body) != crc:
-                self._cut_torn_record(HEAD + 4 + most, writable)
-                return
+                return self._cut_torn_record(HEAD + 4 + most)
             self._advance(self._end)
             self._end += HEAD + length + 4
             head = next_head
 
-    def _cut_torn_record(self, longest, writable):
+    def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
         size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
         later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
@@ -292,7 +282,7 @@ class Run:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
                                f"`truncate -s {at} {shlex.quote(self._name)}`")
-        if writable:
+        if self.owned:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
@@ -310,16 +300,14 @@ def open_run(cfg, save_dir=None, load_dir=None):
     own = holds_run(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
         return open_directory(cfg, load_dir)
-    source = read_run(cfg, load_dir)
-    run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
-    try:
-        run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
-    except HistoryError:
-        run.close()
-        raise
-    finally:
-        source.close()
-    if own and run.directory is not None:
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
+        try:
+            run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
+        except HistoryError:
+            run.close()
+            raise
+    if own:
         _copy_rest(cfg, load_dir, run.directory)
     return run
 
@@ -329,10 +317,10 @@ def read_run(cfg, directory):
     if holds_run(directory):
         path = os.path.join(directory, FILE)
         with explained(HistoryError, path):
-            return Run(cfg, open_file(path), directory, writable=False)
+            return Run(cfg, open_file(path), directory)
     fitness = read_cpp_checkpoints(cfg, directory)
     run = Run(cfg, tempfile.TemporaryFile())
-    run.copy(len(fitness), lambda k: (fitness[k], 0, 0))
+    run.copy(len(fitness), lambda k: (fitness[k], 0, 0), run.start)
     return run
 
 
@@ -348,7 +336,6 @@ def configuration(directory):
 
 
 def holds_run(directory):
-    """Whether a save directory holds a run of this program."""
     return os.path.isfile(os.path.join(directory, FILE))
 
 
@@ -385,21 +372,20 @@ def epochs(directory):
 
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
+    def rank(directory):
+        path = os.path.join(directory, FILE)
+        try:
+            header = _header_of(path)
+            trained = header.start is not None or os.path.getsize(path) > header.size
+        except (OSError, HistoryError):
+            trained = True                   # its error will tell
+        return trained, os.path.getmtime(path)
+
     found = [name for name in glob.glob(pattern) if holds_run(name)]
     if not found:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
                            "or give its directory with --load-dir")
-    return max(found, key=lambda name: (_is_trained(name), os.path.getmtime(os.path.join(name, FILE))))
-
-
-def _is_trained(directory):
-    """Whether a run has a step, or began with a trained model. One that cannot be read counts: its error will tell."""
-    try:
-        path = os.path.join(directory, FILE)
-        header = _header_of(path)
-        return header.start is not None or os.path.getsize(path) > header.size
-    except (OSError, HistoryError):
-        return True
+    return max(found, key=rank)
 
 
 def replay(run, engine, until=None):
@@ -455,26 +441,25 @@ def _no_run(directory):
 
 def open_directory(cfg, directory, start=None):
     """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
-    path, lock = os.path.join(directory, FILE), None
-    try:
-        os.makedirs(directory, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        exists = os.path.exists(path)
-        file = open_file(path, "r+b") if exists else \
-            write_file(directory, FILE, _header(cfg, start or beginning(cfg)))
-        run = Run(cfg, file, directory, True, lock)
-        _keep_settings(cfg, directory)
-        return run
-    except (OSError, HistoryError) as error:
-        if lock is not None:
-            os.close(lock)
-        if isinstance(error, HistoryError):
-            raise
-        why = f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be written"
-        if isinstance(error, BlockingIOError):
-            why = f"{directory} is in use by another coordinator: stop that one, or give another --save-dir"
-        raise HistoryError(why) from None
+    path = os.path.join(directory, FILE)
+    with contextlib.ExitStack() as undo:
+        try:
+            os.makedirs(directory, exist_ok=True)
+            lock = os.open(directory, os.O_RDONLY)
+            undo.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = open_file(path, "r+b") if os.path.exists(path) else \
+                write_file(directory, FILE, _header(cfg, start or beginning(cfg)))
+            run = Run(cfg, file, directory, lock)
+        except BlockingIOError:
+            raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another "
+                               "--save-dir") from None
+        except OSError as error:
+            raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be "
+                               "written") from None
+        undo.pop_all()
+    _keep_settings(cfg, directory)
+    return run
 
 
 def _copy_rest(cfg, source, target):
@@ -548,52 +533,42 @@ def _header(cfg, start):
     return data + _crc(data)
 
 
-class Header(NamedTuple):
-    """Of a history file. config: {name: value}; start: None for the random initial model; size: in bytes."""
-    config: dict
-    start: object
-    size: int
-
-
 def _header_of(path):
-    """The Header of a history file. Raises HistoryError."""
+    """Of a history file: config, {name: value}; start, None for the random initial model; size in bytes. Raises
+    HistoryError."""
     with explained(HistoryError, path), open_file(path) as file:
         return _read_header(file, path)
 
 
 def _read_header(file, name):
-    """The same of an open file."""
-    handle, size = file.fileno(), os.fstat(file.fileno()).st_size
-    start = os.pread(handle, 12, 0)
-    if start[:8] != MAGIC[:len(start[:8])]:
+    size, data = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
+    if data[:8] != MAGIC[:len(data)]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
-    length = int.from_bytes(start[8:], "little")
-    if len(start) < 12 or 12 + length + 4 > size:
+    length = int.from_bytes(data[8:12], "little")
+    data = data[:12 + length + 4]
+    if len(data) < 12 or 12 + length + 4 > size:
         raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
                            "it to begin again")
-    data = os.pread(handle, 12 + min(length, LONGEST_HEADER) + 4, 0)
     if length > LONGEST_HEADER or _crc(data[:-4]) != data[-4:]:
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {12 + length + 4}: restore it from a copy")
     try:
         header = json.loads(data[12:-4])
         version, config, start = header["version"], header["config"], header.get("start")
-        start = _checked(Start(**start)) if start else None
-        if type(config) is not dict:
+        start = Start(**start) if start else None
+        if type(config) is not dict or start and not _is_possible(start):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise HistoryError(f"{name}: its header cannot be read: restore it from a copy") from None
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the version of egg that wrote "
                            "it")
-    return Header(config, start, len(data))
+    return SimpleNamespace(config=config, start=start, size=len(data))
 
 
-def _checked(start):
-    """A Start from a file. Raises ValueError, TypeError, KeyError where it cannot be one."""
+def _is_possible(start):
+    """Whether a Start from a file can be one. Raises ValueError, TypeError, KeyError where it cannot."""
     origin, plain = start.origin, (str, int, float, type(None))
-    if not (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
+    return (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
             and len(bytes.fromhex(start.state)) in (0, 32)
             and (not origin or type(origin["epoch"]) is int and 0 < origin["epoch"] < MOST_STEPS
-                 and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values()))):
-        raise ValueError
-    return start
+                 and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values())))

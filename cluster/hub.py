@@ -60,7 +60,6 @@ class Budget:
         self.rate, self.most, self.credit, self._at = rate, most, most, time.monotonic()
 
     def refill(self):
-        """The credit now."""
         now = time.monotonic()
         self.credit, self._at = min(self.most, self.credit + (now - self._at) * self.rate), now
         return self.credit
@@ -99,22 +98,21 @@ class Crowd:
         self.members[connection] = True
 
     def discard(self, connection):
-        """Returns whether it was here."""
         return self.members.pop(connection, False)
 
 
 class Listener:
     """Accepts the connections to a socket that listens; see Hub.listen."""
 
-    known, open = False, True
+    known, open, resting = False, True, True
 
     def __init__(self, hub, sock, accept, room):
-        self.hub, self.sock, self._accept, self._room, self._resting = hub, sock, accept, room, True
+        self.hub, self.sock, self._accept, self._room = hub, sock, accept, room
         self.check()
 
     def turn(self, _):
         if not self._room():
-            self._resting = True
+            self.resting = True
             self.hub.strangers.unregister(self.sock)
             return
         # the peer may have gone again, or file descriptors may be used up
@@ -125,8 +123,8 @@ class Listener:
             self.hub.again(self)                     # there may be more
 
     def check(self):
-        if self._resting:
-            self._resting = False
+        if self.resting:
+            self.resting = False
             self.hub.strangers.register(self.sock, READ, self)
 
     def broken(self, error):
@@ -134,9 +132,9 @@ class Listener:
 
 
 class Hub:
-    """The sockets of a process. connections: all that are open. `poll` waits and serves; `check` enforces deadlines.
-    In one turn of the loop every known peer is served once; strangers, connections that are not `known` and listeners,
-    are served in random order, in their share of the time."""
+    """The sockets of a process. connections: all that are open. In one turn of the loop every known peer is served
+    once; strangers, connections that are not `known` and listeners, are served in random order, in their share of the
+    time."""
 
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
@@ -199,11 +197,10 @@ class Hub:
                 connection.broken(error)
 
     def again(self, connection):
-        """Gives the connection a turn in the next round, after the others, though nothing new may have come."""
+        """Gives the connection a turn in the next round, though nothing new may have come."""
         self._again.add(connection)
 
     def check(self, now):
-        """Lets every connection enforce its deadlines; called several times a second."""
         for connection in list(self.connections):
             self.guard(connection, connection.check, now)
         for listener in self._listeners:
@@ -232,7 +229,7 @@ class Connection:
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
         self.hub, self.sock, self.traffic, self._tls, self._call = hub, sock, traffic, tls, call
         self._selector = hub.strangers
-        self.host, self.address = address[0], f"{address[0]}:{address[1]}"
+        self.host, self.address = address[0], address_text(*address[:2])
         self.inbox, self.outbox, self.open, self.paused, self._event = bytearray(), b"", True, False, 0
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
@@ -255,19 +252,16 @@ class Connection:
         self._flush()
 
     def end(self):
-        """No more will be sent; the peer may still."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
     def become_known(self):
-        """It is no stranger any more."""
         event, self.known = self._event, True
         self._wait_for(0)
         self._selector = self.hub.selector
         self._wait_for(event)
 
     def pause(self):
-        """Takes nothing more from the peer until `resume`."""
         self.paused = True
         self._flush()
 
@@ -278,7 +272,6 @@ class Connection:
             self.hub.again(self)
 
     def close(self):
-        """Can be called more than once."""
         if self.open:
             self.open = False
             self.hub.connections.discard(self)
@@ -304,10 +297,8 @@ class Connection:
     # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
 
     def _connected(self, _):
-        """The connection that was begun here stands, or cannot be made."""
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.close()
-            return
+            return self.close()
         self._wait_for(0)
         try:
             self._begin()
@@ -377,12 +368,10 @@ class Connection:
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError:
-            self.close()
-            return
+            return self.close()
         self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
 
     def _wait_for(self, event):
-        """event: READ, WRITE, or 0 for neither."""
         if self._event != event:
             if self._event:
                 self._selector.unregister(self.sock)

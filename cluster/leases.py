@@ -31,10 +31,6 @@ class Step:
     def complete(self):
         return len(self.done) == self.cfg.N_CHUNKS
 
-    @property
-    def sum_loss(self):
-        return sum(loss for _, loss in self.done.values())
-
     def take(self, peer, author, now):
         """The next chunk that this peer has neither held nor delivered, or None."""
         skipped, found = [], None
@@ -58,15 +54,13 @@ class Step:
 
     def copy(self, peer, author, now, late):
         """One of the `late` chunks for an idle peer, to evaluate a second time; it is removed from the list."""
-        for chunk in late:
-            if chunk in self.holders and not self._used(chunk, peer, author):
-                late.remove(chunk)
-                self.holders[chunk][peer] = now
-                return chunk
-        return None
+        chunk = next((c for c in late if c in self.holders and not self._used(c, peer, author)), None)
+        if chunk is not None:
+            late.remove(chunk)
+            self.holders[chunk][peer] = now
+        return chunk
 
     def give_back(self, peer, chunk):
-        """The peer will not do this chunk, or not soon."""
         self._release(peer, chunk)
         if chunk not in self.done and not self.holders.get(chunk):
             self.queue.appendleft(chunk)
@@ -78,7 +72,7 @@ class Step:
             self.queue.append(chunk)
 
     def result(self, peer, author, chunk, packed, sum_loss, fitness):
-        """Notes a result. Returns the authors who have lied."""
+        """Returns the authors who have lied."""
         self._release(peer, chunk)
         kinds = self.results.setdefault(chunk, {})
         if author in self._authors(chunk):
@@ -137,8 +131,5 @@ class Step:
         return author.voter in {a.voter for a in (*authors, *(holder.author for holder in holders))}
 
     def _release(self, peer, chunk):
-        peers = self.holders.get(chunk)
-        if peers is not None:
-            peers.pop(peer, None)
-            if not peers:
-                del self.holders[chunk]
+        if self.holders.get(chunk, {}).pop(peer, None) is not None and not self.holders[chunk]:
+            del self.holders[chunk]

@@ -6,8 +6,7 @@ import time
 
 from cluster import auth, greeting, snapshots, wire
 from cluster.hub import NetError, reason, tune
-from cluster.wire import (BAD_FRAME, CHALLENGE, ERROR, FULL, FrameError, HEARTBEAT, PROVED, RESPONSE, STEP, STEP_LIMIT,
-                          V1, V2, WELCOME, next_frame, whole_frame)
+from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
 
 CONNECT_TIMEOUT = 10.0     # seconds
@@ -68,16 +67,16 @@ class Link:
         caller = greeting.Caller(access.secret, card, self.proves_first)
         self.send(self.frame(*caller.begin()))
         try:
-            challenge = self.next(CHALLENGE, CONNECT_TIMEOUT)
+            challenge = self.next(wire.CHALLENGE, CONNECT_TIMEOUT)
         except ConnectionError:
             raise OldCoordinator from None
         try:
-            answer = caller.handle(CHALLENGE, challenge)
+            answer = caller.handle(wire.CHALLENGE, challenge)
             if caller.proves_first:
                 self.send(self.frame(*answer))
-                answer = caller.handle(PROVED, self.next(PROVED, CONNECT_TIMEOUT))
+                answer = caller.handle(wire.PROVED, self.next(wire.PROVED, CONNECT_TIMEOUT))
             self.send(self.frame(*answer))
-            caller.handle(WELCOME, self.next(WELCOME, CONNECT_TIMEOUT))
+            caller.handle(wire.WELCOME, self.next(wire.WELCOME, CONNECT_TIMEOUT))
         except greeting.GreetingError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
@@ -95,7 +94,6 @@ class Link:
         self.sent_at = time.monotonic()
 
     def next(self, opcode, timeout=None):
-        """Payload of the next frame with this opcode; see `any_of`."""
         return self.any_of((opcode,), timeout)[1]
 
     def any_of(self, opcodes, timeout=None):
@@ -103,14 +101,14 @@ class Link:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                while got := next_frame(self.inbox, self.limits):
+                while got := wire.next_frame(self.inbox, self.limits):
                     if got[1] in opcodes:
                         return got[1:]
-                    if got[1] == ERROR and self.version == V2:
+                    if got[1] == wire.ERROR and self.version == V2:
                         code, why = greeting.read_error(got[2])
-                        if code == FULL:
+                        if code == wire.FULL:
                             raise TimeoutError(why)
-                        kind = NetError if code == BAD_FRAME else RefusedForGood
+                        kind = NetError if code == wire.BAD_FRAME else RefusedForGood
                         raise kind(f"{self.name} refuses this {self.caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
@@ -121,25 +119,24 @@ class Link:
 
     def unpack_response(self, payload):
         """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
-        seed, step, position, size = RESPONSE.unpack_from(payload)
-        if size != len(payload) - RESPONSE.size:
+        seed, step, position, size = wire.RESPONSE.unpack_from(payload)
+        if size != len(payload) - wire.RESPONSE.size:
             raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
-                           f"{len(payload) - RESPONSE.size}")
-        return seed, self._checked_step(step), position, payload[RESPONSE.size:]
+                           f"{len(payload) - wire.RESPONSE.size}")
+        return seed, self._checked_step(step), position, payload[wire.RESPONSE.size:]
 
     def unpack_step(self, payload):
-        """The step in a REBUILD or SNAPSHOT_WANTED."""
-        return self._checked_step(*STEP.unpack(payload))
+        return self._checked_step(*wire.STEP.unpack(payload))
 
     def _checked_step(self, step):
-        if step > STEP_LIMIT:
+        if step > wire.STEP_LIMIT:
             raise NetError(f"{self.name}: step {step} cannot be right")
         return step
 
     def check(self, seconds=0.0):
         """Takes in what comes within so many seconds, unless a whole frame is there, and sends a heartbeat if due."""
         try:
-            full = whole_frame(self.inbox, self.limits)
+            full = wire.whole_frame(self.inbox, self.limits)
         except FrameError as error:
             raise NetError(f"{self.name}: {error}") from None
         if not full:
@@ -152,7 +149,7 @@ class Link:
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
                 pass
         if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
-            self.send(self.frame(HEARTBEAT))
+            self.send(self.frame(wire.HEARTBEAT))
 
     def close(self):
         self.sock.close()

@@ -10,7 +10,6 @@ import egg_config
 from cluster.console import count_text
 from cluster.wire import FrameError
 
-
 MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
@@ -52,7 +51,6 @@ class Progress:
             self.started = self._step_started = time.monotonic()
 
     def result(self, updates):
-        """A result was taken."""
         if updates:
             self._updates.append(updates)
         if self.started is None:
@@ -108,8 +106,6 @@ class Progress:
                        self._completed - self.started if steps else 0.0, first, last, self.run.directory)
 
     def status(self):
-        """Its part of `egg.py status`."""
-        validation = dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None
-        loss = None if self.loss is None else self.loss * self.bits
-        return {"tokens_per_second": self.speed, "loss": loss, "loss_unit": self.unit, "validation": validation,
-                "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0}
+        return {"tokens_per_second": self.speed, "loss": None if self.loss is None else self.loss * self.bits,
+                "loss_unit": self.unit, "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
+                "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None}

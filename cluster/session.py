@@ -8,7 +8,7 @@ import contextlib
 import time
 
 from cluster import hub, wire
-from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, OTHER_LIMIT, V2, next_frame
+from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, OTHER_LIMIT, V1, V2, next_frame
 
 FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
@@ -21,6 +21,8 @@ FLOOD_SECONDS = 10.0
 class Role:
     """What a peer is to this process. handle(opcode, payload) returns whether a frame was of use, or raises."""
 
+    waiting = False            # its request is held
+
     def __init__(self, session):
         self.session = session
 
@@ -32,17 +34,23 @@ class Role:
 
 
 class Session(hub.Connection):
-    """limits: see wire.limits, of the frames that the present role takes; door: the admission.Door that it came through
-    and that reports its refusal; for further arguments see hub.Connection."""
+    """admission: the admission.Admission that it came through and that reports its refusal; frames: see `take`; for
+    further arguments see hub.Connection."""
 
-    def __init__(self, loop, sock, address, traffic, door, limits, tls=None, call=None):
-        self.door, self.limits, self.role = door, limits, None
+    def __init__(self, admission, sock, address, frames, tls=None, call=None):
+        self.admission, self.role = admission, None
+        self.take(frames)
         self.version = None                # that of its last frame, V1 or V2
+        self.idle = None                   # seconds for which it may be silent, None for ever
         self.waits = False                 # its request is still to be answered: until then no frame is taken
         self.frame_since = None            # since when it has begun a frame that is not complete
         self.useless, self._flooding_since = hub.Budget(USELESS_A_SECOND, USELESS), None
-        super().__init__(loop, sock, address, traffic, tls, call)
+        super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls, call)
         self.title = self.address          # with its name, once that is known
+
+    def take(self, frames):
+        """From now on takes these frames, {version: opcodes}; others are ignored."""
+        self.limits = wire.only(self.admission.limits, frames)
 
     def opened(self):
         if self._call:
@@ -81,7 +89,7 @@ class Session(hub.Connection):
         """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
         if self.open:
             if code != ITSELF:                 # an island that has called itself is nothing to report
-                self.door.report(self.host, self.title, why)
+                self.admission.report(self.host, self.title, why)
             if self.version == V2 and not self.outbox:
                 payload = FAILED.pack(code) + why.encode("utf-8", "replace")         # `why` may quote the peer
                 with contextlib.suppress(OSError):
@@ -100,6 +108,8 @@ class Session(hub.Connection):
         if self.waits:
             self.heard = now                         # nothing is read from it, so its silence means nothing
         self.role.check(now)
+        if self.idle and now - self.heard > self.idle and not (self.version == V1 and self.role.waiting):
+            self.refuse(f"said nothing for {self.idle:g} s")
         if not self.open:
             return
         if self._flooding_since and not self.waits:
@@ -115,6 +125,6 @@ class Session(hub.Connection):
 
     def closed(self):
         if not self._call:
-            self.door.leave(self)
+            self.admission.leave(self)
         if self.role:
             self.role.closed()

@@ -1,7 +1,7 @@
 """The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
 
-A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing has to wait for
-the disk: a file that was only half written is detected and removed.
+A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing waits for the
+disk: a file that was only half written is detected.
 """
 
 import contextlib
@@ -51,7 +51,6 @@ def _begin(step, seed, kind=hashlib.sha256):
 
 
 def _parts(state):
-    """Weights, moments and overlay as bytes."""
     return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
 
 
@@ -154,15 +153,15 @@ class Upload:
     whichever is given; `hash`: its `state_hash` then. remember: no file is written, and the decompressed bytes are kept
     in memory for `state`. Raises ValueError for data that cannot be right, OSError of the disk."""
 
+    total = hash = _file = None
+    finished = pending = False
+
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
-        self.total, self.finished, self.pending, self._data = None, False, False, b""
-        self.remembered, self._raw = remember, bytearray()
-        self._cfg, self._left, self._got = cfg, sum(sizes(cfg)), 0
-        self._sha256, self._digest = _begin(step, seed), state_digest.Digest(step, seed)
-        self._blake2b, self.hash = _begin(step, seed, BLAKE2B), None
-        self._zstd, self._overlay = pyzstd.ZstdDecompressor(option=history.WINDOW), b""
-        self._file = None
+        self.remembered, self._raw, self._data, self._overlay = remember, bytearray(), b"", b""
+        self._cfg, self._size, self._got, self._unpacked = cfg, sum(sizes(cfg)), 0, 0        # _got: bytes of the body
+        self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
+        self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
@@ -182,36 +181,27 @@ class Upload:
         self.unpack()
 
     def unpack(self):
-        """Unpacks PIECE bytes at most."""
         try:
             raw = self._zstd.decompress(self._data, PIECE)
         except (pyzstd.ZstdError, EOFError) as error:
             raise ValueError(str(error)) from None
-        self._data, eof = b"", self._zstd.eof
-        self._left -= len(raw)
-        if self._left >= 0:
-            self._sha256.update(raw)
-            self._blake2b.update(raw)
-            self._digest.update(raw)
-            self._keep_overlay(raw)
+        self._data, eof, left = b"", self._zstd.eof, self._size - self._unpacked - len(raw)
+        if left >= 0:
+            for digest in self._digests:
+                digest.update(raw)
+            self._overlay += raw[max(sum(sizes(self._cfg)[:2]) - self._unpacked, 0):]
             if self.remembered:
                 self._raw += raw
-        self.pending = self._left >= 0 and not eof and not self._zstd.needs_input
+        self._unpacked += len(raw)
+        self.pending = left >= 0 and not eof and not self._zstd.needs_input
         complete = self._got == self.total and not self.pending
-        if self._left < 0 or eof and (self._left or self._got != self.total or self._zstd.unused_data) \
-                or complete and not eof:
-            raise ValueError(f"it does not unpack to {sum(sizes(self._cfg))} bytes")
+        if left < 0 or eof and (left or self._got != self.total or self._zstd.unused_data) or complete and not eof:
+            raise ValueError(f"it does not unpack to {self._size} bytes")
         if complete:
-            got = self._digest.digest(), self._sha256.digest()
-            if self.digest not in (None, got[0]) or self.sha256 not in (None, got[1]):
+            digest, sha256, self.hash = (digest.digest() for digest in self._digests)
+            if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-            self.digest, self.sha256 = got
-            self.hash, self.finished = self._blake2b.digest(), True
-
-    def _keep_overlay(self, raw):
-        weights, moments, _ = sizes(self._cfg)
-        at = sum(sizes(self._cfg)) - self._left - len(raw)     # offset of `raw` in the state
-        self._overlay += raw[max(weights + moments - at, 0):]
+            self.digest, self.sha256, self.finished = digest, sha256, True
 
     def overlay(self):
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
@@ -233,7 +223,7 @@ class Upload:
         raw = self._raw
         if not self.remembered:
             self._file.seek(HEAD_SIZE)
-            raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
+            raw = history.unzip(self._file.read(), self._size)
         return from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
@@ -253,25 +243,29 @@ def upload_of_file(cfg, head, total, sha256, directory):
 
 
 class Shelf:
-    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed."""
+    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed.
+    Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
 
-    def __init__(self, cfg, run, readers=None):
-        self.cfg, self.run, self.directory, self.readers = cfg, run, run.directory, readers or Readers()
+    def __init__(self, cfg, run):
+        self.cfg, self.run, self.directory = cfg, run, run.directory
+        self._open = {}                                      # key -> (file, time of the last request), the latest last
+        self.begin_epoch()
+
+    def begin_epoch(self):
+        """Finds the snapshots of this epoch; those of earlier ones are removed."""
+        self.stopped = False
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
-        self.stopped = False                                 # no more snapshots: they cannot be written
-        for name in os.listdir(self.directory) if self.directory else ():
-            if name.startswith("snapshot-") and name.endswith(".part"):
-                with contextlib.suppress(OSError):
-                    if run.owned:                            # otherwise it may be an upload in progress
-                        os.unlink(os.path.join(self.directory, name))
-            elif match := history.SNAPSHOT.fullmatch(name):
+        names, start = os.listdir(self.directory) if self.directory else [], self.run.start
+        for name in names:
+            if match := history.SNAPSHOT.fullmatch(name):
                 self._take(name, match)
-        if run.owned and run.start.epoch and (first := self.files.get(run.start.step)):
-            for name in os.listdir(self.directory):          # those of earlier epochs
-                match = history.SNAPSHOT.fullmatch(name)
-                if match and int(match[1]) <= run.start.step and name != first:
-                    self.remove(name)
+            elif self.run.owned and name.startswith("snapshot-") and name.endswith(".part"):
+                self.remove(name)                            # otherwise it may be an upload in progress
+        if self.run.owned and start.epoch and (first := self.files.get(start.step)):
+            for match in filter(None, map(history.SNAPSHOT.fullmatch, names)):
+                if int(match[1]) <= start.step and match[0] != first:
+                    self.remove(match[0])
 
     def _take(self, name, match):
         """Lists a file if its head belongs to this run."""
@@ -289,7 +283,6 @@ class Shelf:
 
     @property
     def newest(self):
-        """Step of the newest snapshot, 0 without one."""
         return max(self.files, default=0)
 
     @property
@@ -297,8 +290,10 @@ class Shelf:
         """Step of the snapshot with the best validation, None if none was validated."""
         return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
 
+    def path(self, step):
+        return os.path.join(self.directory, self.files[step]) if step in self.files else None
+
     def state(self, step):
-        """The State in a snapshot. Raises ValueError (one line) for damage, OSError."""
         return read(self.cfg, os.path.join(self.directory, self.files[step]))
 
     def check_start(self):
@@ -316,34 +311,26 @@ class Shelf:
                                            f"{start.epoch} began, is missing or damaged: restore it from a copy, or "
                                            f"continue from the previous epoch: mv {old} {name}")
 
-    def wanted(self, step):
-        every = self.cfg.SNAPSHOT_EVERY
-        return bool(self.directory and every and step and step % every == 0 and step not in self.files
-                    and not self.stopped)
-
     def put(self, upload):
-        """Adds a finished upload. Raises OSError."""
         step, name = upload.step, f"snapshot-{upload.step:08d}.egg"
         upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
 
     def validated(self, step, figure):
-        """Stores the validation figure of a step, for the file name of its snapshot, which may still be on its way."""
+        """The figure of a validation, for the file name of the snapshot of this step, which may still be on its way."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
 
     def forget(self, step):
-        """Removes a snapshot."""
         if step in self.files:
             self.remove(self.files.pop(step))
         self.digests.pop(step, None)
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        """Removes a file if it exists."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.directory, name))
 
@@ -367,20 +354,11 @@ class Shelf:
                 os.replace(path + ".part", path)
 
     def block(self, step, offset, size):
-        """See Readers.piece."""
-        path = os.path.join(self.directory, self.files[step]) if step in self.files else None
-        return self.readers.piece((self.run.start.epoch, step), path, offset, size)
-
-
-class Readers:
-    """The snapshot files that others read piece by piece. They stay open meanwhile, for they may be deleted."""
-
-    def __init__(self):
-        self._open = {}                              # key -> (file, time of the last request), the latest last
+        return self.piece((self.run.start.epoch, step), self.path(step), offset, size)
 
     def piece(self, key, path, offset, size):
         """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
-        path: None if it has been deleted."""
+        path: None if it has been removed."""
         file = self._open.pop(key, [None])[0]
         try:
             if not file and not path:
@@ -394,9 +372,7 @@ class Readers:
         except OSError:
             return 0, b""
 
-    def check(self, now):
+    def close_unread(self, now=math.inf):
+        """Closes the files that nobody has read for a while."""
         for key in [key for key, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
             self._open.pop(key)[0].close()
-
-    def close(self):
-        self.check(math.inf)

@@ -19,6 +19,12 @@ def tally(statements, by_host=False):
     return {what: len({a.voter if by_host else a for a in authors}) for what, authors in statements.items()}
 
 
+def shares(statements, what, by_host=False):
+    """(votes for this statement, most votes for another); see `tally`."""
+    votes = tally(statements, by_host)
+    return votes.pop(what, 0), max(votes.values(), default=0)
+
+
 class Verdict(NamedTuple):
     """kind: AGREES, REBUILD, WAIT or BAN; outvoted: the authors that state something else, where the verdict is AGREES;
     news: whether this settles a tie (AGREES) or is the first to notice it (WAIT)."""
@@ -56,15 +62,13 @@ class Trust:
         return Verdict(WAIT, news=news)
 
     def forget(self, author):
-        """The author has left."""
         for votes in self.votes.values():
             self._withdraw(votes, author)
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        votes = self.votes.get(step, {})
-        sizes = sorted(tally(votes).values(), reverse=True) if len(votes) > 1 else []
-        return not sizes or sizes[0] > sizes[1]
+        count, others = self._count(step, self.leading(step))
+        return count > others or not others
 
     def leading(self, step):
         """The digest with most votes at this step, b"" where nobody has voted."""
@@ -77,10 +81,8 @@ class Trust:
         return 0 < others >= count
 
     def clear(self):
-        """Another state takes the place of the present one."""
-        self.votes.clear()
-        self.figures.clear()
-        self._tied.clear()
+        for known in (self.votes, self.figures, self._tied):
+            known.clear()
 
     def confirms(self, step, author, figure, several, by_host):
         """Whether the (tokens, bytes, nats) of a validation count: of several authors two must state the same."""
@@ -95,9 +97,9 @@ class Trust:
 
     def unconfirmed(self, step):
         """Names of the authors of a validation of this step that does not count, the first time that there is one."""
-        names = sorted({author.name for author, _ in self.figures.get(step, ())})
-        self._told, told = self._told or bool(names), self._told
-        return [] if told else names
+        names = [] if self._told else sorted({author.name for author, _ in self.figures.get(step, ())})
+        self._told = self._told or bool(names)
+        return names
 
     def data_of_most(self, digest, author, known):
         """The digest of the training data that counts after an author has stated this one. known: the one that counted
@@ -116,10 +118,7 @@ class Trust:
     def _count(self, step, digest):
         """(votes for this digest, most votes for another); (1, 0) if all state this one, however many they are."""
         votes = self.votes.get(step, {})
-        if [*votes] == [digest]:
-            return 1, 0
-        votes = tally(votes)
-        return votes.pop(digest, 0), max(votes.values(), default=0)
+        return (1, 0) if [*votes] == [digest] else shares(votes, digest)
 
     @staticmethod
     def _withdraw(votes, author):

@@ -25,26 +25,24 @@ NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
 STATED = struct.Struct(f">{state_digest.SIZE}s")     # version 2 adds: digest of the state at this step
+STATED_REQUEST = struct.Struct(REQUEST.format + STATED.format[1:])
 RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness (version 2: zstd) that follow
-RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed by the last update, sum of losses,
-#                                          bytes of fitness that follow
+RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed, sum of losses, bytes of fitness
 VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
 NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
 CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; flags: SECRET_WANTED, ...
 SECRET_WANTED, PROVES_FIRST = 1, 2       # the coordinator has a secret; it answers PROVE
 PROOF = struct.Struct(">32s")            # PROVED: the coordinator's proof; JOIN: the worker's, JSON follows
-WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof, SHA-256 of configuration and data (zeros:
-#                                            not known), completed steps, step of the newest snapshot (0: none)
+WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof and what is in a greeting.Welcome
 FAILED = struct.Struct(">H")             # ERROR: code; text follows
-STEP = struct.Struct(">Q")               # REBUILD: the snapshot to begin from (0: none); SNAPSHOT_WANTED, HASH_WANTED:
-#                                          of which step
+STEP = struct.Struct(">Q")               # REBUILD (to begin from its snapshot; 0: none), SNAPSHOT_WANTED, HASH_WANTED
 STEP_HASH = struct.Struct(">Q32s")       # STATE_HASH: step, BLAKE2b of the state (cluster.snapshots.state_hash)
 BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
 BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
 STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, most bytes
-STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the whole file (0: there is none),
-#                                          offset of those that follow
+STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the file (0: none), offset of these
 
+EMPTY = struct.Struct("")
 STEP_LIMIT = 1 << 48                     # no run has so many steps
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 TEXT_LIMIT = 1 << 14                     # bytes of a log message
@@ -75,17 +73,14 @@ class Refused(FrameError):
 def read_json(data):
     """The object in UTF-8 JSON of a peer, safe to compare, to compute with and to encode again. Raises ValueError for
     anything but an object, lone surrogates, numbers beyond 64 bits or not finite, and more than JSON_DEPTH levels."""
-    def number(kind):
-        def read(text):
-            value = kind(text) if len(text) < 400 else math.inf
-            if not (abs(value) < 1 << 64 if kind is int else math.isfinite(value)):
-                raise ValueError(f"a number that is too large: {text[:20]}")
-            return value
-        return read
+    def number(text):
+        value = math.inf if len(text) >= 400 else int(text) if text.lstrip("-").isdigit() else float(text)
+        if not abs(value) < (1 << 64 if type(value) is int else math.inf):
+            raise ValueError(f"a number that is too large: {text[:20]}")
+        return value
 
     try:
-        found = json.loads(str(data, "utf-8"), parse_int=number(int), parse_float=number(float),
-                           parse_constant=number(float))
+        found = json.loads(str(data, "utf-8"), parse_int=number, parse_float=number, parse_constant=number)
     except RecursionError:
         raise ValueError("too many levels") from None
     if type(found) is not dict:
@@ -107,32 +102,26 @@ def read_json(data):
 
 
 def frame(opcode, *parts, version=V1):
-    """bytes of a whole frame."""
     payload = b"".join(parts)
     return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
 
 
 def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
-    def exactly(*structs):
-        return (sum(s.size for s in structs),) * 2
+    def sizes(table):                    # {opcode: (struct, most bytes that follow it)}
+        return {opcode: (head.size, head.size + most) for opcode, (head, most) in table.items()}
 
-    v1 = {JOB_REQUEST: exactly(REQUEST),
-          RESULT: (RESULT_HEAD.size, RESULT_HEAD.size + fitness_digits.packed_size(cfg.CHUNK_SIZE // 2)),
-          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + fitness_digits.packed_size(cfg.N_PAIRS)),
-          LOG_MESSAGE: (0, TEXT_LIMIT),
-          VALIDATION: exactly(VALIDATED)}
-    v2 = {**v1, JOB_REQUEST: exactly(REQUEST, STATED),
-          JOB_RESPONSE: (RESPONSE.size, RESPONSE.size + history.most_body(cfg)),
-          HELLO: exactly(NONCE), CHALLENGE: exactly(CHALLENGED),
-          JOIN: (PROOF.size, PROOF.size + JOIN_LIMIT), WELCOME: exactly(WELCOMED), ERROR: (FAILED.size, OTHER_LIMIT),
-          HEARTBEAT: (0, 0), REBUILD: exactly(STEP), SNAPSHOT_WANTED: exactly(STEP),
-          HASH_WANTED: exactly(STEP), STATE_HASH: exactly(STEP_HASH),
-          SNAPSHOT_DATA: (BLOCK_HEAD.size, BLOCK_HEAD.size + BLOCK), SNAPSHOT_REQUEST: exactly(BLOCK_REQUEST),
-          STATUS: (0, STATUS_LIMIT), ISLAND: (0, JOIN_LIMIT), STANDING: (0, STANDING_LIMIT),
-          STATE_REQUEST: exactly(STATE_WANTED),
-          STATE: (STATE_HEAD.size, STATE_HEAD.size + BLOCK), PROVE: (0, 0), PROVED: exactly(PROOF)}
-    return {V1: v1, V2: v2}
+    pairs, chunk = (fitness_digits.packed_size(n) for n in (cfg.N_PAIRS, cfg.CHUNK_SIZE // 2))
+    v1 = {JOB_REQUEST: (REQUEST, 0), RESULT: (RESULT_HEAD, chunk), JOB_RESPONSE: (RESPONSE, pairs),
+          LOG_MESSAGE: (EMPTY, TEXT_LIMIT), VALIDATION: (VALIDATED, 0)}
+    v2 = {**v1, JOB_REQUEST: (STATED_REQUEST, 0), JOB_RESPONSE: (RESPONSE, history.most_body(cfg)),
+          HELLO: (NONCE, 0), CHALLENGE: (CHALLENGED, 0), PROVE: (EMPTY, 0), PROVED: (PROOF, 0),
+          JOIN: (PROOF, JOIN_LIMIT), WELCOME: (WELCOMED, 0), ERROR: (FAILED, OTHER_LIMIT - FAILED.size),
+          HEARTBEAT: (EMPTY, 0), STATUS: (EMPTY, STATUS_LIMIT), REBUILD: (STEP, 0), SNAPSHOT_WANTED: (STEP, 0),
+          HASH_WANTED: (STEP, 0), STATE_HASH: (STEP_HASH, 0), SNAPSHOT_DATA: (BLOCK_HEAD, BLOCK),
+          SNAPSHOT_REQUEST: (BLOCK_REQUEST, 0), ISLAND: (EMPTY, JOIN_LIMIT), STANDING: (EMPTY, STANDING_LIMIT),
+          STATE_REQUEST: (STATE_WANTED, 0), STATE: (STATE_HEAD, BLOCK)}
+    return {V1: sizes(v1), V2: sizes(v2)}
 
 
 # the frames that a worker or a reader of the status takes
@@ -154,7 +143,6 @@ def only(every, frames):
 
 
 def name(opcode):
-    """Its name, for messages."""
     return NAMES.get(opcode, f"opcode {opcode}")
 
 

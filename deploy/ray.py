@@ -36,6 +36,7 @@ NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # da
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.25        # between two looks at the coordinator
 NODES_SECONDS = 2.0        # between two looks for new nodes
+WAIT_MINUTES = 5.0         # for resources of the first worker
 LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
 STOP_SECONDS = 30.0        # that the coordinator may take to stop
 SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
@@ -269,7 +270,7 @@ def train(cfg, args, secret, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            done = follow(actor, finish, workers, args.wait, console)
+            done = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:
             console.clear()
         console.line(done.line())
@@ -281,7 +282,7 @@ def train(cfg, args, secret, http, console):
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; the Summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
     with stop_signals() as stopped:

@@ -1,9 +1,8 @@
 """Islands: populations that gossip (docs/ISLANDS.md). A coordinator that is an island compares itself with others in
-tournaments (STANDING), and the worse one takes over the state of the better one.
-
-The state travels as the giver's snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a
-new epoch of the receiver's run (cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the
-one before it is undone, and for a while nothing is taken from that peer.
+tournaments (STANDING), and the worse one takes over the state of the better one. The state travels as the giver's
+snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run
+(cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the one before it is undone, and for
+a while nothing is taken from that peer.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from cluster import history, snapshots
 from cluster.hooks import Hook
-from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, STATE_REQUEST, read_json
+from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, read_json
 from egg_config import ConfigError, UsageError
 from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
@@ -43,7 +42,6 @@ class Terms(NamedTuple):
     descriptors = 0            # files that an island holds open beside the coordinator's (cluster.hooks)
 
     def attach(self, coordinator):
-        """The Island of a coordinator. Raises IslandError."""
         return Island(coordinator, self)
 
 
@@ -57,8 +55,6 @@ def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
     peers = list(peers) + (peers_from_slurm(port) if from_slurm else [])
     return Terms(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 
-
-# --- fitness ---------------------------------------------------------------------------------------------------------
 
 class Standing(NamedTuple):
     """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
@@ -77,7 +73,6 @@ class Standing(NamedTuple):
         return json.dumps({**self._asdict(), "state": self.state.hex() if self.state else None}).encode()
 
     def compares(self, other):
-        """Whether its fitness is of the same kind and unit."""
         return (self.kind, self.unit) == (other.kind, other.unit)
 
 
@@ -102,12 +97,10 @@ class Fitness:
     """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation."""
 
     def __init__(self):
-        self.kind, self.unit = "loss", KINDS["loss"][0]
+        self.kind, self.unit, self.best, self.best_step = "loss", KINDS["loss"][0], math.inf, 0
         self.begin()
-        self.best, self.best_step = math.inf, 0
 
     def begin(self):
-        """Begins a new epoch, without measures."""
         self.value, self.measures = None, 0
 
     def add(self, kind, unit, x, step):
@@ -160,8 +153,6 @@ class Elites:
         return None
 
 
-# --- the island ------------------------------------------------------------------------------------------------------
-
 class Handover(NamedTuple):
     """A change to another state, begun at `since`. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished
     transfer.Incoming or None; needs_ours: the own state is needed."""
@@ -172,7 +163,7 @@ class Handover(NamedTuple):
 
 
 class Island(Hook):
-    """The island of a coordinator (egg_net.Coordinator). lineage: [dict for JSON] of its epochs. Raises IslandError."""
+    """The island of an egg_net.Coordinator. lineage: [dict for JSON] of its epochs. Raises NetError, UsageError."""
 
     takes_version_1 = False
 
@@ -181,35 +172,23 @@ class Island(Hook):
         if run.directory is None or not cfg.SNAPSHOT_EVERY:
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator, self.cfg, self.run, self.terms, self.events = coordinator, cfg, run, terms, coordinator.events
-        self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls)
+        self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls, transfer.Bucket(terms.bandwidth))
         self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
-        self.outgoing = transfer.Outgoing(coordinator, transfer.Bucket(terms.bandwidth))
-        self.bandwidth_in = transfer.Bucket(terms.bandwidth)
-        self.incoming = self.handover = None
+        self.bandwidth_in, self.incoming = transfer.Bucket(terms.bandwidth), None
         self.last_taken = None                       # SHA-256 of the last state taken: it is not taken twice
-        self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.merge_event = None                      # fields of a merge whose first chunk is not handed out yet
+        self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
         line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
         self.events.emit("island", line, name=terms.name, peers=titles)
 
-    @property
-    def founder(self):
-        """The island from which the current population descends."""
-        return self.lineage[-1]["founder"]
-
     # the coordinator calls these (cluster.hooks)
-
-    @property
-    def awaits_state(self):
-        return self.handover is not None
 
     def check(self, now):
         self.peers.check(now)
-        self.outgoing.check(self.peers.known.values())
         if self.incoming:
             if why := self.incoming.too_slow(now):
                 self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
@@ -229,11 +208,10 @@ class Island(Hook):
 
     def snapshot_kept(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
-        shelf, fitness = self.coordinator.shelf, self.fitness
-        if step not in shelf.files or fitness.value is None or not self.elites.most:
+        path, fitness = self.coordinator.shelf.path(step), self.fitness
+        if not path or fitness.value is None or not self.elites.most:
             return
         try:
-            path = os.path.join(self.run.directory, shelf.files[step])
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
                 self.events.emit("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
         except OSError as error:
@@ -272,28 +250,28 @@ class Island(Hook):
 
     def status(self):
         return {"name": self.terms.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
-                "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.founder,
+                "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.lineage[-1]["founder"],
                 "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
 
     def shown(self, fitness, kind):
         """A fitness for people: a loss in the unit in which losses are shown. None stays None."""
-        scale = self.coordinator.progress.bits if kind == "loss" else 1.0
-        return None if fitness is None else round(fitness * scale, 6)
-
-    # peers
+        return _rounded(fitness * self.coordinator.progress.bits if fitness and kind == "loss" else fitness)
 
     def handle(self, peer, opcode, payload):
         """Takes a frame of a peer; returns whether it was of use. Raises FrameError."""
         if opcode == STANDING:
             return self._take_standing(peer, read_standing(payload))
-        if opcode == STATE_REQUEST:
-            self.outgoing.request(peer, payload)
-            return True
-        sha256, total, offset = STATE_HEAD.unpack_from(payload) if opcode == STATE else (None, 0, 0)
-        expected = self.incoming and self.incoming.expects(peer, sha256)
-        if expected:
-            self._take_piece(total, offset, payload[STATE_HEAD.size:])
-        return expected
+        incoming = self.incoming
+        if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
+            return False
+        sha256, total, offset = STATE_HEAD.unpack_from(payload)
+        if sha256 != incoming.standing.state:
+            return False
+        if total:
+            self._advance(lambda: incoming.add(total, offset, payload[STATE_HEAD.size:]))
+        else:
+            self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
+        return True
 
     def peer_lost(self, peer):
         if self.incoming and self.incoming.peer is peer:
@@ -301,8 +279,8 @@ class Island(Hook):
 
     def standing(self, ask=False):
         shelf, fitness = self.coordinator.shelf, self.fitness
-        return Standing(fitness.value, fitness.kind, fitness.unit, self.run.step, self.run.start.epoch, self.founder,
-                        shelf.sha256.get(shelf.newest), shelf.newest, ask)
+        return Standing(fitness.value, fitness.kind, fitness.unit, self.run.step, self.run.start.epoch,
+                        self.lineage[-1]["founder"], shelf.sha256.get(shelf.newest), shelf.newest, ask)
 
     def _begin_tournament(self):
         now = time.monotonic()
@@ -314,7 +292,6 @@ class Island(Hook):
             peer.session.reply(STANDING, self.standing(True).pack())
 
     def _take_standing(self, peer, theirs):
-        """Returns whether it was wanted."""
         if theirs.ask and not peer.questions.take():
             return False
         expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
@@ -348,13 +325,6 @@ class Island(Hook):
             self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
             self.incoming.request()
 
-    def _take_piece(self, total, offset, data):
-        incoming, name = self.incoming, self.incoming.peer.name
-        if not total:
-            self._drop_incoming(f"{name} does not have its state of step {incoming.standing.state_step} any more")
-        else:
-            self._advance(lambda: incoming.add(total, offset, data))
-
     def _advance(self, work):
         """Does something for the incoming state, and requests the next piece."""
         incoming, name = self.incoming, self.incoming.peer.name
@@ -380,15 +350,13 @@ class Island(Hook):
     # epochs
 
     def _due(self):
-        """The Handover that is due now, or None."""
         cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
         if self._must_undo():
             return Handover("undo", None, False, now)
         if self.incoming and self.incoming.made:
-            theirs = self.incoming.standing
+            theirs, name = self.incoming.standing, self.incoming.peer.name
             if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
-            name = self.incoming.peer.name
             self._drop_incoming(f"the state of {name} is no longer better than the own one: not used")
         if fitness.best < math.inf:
             self.idle_since = max(self.idle_since, fitness.best_step)
@@ -419,30 +387,28 @@ class Island(Hook):
         handover, run, name = self.handover, self.run, self.terms.name
         parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
-                  "founder": self.founder, "peer_step": None, "fitness_kind": self.fitness.kind,
+                  "founder": self.lineage[-1]["founder"], "peer_step": None, "fitness_kind": self.fitness.kind,
                   "ours": _rounded(self.fitness.value), "theirs": None, "parent_theirs": None,
                   "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
         try:
             state, body, more = next_state(self, handover, ours)
             if state is None:
-                self._give_up("no elite can be read")
-                return
+                return self._give_up("no elite can be read")
             state.step, state.seed = run.step, run.seed
             origin.update(more, digest=state_digest.of_state(state).hex())
             self.coordinator.begin_epoch(state, origin, body)
         except ValueError as error:                  # only a peer's state raises it
             peer = handover.incoming.peer
             self.peers.distrust(peer, f"the state of {peer.name} is not used: {error}")
-            self._give_up()
+            self._end_handover()
         except OSError as error:
             self._give_up(f"the new state cannot be kept: {error.strerror}")
         else:
-            self._epoch_begun(handover, origin)
+            self._epoch_begun(origin)
 
-    def _epoch_begun(self, handover, origin):
-        self.on_trial = origin
+    def _epoch_begun(self, origin):
+        handover, self.on_trial, self.idle_since = self.handover, origin, self.run.step
         self.lineage.append(ancestor(self.run.start, self.terms.name))
-        self.idle_since = self.run.step
         event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
         if handover.kind == "rejuvenate":
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
@@ -458,9 +424,8 @@ class Island(Hook):
         self.fitness.begin()
         self._end_handover()
 
-    def _give_up(self, why=None):
-        if why:
-            self.events.warn(f"island: step {self.run.step} goes on with the own state: {why}")
+    def _give_up(self, why):
+        self.events.warn(f"island: step {self.run.step} goes on with the own state: {why}")
         self._end_handover()
 
     def _end_handover(self):
@@ -469,15 +434,14 @@ class Island(Hook):
         if self.handover.kind == "rejuvenate":
             self.idle_since = max(self.idle_since, self.run.step)
         self.handover = None
-        self.coordinator.wake()
+        self.coordinator.dispatcher.changed = True
 
 
 def ancestor(start, name):
     """The entry of `lineage` for an epoch that begins with a history.Start. name: of the island."""
-    origin = start.origin or {}
-    return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
-            "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
-            "founder": origin.get("founder", name)}
+    origin = {"from": name, "founder": name, "peer_step": None, "digest": None, **(start.origin or {})}
+    return {"epoch": start.epoch, "step": start.step,
+            **{k: origin[k] for k in ("from", "peer_step", "digest", "founder")}}
 
 
 def next_state(island, handover, ours):

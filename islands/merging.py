@@ -1,9 +1,8 @@
 """Merges the states of two islands, element by element, with the same bits on every machine (SPEC 19). NumPy alone.
 
-A weight and its accumulator are one number, w + acc, and never separated. float32 holds every accumulator up to 1
-exactly in the units of the mix; a state that is mixed with itself does not change. Accumulators above 1, which learning
-rates above 1 can cause, may be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits
-for the next merge.
+A weight and its accumulator are one number, w + acc. float32 holds every accumulator up to 1 exactly in the units of
+the mix, so a state that is mixed with itself does not change; above 1, which learning rates above 1 can cause, it may
+be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge.
 """
 
 import math
@@ -63,11 +62,9 @@ def worse_share(alpha, fitness_ours, fitness_theirs):
 
 
 def rejuvenate(cfg, state):
-    """The State with moments of 0, so that only the next votes decide, and with noise scales of ADAPTIVE_NOISE_INIT, as
-    at the start of a run, where they have become quieter. Louder ones stay. Scales above that start do not suit the
-    rest of the configuration, and would fall by only ADAPTIVE_NOISE_DEC a step."""
-    moments = np.zeros_like(state.moments)
-    moments[:, 2] = state.moments[:, 2]
+    """The State with moments of 0, so that only the next votes decide, and with noise scales of at least
+    ADAPTIVE_NOISE_INIT, those of the start of a run. Higher ones would fall by only ADAPTIVE_NOISE_DEC a step."""
+    moments = np.where([False, False, True], state.moments, np.float32(0))
     overlay = np.array(state.overlay)
     if cfg.ADAPTIVE_NOISE_MODE:
         overlay = np.maximum(overlay, np.int8(cfg.ADAPTIVE_NOISE_INIT))

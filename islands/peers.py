@@ -1,7 +1,5 @@
-"""The other islands: their addresses, connections and introductions, and which of them are trusted.
-
-There is no central place. Every island calls its peers, and serves them on the port and in the event loop of its
-coordinator. docs/PROTOCOL.md has the frames.
+"""The other islands: their addresses, connections and introductions, and which of them are trusted. There is no central
+place: every island calls its peers, and serves them on the port and in the event loop of its coordinator.
 """
 
 import json
@@ -13,10 +11,11 @@ import time
 
 import egg_config
 from cluster import auth, greeting, history, wire
-from cluster.hub import Budget, address_text, split_address
+from cluster.hub import Budget, NetError, address_text, split_address
 from cluster.session import Role, Session
-from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, V2
-from egg_config import ConfigError, EggError
+from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
+                          STATE_WANTED, V2)
+from egg_config import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 DISTRUST = 600.0           # seconds for which a peer is not trusted
@@ -27,12 +26,6 @@ QUESTIONS = 8              # questions of a peer that are answered in a row; aft
 MOST_PEERS, MOST_OF_HOST = 1024, 64
 FORGOTTEN = 600.0          # seconds after which a peer that is gone is forgotten
 
-
-class IslandError(EggError):
-    """About the address of a peer, or something that an island needs."""
-
-
-# --- the command line ------------------------------------------------------------------------------------------------
 
 def parse_name(text):
     """A name that any terminal, page or log can show. Raises ValueError."""
@@ -76,8 +69,6 @@ def peers_from_slurm(port, environ=os.environ):
     return [(host, port) for host in hosts.split() if host != own]
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------
-
 class Target:
     """An address to call. addresses: [(family, address)], the next one first; is_self: the island called itself."""
 
@@ -86,8 +77,8 @@ class Target:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise IslandError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
-                              "another island's coordinator") from None
+            raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
+                           "another island's coordinator") from None
         self.addresses = [(entry[0], entry[4]) for entry in found]
         self.name, self.session, self.is_self, self.logged = None, None, False, False
         self.pause, self.call_at = BACK_OFF[0], 0.0
@@ -110,15 +101,14 @@ class Peer:
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
 
 
-class Call(Role):
-    """The role of a session with an island that was called, until both are introduced."""
+class PeerRole(Role):
+    """The role of a session with another island. target: the Target that was called, and caller: the greeting.Caller
+    until both are introduced; None if the other island called. peer: None until then."""
 
-    peer = None
-
-    def __init__(self, session, peers, target):
+    def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers, self.target = peers, target
-        self.caller = greeting.Caller(peers.coordinator.access.secret, peers.card())
+        self.peers, self.target, self.caller, self.peer = peers, target, caller, None
+        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
 
     def begin(self):
         self.session.version = V2
@@ -126,41 +116,48 @@ class Call(Role):
 
     def handle(self, opcode, payload):
         if opcode == ERROR:
-            self.peers.read_error(self.session, payload)
+            code, why = greeting.read_error(payload)
+            if code == FULL:
+                self.session.close()
+            else:
+                self.peers.refused(self.session, why, code)
+        elif self.peer:
+            self.peer.heard = time.monotonic()
+            if opcode != STATE_REQUEST:
+                return self.peers.island.handle(self.peer, opcode, payload)
+            self.wanted = STATE_WANTED.unpack(payload)
+            self.send_piece()
         elif opcode == ISLAND and self.caller.welcome:
             self.peers.accepted(self.session, greeting.read_card(payload))
         else:
             try:
-                answer = self.caller.handle(opcode, payload)
+                if answer := self.caller.handle(opcode, payload):
+                    self.session.reply(*answer)
             except greeting.GreetingError as error:
                 self.peers.refused(self.session, str(error))
-            else:
-                if answer:
-                    self.session.reply(*answer)
         return True
 
     def check(self, now):
-        if now - self.session.born > auth.HANDSHAKE_SECONDS:
+        if not self.peer and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.close()                     # it is called again
+        elif self.wanted:
+            self.send_piece()
 
-    def closed(self):
-        self.peers.lost(self.session)
-
-
-class PeerRole(Role):
-    """The role of a session with a peer. target: the Target that was called, None if the peer called."""
-
-    def __init__(self, session, peers, peer, target):
-        super().__init__(session)
-        self.peers, self.peer, self.target = peers, peer, target
-        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
-
-    def handle(self, opcode, payload):
-        if opcode == ERROR:
-            self.peers.read_error(self.session, payload)
-            return False
-        self.peer.heard = time.monotonic()
-        return self.peers.island.handle(self.peer, opcode, payload)
+    def send_piece(self):
+        """Sends the requested piece as soon as the bandwidth allows; until then nothing more is read from the peer."""
+        shelf, bandwidth, (sha256, offset, size) = self.peers.coordinator.shelf, self.peers.bandwidth, self.wanted
+        size = min(size, bandwidth.piece)
+        if not bandwidth.take(size):
+            self.session.wait()
+            return
+        self.wanted = None
+        step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
+        total, data = shelf.piece(sha256, shelf.path(step), offset, size)
+        if total and offset < total == offset + len(data):
+            self.peer.given += 1
+        self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
+        if self.session.waits:
+            self.session.go_on()
 
     def closed(self):
         self.peers.lost(self.session)
@@ -168,16 +165,16 @@ class PeerRole(Role):
 
 class Peers:
     """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
-    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call. Raises IslandError."""
+    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: a
+    transfer.Bucket, for the states that they request. Raises NetError."""
 
-    def __init__(self, island, coordinator, name, addresses, tls):
+    def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
-        self.id, self.name, self.tls = os.urandom(8).hex(), name, tls
+        self.id, self.name, self.tls, self.bandwidth = os.urandom(8).hex(), name, tls, bandwidth
         self.targets = [Target(*address) for address in addresses]
         self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
 
     def check(self, now):
-        """Calls and deadlines."""
         for target in self.targets:
             connected = target.name in self.known and self.known[target.name].session
             if not (target.session or target.is_self or connected) and now >= target.call_at:
@@ -188,8 +185,6 @@ class Peers:
             if not peer.session and now - peer.heard > FORGOTTEN:
                 del self.known[peer.name]
         self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
-
-    # trust
 
     def trusted(self, peer):
         return time.monotonic() >= self.distrusted.get(peer.identity, 0.0)
@@ -238,10 +233,9 @@ class Peers:
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
     def joined(self, session, card, author):
-        """An island that called has been let in."""
         session.reply(ISLAND, json.dumps(self.card()).encode())
         if session.open:
-            self._introduced(session, card, author, None)
+            self._introduced(session, PeerRole(session, self), card, author)
 
     def accepted(self, session, card):
         """An island that was called, with this card, has let this island in."""
@@ -249,19 +243,20 @@ class Peers:
         if why := self.objection(card, author):
             self.refused(session, why)
         else:
-            self._introduced(session, card, author, session.role.target)
+            self._introduced(session, session.role, card, author)
 
-    def _introduced(self, session, card, author, target):
+    def _introduced(self, session, role, card, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer = self.known.setdefault(card.name, Peer(card.name))
+        peer, target = self.known.setdefault(card.name, Peer(card.name)), role.target
         old, same = peer.session, peer.id == card.id
         if target:
             target.name, target.pause = peer.name, BACK_OFF[0]
         if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
             session.close()
             return
-        session.role, session.title = PeerRole(session, self, peer, target), f"{peer.name} ({session.address})"
-        session.limits = wire.only(self.coordinator.admission.limits, wire.FROM_ISLAND)
+        session.role, role.peer, session.title = role, peer, f"{peer.name} ({session.address})"
+        session.take(wire.FROM_ISLAND)
+        session.idle = None
         if not session.known:
             session.become_known()
         peer.session, peer.id, peer.identity, peer.host = session, card.id, author.identity, author.host
@@ -270,23 +265,21 @@ class Peers:
         if old:
             old.close()
         else:
-            self._log(session.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+            self._log(peer.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
 
     def _call(self, target):
         family, address = target.addresses[0]
-        admission, traffic = self.coordinator.admission, self.coordinator.progress.traffic
+        caller = greeting.Caller(self.coordinator.access.secret, self.card())
         try:
-            session = Session(self.coordinator.hub, socket.socket(family, socket.SOCK_STREAM), address, traffic,
-                              admission.door, wire.only(admission.limits, wire.FROM_CALLED), self.tls, target.host)
+            session = Session(self.coordinator.admission, socket.socket(family, socket.SOCK_STREAM), address,
+                              wire.FROM_CALLED, self.tls, target.host)
         except OSError:                              # there are no file descriptors left
-            target.failed()
-            return
-        session.title, session.role, target.session = target.title, Call(session, self, target), session
+            return target.failed()
+        session.title, target.session, session.role = target.title, session, PeerRole(session, self, target, caller)
 
     # ends
 
     def lost(self, session):
-        """The connection is closed."""
         target, peer = session.role.target, session.role.peer
         if self.coordinator.closing:
             return
@@ -298,23 +291,14 @@ class Peers:
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
-            self._log(session.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+            self._log(peer.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
 
     def refused(self, session, why, code=None):
-        """The other island refuses this one."""
         if target := session.role.target:
             target.is_self = target.is_self or code == ITSELF
             target.failed(longest=True)
             self._log_target(target, f"{target.title} refuses this island: {why}", "refused")
         session.close()
-
-    def read_error(self, session, payload):
-        """The other island ends the connection with a reason."""
-        code, why = greeting.read_error(payload)
-        if code == FULL:
-            session.close()
-        else:
-            self.refused(session, why, code)
 
     def _log_target(self, target, line, state):
         """Once for each target."""
@@ -326,7 +310,6 @@ class Peers:
         self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
 
     def status(self):
-        """[dict] for `status`."""
         def row(peer):
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}

@@ -1,13 +1,12 @@
-"""The snapshot files of islands on their way, beside training and within a bandwidth, in both directions."""
+"""The snapshot file of another island on its way here, beside training and within a bandwidth."""
 
-import os
 import threading
 import time
 
 from cluster import snapshots
 from cluster.hub import Budget
 from cluster.snapshots import HEAD_SIZE
-from cluster.wire import BLOCK, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED
+from cluster.wire import BLOCK, STATE_REQUEST, STATE_WANTED
 from islands import merging
 
 # A transfer is given up if STALLED seconds bring nothing or fewer bytes per second than LEAST_RATE, or, of a small
@@ -25,7 +24,6 @@ class Bucket(Budget):
         super().__init__(rate, max(2 * self.piece, rate / 2))
 
     def take(self, size):
-        """Whether `size` bytes may pass now; if so they are taken."""
         return not self.rate or super().take(size)
 
 
@@ -33,10 +31,12 @@ class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
     have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`."""
 
+    requested = preparing = False
+    upload = made = None
+
     def __init__(self, cfg, peer, standing, directory, bucket):
         self.cfg, self.peer, self.standing, self.directory, self.bucket = cfg, peer, standing, directory, bucket
         self.got = self.total = 0
-        self.requested, self.preparing, self.upload, self.made = False, False, None, None
         self._since, self._before = time.monotonic(), 0            # when the speed was last looked at, bytes until then
 
     @property
@@ -49,14 +49,10 @@ class Incoming:
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        wanted = self.peer.session and not (self.requested or self.finished or self.pending)
-        if wanted and self.bucket.take(self.bucket.piece):
+        if not (self.requested or self.finished or self.pending) and self.peer.session \
+                and self.bucket.take(self.bucket.piece):
             self.requested = True
-            piece = STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece)
-            self.peer.session.reply(STATE_REQUEST, piece)
-
-    def expects(self, peer, sha256):
-        return self.peer is peer and self.requested and self.standing.state == sha256
+            self.peer.session.reply(STATE_REQUEST, STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece))
 
     def add(self, total, offset, data):
         """Takes a piece; the first one holds the head of the file. Raises ValueError, OSError as an Upload does."""
@@ -71,7 +67,6 @@ class Incoming:
             self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
 
     def unpack(self):
-        """Unpacks for a moment what is pending."""
         until = time.monotonic() + UNPACK_SECONDS
         while self.pending and time.monotonic() < until:
             self.upload.unpack()
@@ -114,36 +109,3 @@ class Incoming:
             raise self.made
         state, body = self.made
         return (state, body) if body else (merging.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)
-
-
-class Outgoing:
-    """Sends the snapshots of a coordinator to peers."""
-
-    def __init__(self, coordinator, bucket):
-        self.coordinator, self.bucket = coordinator, bucket
-
-    def request(self, peer, payload):
-        """A peer requests a piece of a state; while it waits for the bandwidth nothing more is read from it."""
-        peer.session.role.wanted = STATE_WANTED.unpack(payload)
-        peer.session.wait()
-        self._send(peer)
-
-    def check(self, peers):
-        """Sends what had to wait."""
-        for peer in peers:
-            if peer.session and peer.session.waits:
-                peer.session.hub.guard(peer.session, self._send, peer)
-
-    def _send(self, peer):
-        session = peer.session
-        sha256, offset, size = session.role.wanted
-        size = min(size, self.bucket.piece)
-        if self.bucket.take(size):
-            session.go_on()
-            shelf = self.coordinator.shelf
-            step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
-            path = None if step is None else os.path.join(shelf.directory, shelf.files[step])
-            total, data = shelf.readers.piece(sha256, path, offset, size)
-            if total and offset < total == offset + len(data):
-                peer.given += 1
-            session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)

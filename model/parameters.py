@@ -70,7 +70,6 @@ GRU_TABLE = (
     Param("w_down", (H4, H), 402, 403, None, True),
     Param("ln_f", (H,), 900, 901, 16),
 )
-INDEX = {p.name: i for i, p in enumerate(TABLE)}
 LAYER_SEED = 1000           # seed distance of two layers
 
 

@@ -362,7 +362,7 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
         # version 1 has none, and is idle all the same
         assert old.chunk(0) == 32
         until(lambda: not server.coordinator.hub.connections)
-        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.admission.door.by_host
+        assert "said nothing for 1 s" in server.lines.text and not server.coordinator.admission.by_host
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
@@ -1043,7 +1043,7 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = egg_config.load("laptop", environ={})
     run = history.open_run(cfg, tmp_path)
     fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    run.copy(100_000, lambda k: (fitness, k, 0))
+    run.copy(100_000, lambda k: (fitness, k, 0), run.start)
     run.close()
     started = time.monotonic()
     run = history.open_run(cfg, tmp_path)

@@ -133,7 +133,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
         until(lambda: server.coordinator.dispatcher.waiting)
         answer = server.coordinator.dispatcher._answer
         monkeypatch.setattr(server.coordinator.dispatcher, "_answer", broken)
-        server.coordinator.wake()
+        server.coordinator.dispatcher.changed = True
         until(lambda: len(server.coordinator.dispatcher.workers) == 2)
         monkeypatch.setattr(server.coordinator.dispatcher, "_answer", answer)
         assert not server.failure and server.thread.is_alive()
@@ -254,7 +254,7 @@ def test_connections_without_proof_keep_no_worker_out(tmp_path):
         peers = Peer2(server.port, cfg), Peer(server.port, cfg)
         assert [peer.chunk(0) for peer in peers] == [0, 32]
         assert time.monotonic() - started < 5
-        assert len(server.coordinator.admission.door.arrivals.members) <= 256
+        assert len(server.coordinator.admission.arrivals.members) <= 256
         [sock.close() for sock in half]
         until(lambda: len(server.coordinator.hub.connections) == 2)
 

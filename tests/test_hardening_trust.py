@@ -842,6 +842,6 @@ def read_all(run):
             with contextlib.suppress(ValueError, OSError):
                 shelf.state(step)
         shelf.block(shelf.newest, 0, 100)
-        shelf.readers.close()
+        shelf.close_unread()
     finally:
         run.close()

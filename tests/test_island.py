@@ -131,7 +131,7 @@ def snapshot_of(directory, step):
 
 def replayed(cfg, directory, name=history.FILE, until_step=None):
     """The State at the end of the epoch in a file, from what lies in the directory and an engine alone."""
-    run = history.Run(cfg, open(os.path.join(directory, name), "rb", buffering=0), str(directory), writable=False)
+    run = history.Run(cfg, open(os.path.join(directory, name), "rb", buffering=0), str(directory))
     engine = Learner(cfg, RATES[cfg.ISLAND_SEED])
     if run.start.step:
         engine.load(snapshots.unpack(cfg, snapshot_of(directory, run.start.step).read_bytes()))

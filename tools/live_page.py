@@ -300,7 +300,7 @@ class Client(hub.Connection):
 
     def broken(self, error):
         why = f"its request cannot be handled: {type(error).__name__}: {error}"
-        self.page.coordinator.admission.door.report(self.host, self.address, why)
+        self.page.coordinator.admission.report(self.host, self.address, why)
         self.close()
 
     def closed(self):
