@@ -17,17 +17,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import state_digest
-from engine import cpu_gru
-from engine import hardware
-from engine import kernel_cache
-from model import integer_tables
-from model import optimizers
-from model import parameters
-from model import rules
-from model import sampling
-from model import transforms
-from engine import simd
+from model import integer_tables, optimizers, parameters, rules, sampling, state_digest, transforms
+from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
@@ -89,21 +80,15 @@ class CpuEngine:
             gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
             divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)
         self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
-        self._layout()
-        self.load(parameters.initial_state(cfg))
-
-    def _layout(self):
-        """Where each stored array lies in the flat buffers, as the kernels' table."""
-        table = np.zeros((len(parameters.table(self.cfg)), self.cfg.N_LAYERS, len(FIELDS)), np.int64)
-        packed = corrections = 0
-        self._tensors = parameters.tensors(self.cfg)
+        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, len(FIELDS)), np.int64)
+        self._tensors, packed, corrections = parameters.tensors(cfg), 0, 0
         for t in self._tensors:
             padded = -(-t.cols // PANEL) * PANEL if t.product else 0
-            table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a, t.overlay_b,
-                                       t.rows, t.cols)
-            packed += t.rows * padded
-            corrections += padded
-        self._table, self._sizes = table, (packed, corrections)
+            self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
+                                             t.overlay_b, t.rows, t.cols)
+            packed, corrections = packed + t.rows * padded, corrections + padded
+        self._sizes = packed, corrections
+        self.load(parameters.initial_state(cfg))
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -254,9 +239,8 @@ class CpuEngine:
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         s = sampling.settings(self.cfg, temp, min_p, penalty)
-        cfg = self.cfg
-        new = sampling.checked_prompt(cfg, prompt)
-        read, seen = self._model.reader(self._w, len(new) + count), np.zeros(cfg.VOCAB_SIZE, np.uint8)
+        new = sampling.checked_prompt(self.cfg, prompt)
+        read, seen = self._model.reader(self._w, len(new) + count), np.zeros(self.cfg.VOCAB_SIZE, np.uint8)
         position = len(new) - 1
         for _ in range(count):
             seen[new] = 1

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import kernel_cache
-from engine import simd
+from engine import kernel_cache, simd
 from engine.cpu_rules import (clip, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
                               scaled, shift_right, u32)
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, tile, zeros

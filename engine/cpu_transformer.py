@@ -9,9 +9,7 @@ from engine.cpu_kernels import (AT_W, GROUP, N_COLS, NO_LAYER, OVER_A, SEED_A, h
                                 score, sides, sign)
 from engine.cpu_rules import clip, divide, f32, f64, factor, i32, normed, shift_right, table_term, u32
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, tile, zeros
-from model import integer_tables
-from model import parameters
-from model import transforms
+from model import integer_tables, parameters, transforms
 
 (EMBEDDING, EMB_BIAS, NTT_1, NTT_2, NTT_3, LN_INIT, LN_INIT_BIAS, W_EMB_UP, EMB_BIAS_UP, W_EMB_DOWN, EMB_BIAS_DOWN,
  LN_1, LN_1_BIAS, W_Q, W_K, W_V, W_O, LN_2, LN_2_BIAS, W_UP, BIAS_UP, W_DOWN, BIAS_DOWN, LN_F,

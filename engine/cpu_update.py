@@ -6,8 +6,7 @@ from engine import cpu_rules
 from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
-from model import optimizers
-from model import state_digest
+from model import optimizers, state_digest
 
 SGD, MUON, ZTEST = optimizers.SGD, optimizers.MUON, optimizers.ZTEST
 MUON_PARTS, MUON_EPS = optimizers.MUON_PARTS, optimizers.MUON_EPS

@@ -29,18 +29,11 @@ from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
-from engine import hardware
-from engine import kernel_cache
+from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
-from kernels import ptx
-from kernels import update
+from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables
-from model import optimizers
-from model import parameters
-from model import rules
-from model import sampling
-from model import state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 

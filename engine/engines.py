@@ -4,10 +4,8 @@ from engine.hardware import EngineError
 
 
 def make(cfg, tokens, device="cpu", threads=None):
-    """The engine for `device`: engine.cpu_engine.CpuEngine or engine.cuda_engine.CudaEngine, which have the same verbs.
-
-    tokens: 1-D array, or None if nothing is evaluated. threads: CPU cores, default all. Raises EngineError if the
-    device cannot do it."""
+    """The engine for `device`: cpu_engine.CpuEngine or cuda_engine.CudaEngine, which have the same verbs. tokens: 1-D
+    array, or None if nothing is evaluated. threads: CPU cores, default all. Raises EngineError."""
     try:
         if device == "cpu":
             from engine import cpu_engine

@@ -1,8 +1,4 @@
-"""The devices of this machine and the choice among them, with nothing but the standard library.
-
-A device is "cpu" or "cuda:N"; (cfg, device, threads) pickles, so that a process of multiprocessing makes its own
-engine.
-"""
+"""The devices of this machine, "cpu" or "cuda:N", and the choice among them; with the standard library alone."""
 
 import ctypes
 import functools
@@ -25,8 +21,7 @@ def cores():
 
 
 def driver():
-    """(CUDA major version of the NVIDIA driver, [compute capability of every visible GPU]); (0, []) without a
-    driver."""
+    """(CUDA major version of the NVIDIA driver, [compute capability of every GPU]); (0, []) without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
