@@ -8,8 +8,7 @@ same update everywhere. A worker that joins late takes a snapshot (cluster.snaps
 
 Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker). To
 follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
-Coordinator._answer, Worker._apply.
-"""
+Coordinator._answer, Worker._apply."""
 
 import contextlib
 import os
@@ -339,15 +338,12 @@ class Coordinator:
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban)
-        self.admission = Admission(self, access, room_for_connections(http, island))
+        self.shelf = self.collector.shelf            # a snapshots.Shelf
+        self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
         self.page = http.attach(self) if http else None
-
-    @property
-    def shelf(self):
-        return self.collector.shelf
 
     @property
     def finished(self):
@@ -593,10 +589,10 @@ class Coordinator:
         self._begin_step()
 
 
-def room_for_connections(*plugged):
-    """How many connections a coordinator may hold open beside files and what is plugged in. Raises NetError."""
+def room_for_connections(http):
+    """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    files = OTHER_FILES + sum(x.descriptors for x in plugged if x)
+    files = OTHER_FILES + (http.descriptors if http else 0)
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
     if room < LEAST_CONNECTIONS:
         raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
@@ -608,8 +604,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
     or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError; completed steps are
-    kept."""
+    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError."""
     console = console or Console()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker

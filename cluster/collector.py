@@ -78,7 +78,7 @@ class Collector:
         if self.unpacking:
             session = self.worker.session
             session.hub.guard(session, self._unpack, self.upload.unpack)
-            if session.waits and not self.unpacking:
+            if not self.unpacking:
                 session.go_on()
 
     def _unpack(self, work):
@@ -157,8 +157,7 @@ class Collector:
         self.shelf.arrange()
 
     def _end(self):
-        if self.worker.session.waits:
-            self.worker.session.go_on()
+        self.worker.session.go_on()
         self.worker = self.upload = None
         self.dispatcher.changed = True               # the next upload may begin
 

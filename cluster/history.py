@@ -1,9 +1,7 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
 (SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
-
 A run that began from an imported model, and each epoch of an island, is rebuilt from the snapshot of its Start. The
-file of the previous epoch stays beside the present one as OLD.
-"""
+file of the previous epoch stays beside the present one as OLD."""
 
 import contextlib
 import errno
@@ -35,7 +33,6 @@ SETTINGS = "settings.json"               # egg_config.Config.settings; names of 
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
-RECENT = 64                              # newest steps whose fitness stays in memory
 WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
 # step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
@@ -54,8 +51,7 @@ class HistoryError(EggError):
 
 
 def open_file(path, mode="rb"):
-    """An unbuffered file of a save directory, which may come from a stranger. Raises OSError for anything but a regular
-    file, such as a link or a pipe."""
+    """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device."""
     def opener(path, flags):
         # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -138,7 +134,7 @@ class Run:
         self.cfg, self.directory, self.notices, self.start = cfg, directory, [], beginning(cfg)
         self.step, self.seed = self.start[:2]
         self._file, self._lock, self.owned = file, lock, lock is not None
-        self._offsets, self._recent = [], {}
+        self._offsets = []
         self.data = _read_data(directory)
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         if directory is None:
@@ -158,15 +154,13 @@ class Run:
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
-        if step in self._recent:
-            return self._recent[step]
-        at = self._offsets[step - self.start.step]
-        size = RECORD.unpack(self._pread(RECORD.size, at))[0]
-        body = self._pread(size + 4, at + HEAD)
-        if _crc(body[:size]) != body[size:]:
+        k = step - self.start.step
+        at, end = (*self._offsets[k:k + 2], self._end)[:2]
+        data = self._pread(end - at - HEAD, at + HEAD)
+        if _crc(data[:-4]) != data[-4:]:
             raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
                                "from a copy")
-        return self._remember(step, body[:size])
+        return data[:-4]
 
     def record(self, step):
         """(sum of losses, updates reported) of a completed step."""
@@ -178,12 +172,11 @@ class Run:
         fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
         at = self._end
         self._write(fields + _crc(fields) + body + _crc(body))
-        self._remember(self.step, body)
         self._advance(at)
 
     def copy(self, steps, read, start):
-        """Appends the first `steps` steps of another run, `read(k)` -> (packed, sum_loss, updates), behind those that
-        this run has, which must be the same. start: of the other run."""
+        """Appends the first `steps` steps, read(k) -> (packed, sum_loss, updates), of another run, which begins at
+        `start` and with the steps that this run has."""
         if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
                                "--load-dir out")
@@ -211,7 +204,7 @@ class Run:
         file = write_file(self.directory, FILE, _header(self.cfg, start))
         self._file.close()
         self._file, self._end, self.start = file, os.fstat(file.fileno()).st_size, start
-        self._offsets, self._recent = [], {}
+        self._offsets = []
 
     def keep_data(self, digest):
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
@@ -231,12 +224,6 @@ class Run:
         self._offsets.append(at)
         self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
-
-    def _remember(self, step, body):
-        self._recent[step] = body
-        if len(self._recent) > RECENT:
-            del self._recent[next(iter(self._recent))]
-        return body
 
     def _pread(self, size, at):
         return os.pread(self._file.fileno(), size, at)
@@ -534,8 +521,7 @@ def _header(cfg, start):
 
 
 def _header_of(path):
-    """Of a history file: config, {name: value}; start, None for the random initial model; size in bytes. Raises
-    HistoryError."""
+    """Of a history file: config, start (None for the random initial model), size in bytes. Raises HistoryError."""
     with explained(HistoryError, path), open_file(path) as file:
         return _read_header(file, path)
 

@@ -1,8 +1,6 @@
 """The event loop: non-blocking sockets, TLS, bytes in and out. No threads, and no knowledge of what the bytes mean.
-
 A Hub listens, accepts and calls. A Connection holds the bytes of one peer; a subclass gives them a meaning: frames
-(cluster.session.Session) or HTTP (tools.live_page.Client).
-"""
+(cluster.session.Session) or HTTP (tools.live_page.Client)."""
 
 import collections
 import contextlib
@@ -51,6 +49,10 @@ def tune(sock):
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60000)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def nothing(*_):
+    """Does nothing: a method that a subclass may override."""
 
 
 class Budget:
@@ -104,7 +106,7 @@ class Crowd:
 class Listener:
     """Accepts the connections to a socket that listens; see Hub.listen."""
 
-    known, open, resting = False, True, True
+    known, open, resting, broken = False, True, True, nothing
 
     def __init__(self, hub, sock, accept, room):
         self.hub, self.sock, self._accept, self._room = hub, sock, accept, room
@@ -127,14 +129,10 @@ class Listener:
             self.resting = False
             self.hub.strangers.register(self.sock, READ, self)
 
-    def broken(self, error):
-        """No connection was made."""
-
 
 class Hub:
     """The sockets of a process. connections: all that are open. In one turn of the loop every known peer is served
-    once; strangers, connections that are not `known` and listeners, are served in random order, in their share of the
-    time."""
+    once; strangers, connections that are not `known` and listeners, in random order, in their share of the time."""
 
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
@@ -261,14 +259,11 @@ class Connection:
         self._selector = self.hub.selector
         self._wait_for(event)
 
-    def pause(self):
-        self.paused = True
+    def pause(self, paused=True):
+        """Takes nothing more from the peer until pause(False)."""
+        self.paused = paused
         self._flush()
-
-    def resume(self):
-        self.paused = False
-        self._flush()
-        if self.open:
+        if self.open and not paused:
             self.hub.again(self)
 
     def close(self):
@@ -280,14 +275,7 @@ class Connection:
             self.sock.close()
             self.closed()
 
-    def _nothing(self, *_):
-        pass
-
-    opened = received = check = closed = _nothing
-
-    def full(self):
-        """Whether `inbox` holds enough to work on."""
-        return False
+    opened = received = check = closed = full = nothing
 
     def failed(self, why):
         self.close()

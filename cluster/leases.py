@@ -1,8 +1,6 @@
 """One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
-
 Two honest results of a chunk are the same to the bit. A chunk that is audited, or whose results differ, is done when a
-result has at least two votes (trust.tally), and more than any other. The others have lied.
-"""
+result has at least two votes (trust.tally), and more than any other. The others have lied."""
 
 from collections import deque
 

@@ -1,8 +1,6 @@
-"""A connection that speaks frames (cluster.wire). What the frames mean is up to its role.
-
-A session begins with the role of a greeting (cluster.admission.Arrival, islands.peers.Call). It gets another one when
-the peer is let in: worker (cluster.dispatch.RemoteWorker), reader of the status, or island.
-"""
+"""A connection that speaks frames (cluster.wire). What the frames mean is up to its role: that of a greeting
+(cluster.admission.Arrival) until the peer is let in, and then worker (cluster.dispatch.RemoteWorker), reader of the
+status, or island (islands.peers.PeerRole)."""
 
 import contextlib
 import time
@@ -26,16 +24,12 @@ class Role:
     def __init__(self, session):
         self.session = session
 
-    def _nothing(self, *_):
-        pass
-
     # a connection that was begun here stands; deadlines, several times a second; the connection has ended
-    begin = check = closed = _nothing
+    begin = check = closed = hub.nothing
 
 
 class Session(hub.Connection):
-    """admission: the admission.Admission that it came through and that reports its refusal; frames: see `take`; for
-    further arguments see hub.Connection."""
+    """admission: the admission.Admission that reports its refusal; frames: see `take`; others: see hub.Connection."""
 
     def __init__(self, admission, sock, address, frames, tls=None, call=None):
         self.admission, self.role = admission, None
@@ -79,8 +73,9 @@ class Session(hub.Connection):
         self.pause()
 
     def go_on(self):
-        self.waits = False
-        self.resume()
+        if self.waits:
+            self.waits = False
+            self.pause(False)
 
     def reply(self, opcode, *parts):
         self.send(wire.frame(opcode, *parts, version=self.version))
@@ -119,7 +114,7 @@ class Session(hub.Connection):
             elif now - self._flooding_since > FLOOD_SECONDS:
                 self.refuse("it sends more than it may")
             if self.paused and credit >= 1:
-                self.resume()
+                self.pause(False)
         if self.frame_since and now - self.frame_since > FRAME_SECONDS and not self.paused:
             self.refuse("stopped in the middle of a frame")
 

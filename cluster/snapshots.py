@@ -1,8 +1,6 @@
 """The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
-
 A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing waits for the
-disk: a file that was only half written is detected.
-"""
+disk: a file that was only half written is detected."""
 
 import contextlib
 import functools

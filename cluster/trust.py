@@ -1,9 +1,7 @@
 """Whether the replicas of the workers are one and the same: votes on the digest of a step's state; and votes on what
 else nobody may state alone: the figure of a validation, the hash of a snapshot, the training data.
-
 A state is right when it has more votes than any other. Who is outvoted, or one of as many, rebuilds its replica once;
-after that it is banned, or waits for somebody who decides.
-"""
+after that it is banned, or waits for somebody who decides."""
 
 from typing import NamedTuple
 

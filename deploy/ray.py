@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 import traceback
+import types
 
 import numpy as np
 
@@ -59,6 +60,7 @@ def connect(address):
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
+    os.environ["RAY_COLOR_PREFIX"] = "0"
     try:
         if colon:                    # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
@@ -282,12 +284,17 @@ def train(cfg, args, secret, http, console):
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; the Summary."""
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
-    with stop_signals() as stopped:
+    reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own
+    screen = types.SimpleNamespace(write=reports.append, flush=lambda: None)
+    with stop_signals() as stopped, contextlib.redirect_stdout(screen):
         while not ready([finish]):
             now = time.monotonic()
+            while reports:
+                if report := reports.popleft().strip():
+                    console.line("Ray: " + one_line(report.partition("\n")[0], 200))
             if ready([news], POLL_SECONDS):
                 status = show(news, console)
                 time.sleep(POLL_SECONDS)

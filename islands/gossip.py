@@ -2,8 +2,7 @@
 tournaments (STANDING), and the worse one takes over the state of the better one. The state travels as the giver's
 snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run
 (cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the one before it is undone, and for
-a while nothing is taken from that peer.
-"""
+a while nothing is taken from that peer."""
 
 import contextlib
 import json
@@ -38,8 +37,6 @@ class Terms(NamedTuple):
     bandwidth: float = BANDWIDTH
     accept: bool = True
     tls: object = None
-
-    descriptors = 0            # files that an island holds open beside the coordinator's (cluster.hooks)
 
     def attach(self, coordinator):
         return Island(coordinator, self)

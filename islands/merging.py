@@ -2,8 +2,7 @@
 
 A weight and its accumulator are one number, w + acc. float32 holds every accumulator up to 1 exactly in the units of
 the mix, so a state that is mixed with itself does not change; above 1, which learning rates above 1 can cause, it may
-be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge.
-"""
+be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge."""
 
 import math
 

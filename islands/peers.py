@@ -1,6 +1,5 @@
 """The other islands: their addresses, connections and introductions, and which of them are trusted. There is no central
-place: every island calls its peers, and serves them on the port and in the event loop of its coordinator.
-"""
+place: every island calls its peers, and serves them on the port and in the event loop of its coordinator."""
 
 import json
 import os
@@ -156,8 +155,7 @@ class PeerRole(Role):
         if total and offset < total == offset + len(data):
             self.peer.given += 1
         self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
-        if self.session.waits:
-            self.session.go_on()
+        self.session.go_on()
 
     def closed(self):
         self.peers.lost(self.session)

@@ -219,7 +219,7 @@ def open_validation(cfg, decoding, warn=warn):
 
 
 def held_out(cfg, tokens, path, decoding, most=0):
-    """A Validation on `most` tokens (0: all) of the file `path`, in windows spread evenly. Raises DataError."""
+    """A Validation (SPEC 15) on `most` tokens (0: all) of a file, in windows spread evenly. Raises DataError."""
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
@@ -233,8 +233,8 @@ def held_out(cfg, tokens, path, decoding, most=0):
 
 
 def references(cfg, train, validation):
-    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models on `validation`, in validation.unit. Counts
-    come from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which is
+    """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models (SPEC 15), in validation.unit. Counts come
+    from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which is
     (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
     vocab = cfg.VOCAB_SIZE
     before, target = validation.windows[:, :-1].ravel(), validation.windows[:, 1:].ravel()

@@ -31,7 +31,7 @@ class Optimizer(NamedTuple):
 
 
 def least_vote(cfg, alpha):
-    """The whole size of a vote which chance exceeds in about a share `alpha` of the weights: |vote| * 16 >= t *
+    """int: the size that the votes of about a share `alpha` of the weights exceed by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
     return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)

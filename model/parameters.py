@@ -150,7 +150,7 @@ def products_per_token(cfg):
 
 
 def divisor(cfg, inputs):
-    """Divisor of a product over `inputs` inputs in the recurrent model; the quotient is rounded down."""
+    """Divisor of a product over `inputs` inputs in the recurrent model (SPEC 13); the quotient is rounded down."""
     return (1 << cfg.FIXED_POINT) * math.isqrt(inputs)
 
 

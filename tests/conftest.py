@@ -7,18 +7,23 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 
 import pytest
 
 import egg_config
+import egg_net
 import kit
 from engine import hardware
+from islands import gossip
+from islands import peers
 from kit import CFG
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 # A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+egg_net.random = gossip.random = peers.random = kit.Dice()
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +61,14 @@ def compiled_once(request):
     """Under pytest-xdist a file that uses the CPU engine waits until it is compiled, instead of compiling it too."""
     if XDIST and hasattr(request.module, "cpu_engine"):
         request.getfixturevalue(getattr(request.module, "COMPILED", "compiled"))
+
+
+@pytest.fixture(autouse=True)
+def workers_end_with_their_test():
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.over = True
 
 
 @pytest.fixture

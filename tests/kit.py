@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import pickle
+import queue
 import random
 import re
 import socket
@@ -228,12 +229,15 @@ class Server:
         console = egg_net.Console(self.lines)
         self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
+        self.calls = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve)
 
     def _serve(self):
         try:
             while not self.stopping and (self.stay or not self.coordinator.finished):
                 self.coordinator.poll(0.02)
+                while not self.calls.empty():
+                    self.calls.get()()
             self.coordinator.drain(self.drain if self.coordinator.finished else 0)
         except Exception as error:
             self.failure = error
@@ -252,6 +256,12 @@ class Server:
     def stop(self):
         self.stopping = True
         self.thread.join(10)
+
+    def status(self):
+        """What the coordinator states about itself, read in its own thread: nothing changes meanwhile."""
+        answers = queue.SimpleQueue()
+        self.calls.put(lambda: answers.put(self.coordinator.status()))
+        return answers.get(timeout=60)
 
 
 class Peer:
@@ -309,10 +319,23 @@ def until(condition, seconds=60):
         time.sleep(0.005)
 
 
+class Dice(random.Random):
+    """In the place of `random` in the cluster's modules. It is not the generator that hypothesis watches while threads
+    of a test draw from it. And a worker that would try again after its test is over ends."""
+
+    def uniform(self, low, high):
+        if getattr(threading.current_thread(), "over", False):
+            sys.exit()
+        return super().uniform(low, high)
+
+
 def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
-    options.update(retry=retry, console=egg_net.Console(lines or Lines()))
-    thread = threading.Thread(target=egg_net.run_worker, args=(cfg, "127.0.0.1", port, engine), kwargs=options,
-                              daemon=retry)
+    def serve():
+        with contextlib.suppress(SystemExit):                    # see Dice
+            egg_net.run_worker(cfg, "127.0.0.1", port, engine, retry=retry, console=egg_net.Console(lines or Lines()),
+                               **options)
+
+    thread = threading.Thread(target=serve, daemon=retry)
     thread.start()
     return thread
 

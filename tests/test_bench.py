@@ -1,7 +1,9 @@
 """`egg.py bench --shapes`: the table, with a fake engine; whole steps with the real one."""
 
+import re
 import time
 
+import numpy as np
 import pytest
 
 import egg
@@ -76,6 +78,32 @@ def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
     found, _ = rows(capsys)
     assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]
     assert " ".join(found["bad", None]).startswith("HIDDEN_DIM = 65: must be a multiple of 32")
+
+
+def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
+    class Gpu(Clocked):
+        name, compile_seconds = "cuda:0 fake", 1.0
+
+        def __init__(self, cfg, tokens, device, silent=False):
+            super().__init__(cfg)
+            self.silent = silent
+
+        def evaluate(self, first, count):
+            return super().evaluate(first, count // 2 if self.silent else count)
+
+    from engine import cuda_engine
+    monkeypatch.setattr(cuda_engine, "CudaEngine", Gpu)
+    monkeypatch.setattr(cuda_engine, "update_times", lambda engine, fitness: {"votes": 1.5, "rest": 0.25})
+    monkeypatch.setattr(cuda_engine, "memory", lambda: (1 << 30, 8 << 30))
+    bench.bench_engine(CFG, np.zeros(1000, np.uint8), "cuda:0", None)
+    out = capsys.readouterr().out
+    noise, = re.findall(r"noise costs (.*)% of evaluation", out)
+    assert 0 < float(noise) < 90 and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
+    for words in (r"evaluation  0\.0[0-3] M tokens/s, 0 TOP/s, .*% of the peak; .* ms for 256 tokens",
+                  rf"update      \d+\.\d\d ms for {CFG.POPULATION_SIZE} members", r"digest      [\d.]+ ms for .* MB",
+                  r"validation  [\d,]+ tokens/s", r"generation  [\d,]+ tokens/s \(prompt \d+, 512 new\)",
+                  "kernels of the update, ms: votes 1.50, rest 0.25", "device memory in use 1.00 of 8 GiB"):
+        assert re.search(f"(?m)^{words}", out), (words, out)
 
 
 def test_every_shape_is_a_configuration():

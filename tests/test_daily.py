@@ -392,6 +392,12 @@ def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
           "val.bin would be replaced: give another directory with --out DIR, or --force")
     assert (tmp_path / "val.bin").read_bytes() == b"old" and not (tmp_path / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+    def end_of_input(question):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end_of_input)
+    assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == 2
     for answer, replaced in (("", False), ("n", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda question: answer)
         assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)

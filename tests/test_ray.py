@@ -154,6 +154,7 @@ def test_deaths_and_arrivals_of_nodes_change_nothing_but_time(place, three_nodes
     driver.send_signal(signal.SIGINT)
     said = driver.communicate()[0]
     assert driver.returncode == 0 and said.count("coordinator on") > 1 and "continue it: " in said, said
+    assert "\nRay: (raylet) " in said and "[state-dump]" not in said and "\x1b" not in said, said
     (step, ours), plain = digests(run, place / "plain")
     assert step == STEPS and (step, ours) == plain
 

@@ -185,12 +185,12 @@ def test_a_label_stands_where_no_curve_is(tmp_path):
 
 def test_a_resumed_run_has_one_curve(tmp_path):
     for steps in (3, 6):
-        with Server(tmp_path, steps=steps, save=True, http=EVERYBODY) as server:
+        with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = work_in_thread(server.port, FakeEngine(pause=0.01))
-            if steps == 6:
-                until(lambda: server.run.step >= 3)
-                state = json.loads(ask(server, "/state.json")[2])
-                assert state["curves"]["loss"][0][0] == 0 and len(state["curves"]["loss"]) >= 3
+            until(lambda: server.coordinator.page.figures.step.get("step") == steps - 1)
+            state = json.loads(ask(server, "/state.json")[2])
+            tokens = server.coordinator.progress.tokens_a_step
+            assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(10)
     curve = read_curve(tmp_path)
     assert [p[0] for p in curve.loss] == list(range(6))
@@ -623,7 +623,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
 
 def test_status_tells_of_an_island(tmp_path):
     with Server(tmp_path) as server:
-        told = server.coordinator.status()
+        told = server.status()
     # a coordinator of before there were any
     plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})
     assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain
@@ -742,8 +742,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
             if position == 0:
                 peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
             peer.result(0, position, loss=4096, updates=5)
-        until(lambda: server.run.step == 1)
-        time.sleep(live_page.MADE_EVERY)
+        until(lambda: server.coordinator.page.figures.step.get("step") == 0)         # after its report
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
@@ -777,6 +776,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
 
 def test_the_page_tells_of_the_end(tmp_path):
     """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
+    took = {}
     for looks in (True, False):
         command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -788,10 +788,10 @@ def test_the_page_tells_of_the_end(tmp_path):
             while looks and (state := fetch(port)):
                 states.append(state)
                 time.sleep(0.3)
-            assert process.wait(10) == 0
-            took = time.monotonic() - started
+            assert process.wait(60) == 0
+            took[looks] = time.monotonic() - started
         assert [state["finished"] for state in states[:1] + states[-1:]] == [False, True][:2 * looks]
-        assert (took >= live_page.FAREWELL_SECONDS - 0.5) == looks and took < live_page.FAREWELL_SECONDS + 2
+    assert took[False] + live_page.FAREWELL_SECONDS / 2 < took[True] >= live_page.FAREWELL_SECONDS - 0.5
 
 
 def fetch(port):
@@ -898,7 +898,7 @@ def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
             for byte in request("/" + "x" * 4000):
                 trickling.sendall(bytes([byte]))
                 time.sleep(0.01)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20                     # what it sends would take 40 s
         for sock in (silent, idle, lingering):
             assert sock.recv(1) == b""
         until(lambda: not (server.coordinator.page.newcomers.members or server.coordinator.page.served))

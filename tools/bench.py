@@ -141,7 +141,7 @@ def bench_engine(cfg, tokens, device, threads):
     fitness, matrices = _fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
     seconds = time_of(lambda: engine.update(fitness))
     print(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
-          f"{2e-12 * cfg.N_PAIRS * matrices / seconds:.3g} TOP/s", flush=True)
+          f"{2e-9 * cfg.N_PAIRS * matrices / seconds:,.0f} G operations/s", flush=True)
     print(f"digest      {_seconds(engine.digest) * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
     windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     seconds = time_of(lambda: engine.validate(windows))

@@ -249,47 +249,41 @@ class Client(hub.Connection):
     PIECE = MOST_HEADER
 
     def __init__(self, page, sock, address):
-        self.page = page
-        self.last = self.ending = False              # the response is the last one; it is sent, the client shall close
-        self.sending = self.idle = self.served = False
-        self.until = time.monotonic() + REQUEST_SECONDS
+        self.page, self.until = page, time.monotonic() + REQUEST_SECONDS
+        # last: whether the response that is being sent is the last one, None where none is; ending: the client shall
+        # close; idle: it has asked for nothing since the last response
+        self.last, self.ending, self.idle = None, False, False
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):
         """Answers at most one request, so that no client keeps the others waiting."""
-        if self.sending:
-            self.sending = False
-            self._response_sent()
-        if self.ending:
-            self.inbox.clear()
-            return
-        if self.idle and self.inbox:
-            self.idle, self.until = False, time.monotonic() + REQUEST_SECONDS
-        if len(self.inbox) > MOST_HEADER or b"\r\n\r\n" in self.inbox:
-            self._take_request()
-
-    def _take_request(self):
-        end = self.inbox.find(b"\r\n\r\n")
-        if 0 <= end <= MOST_HEADER:
-            status, answer, self.last = self.page.answer(bytes(self.inbox[:end + 4]))
-            del self.inbox[:end + 4]
-            if status == 200 and not self.served:
-                self.page.serve(self)
-        else:
-            answer, self.last = response(431, f"a request has at most {MOST_HEADER} bytes\n"), True
-        self.until, self.sending = time.monotonic() + SEND_SECONDS, True
-        self.send(answer)
-        self.hub.again(self)
-
-    def _response_sent(self):
+        now = time.monotonic()
         if self.last:
             # not closed at once: with unread input the system would discard the response
-            self.inbox.clear()
-            self.ending, self.until = True, time.monotonic() + LINGER_SECONDS
+            self.last, self.ending, self.until = None, True, now + LINGER_SECONDS
             self.end()
-        else:
-            self.idle = not self.inbox
-            self.until = time.monotonic() + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
+        elif self.last is not None:
+            self.last, self.idle = None, not self.inbox
+            self.until = now + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
+        elif self.idle and self.inbox:
+            self.idle, self.until = False, now + REQUEST_SECONDS
+        end = self.inbox.find(b"\r\n\r\n")
+        if self.ending:
+            self.inbox.clear()
+        elif 0 <= end <= MOST_HEADER:
+            status, answer, self.last = self.page.answer(bytes(self.inbox[:end + 4]))
+            del self.inbox[:end + 4]
+            if status == 200 and self not in self.page.served:
+                self.page.serve(self)
+            self._answer(answer)
+        elif len(self.inbox) > MOST_HEADER:
+            self.last = True
+            self._answer(response(431, f"a request has at most {MOST_HEADER} bytes\n"))
+
+    def _answer(self, response):
+        self.until = time.monotonic() + SEND_SECONDS
+        self.send(response)
+        self.hub.again(self)
 
     def full(self):
         return b"\r\n\r\n" in self.inbox and not self.ending
@@ -399,7 +393,6 @@ class Page:
             min(self.served, key=lambda c: (not c.idle, c.until)).close()
         self.newcomers.discard(client)
         self.served.add(client)
-        client.served = True
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------

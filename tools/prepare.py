@@ -66,8 +66,9 @@ def need_room(directory, force):
              if os.path.exists(path := os.path.normpath(os.path.join(directory, name)))]
     if force or not there:
         return
-    if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
-        return
+    with contextlib.suppress(EOFError):              # Ctrl-D
+        if sys.stdin.isatty() and input(f"replace {', '.join(there)}? [y/N] ").strip().lower() in ("y", "yes"):
+            return
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
