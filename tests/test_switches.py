@@ -383,8 +383,8 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
     assert not len(muon.plan(egg_config.make()).matrices)
 
 
-MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize")
-SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
+MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
+SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4)
 
 
 @pytest.mark.parametrize("names", [
@@ -394,8 +394,8 @@ SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
         (dict(NTT_MODE=3, NTT_CAUSAL=1), [(9, 0)], (*MUONS, "embed", "token")),
         (dict(NTT_MODE=3, NTT_CAUSAL=1), [cc for cc in CARDS if cc not in ((8, 0), (9, 0))], MUONS))])
 def test_their_kernels_compile(names, compiled_kernels):
-    """Muon's for every card, the look-ups of evaluation and validation for the oldest one, those of generation for
-    cc 9.0."""
+    """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one, those
+    of generation for cc 9.0."""
     for made in compiled_kernels.values():
         assert sorted(kernel.name for kernel, _ in made.values()) == sorted(names)
         for kernel, ptx in made.values():
