@@ -525,8 +525,9 @@ def invite_to_continue(argv, directory, console):
     kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
     words = []
     for name, value in args.items():
-        for one in () if not value or name in NOT_CONTINUED else value if isinstance(value, list) else [value]:
-            words += ["--" + name.replace("_", "-")] + [one] * (one is not True)
+        if value and name not in NOT_CONTINUED:
+            for one in value if isinstance(value, list) else [value]:
+                words += ["--" + name.replace("_", "-")] + [one] * (one is not True)
     words += [word for define in args["defines"] if define.partition("=")[0].strip() not in kept
               for word in ("-D", define)]
     console.line("continue it: " + command_line(args["function"].__name__, *words))

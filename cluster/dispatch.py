@@ -112,7 +112,6 @@ class Dispatcher:
         self._late = []                              # chunks that an idle worker may take a copy of
         self._stuck = set()                          # voters (Author.voter) of workers that were stuck
         self._first_of = {}                          # step -> authors that have held its chunk 0; of two steps
-        self._disputed = set()                       # chunks whose dispute is in the log
         self._frame = None, b""                      # the last answer that let a worker catch up
 
     @property
@@ -135,7 +134,6 @@ class Dispatcher:
             worker.owed = {owed for owed in worker.owed if owed[0] == self.run.step - 1}
         self._first_of = {step: authors for step, authors in self._first_of.items() if step == self.run.step - 1}
         self._late = []
-        self._disputed.clear()
         self.changed = True
 
     def hold(self, worker):
@@ -249,10 +247,8 @@ class Dispatcher:
         self.usual = statistics.median(paces) if paces else self.usual
         self.count_authors(now)
         for chunk, authors in self.work.disputed():
-            if chunk not in self._disputed:
-                self._disputed.add(chunk)
-                self.events.warn(f"step {self.run.step}: {' and '.join(a.name for a in authors)} disagree about chunk "
-                                 f"{chunk}; a third worker will decide")
+            names = " and ".join(author.name for author in authors)
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide")
         self._late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
         self.changed = self.changed or self._passed_over or bool(self._late and self.waiting)
 

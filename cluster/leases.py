@@ -22,7 +22,7 @@ class Step:
     def __init__(self, cfg, audited=()):
         self.cfg, self.audited = cfg, set(audited)
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self.holders, self.results, self.done = {}, {}, {}
+        self.holders, self.results, self.done, self._disputed = {}, {}, {}, set()
         self.fitness = np.zeros(cfg.N_PAIRS, np.int8)
 
     @property
@@ -96,9 +96,10 @@ class Step:
                 self._judge(chunk)
 
     def disputed(self):
-        """[(chunk, authors)] whose results differ and are not decided yet."""
-        return [(chunk, self._authors(chunk))
-                for chunk in self.results if chunk not in self.done and len(self.results[chunk]) > 1]
+        """[(chunk, authors)] whose results differ and are not decided yet, each chunk once."""
+        found = {c for c in self.results if c not in self.done and len(self.results[c]) > 1} - self._disputed
+        self._disputed |= found
+        return [(chunk, self._authors(chunk)) for chunk in sorted(found)]
 
     def _judge(self, chunk):
         kinds = self.results[chunk]

@@ -97,10 +97,6 @@ class Tensor(NamedTuple):
         return self.rows * self.cols
 
 
-def width(symbol, cfg):
-    return {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}[symbol]
-
-
 def table(cfg):
     return TABLE if cfg.MODEL == "transformer" else GRU_TABLE
 
@@ -108,15 +104,13 @@ def table(cfg):
 def tensors(cfg):
     """Every stored array in canonical order: a list of Tensor."""
     out, weights, overlay = [], 0, 0
+    widths = {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}
     for i, p in enumerate(table(cfg)):
         if p.needs and not getattr(cfg, p.needs):
             continue
-        layers = cfg.N_LAYERS if p.per_layer else 1
-        dims = [width(s, cfg) for s in p.shape]
-        matrix = len(dims) == 2
-        rows, cols = dims if matrix else (1, dims[0])
-        # overlay field order is row, then col; the "row" of what is looked up is the token or byte, which is its output
-        # side
+        layers, matrix = cfg.N_LAYERS if p.per_layer else 1, len(p.shape) == 2
+        rows, cols = [1] * (not matrix) + [widths[symbol] for symbol in p.shape]
+        # overlay order is row, then col; the "row" of what is looked up is the token or byte, which is its output side
         lookup = p.b == H
         first, second = (cols, rows) if lookup else (rows, cols)
         for layer in range(layers):

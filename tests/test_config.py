@@ -385,7 +385,7 @@ def test_a_compiling_process_leaves_kernels_of_other_sources_alone(tmp_path, mon
     from engine import cuda_engine
     every = fakes(["a", "b", "c"])
     monkeypatch.setattr(cuda_engine, "kernels", lambda *configuration: (None, None, {"step": every}))
-    monkeypatch.setattr(cuda_engine, "limits", lambda gpu: (CARD, 0))
+    monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: 0)
     monkeypatch.setattr(cuda_engine.cuda, "select_device", lambda device: None)
     monkeypatch.setattr(cuda_engine.cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=CARD))
     known = {}

@@ -78,9 +78,8 @@ def bench_shapes(cfg, names, device, threads, whole_steps):
     """Prints a line for each named shape, [] for all, and instruction: evaluation of a chunk, the same operations as a
     share of what the device can do, update; with whole_steps also a step through coordinator and worker, and the share
     of it that is neither evaluation nor update."""
-    for name in names:
-        if name not in SHAPES:
-            raise egg_config.UsageError(f"--shapes {name}: there is {', '.join(SHAPES)}")
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise egg_config.UsageError(f"--shapes {unknown[0]}: there is {', '.join(SHAPES)}")
     if device == "cpu":
         instructions, peak = ["auto"], 2 * _gemm_rate()
     else:

@@ -46,16 +46,12 @@ def drawn(r, mask, gaussian):
     return u(0, 1) + u(5, 6) + u(10, 11) if gaussian else u(0, 1)
 
 
-def unseen(layer, name, value):
-    """Takes what `Reading` shows, and forgets it."""
-
-
 class Reading:
     """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. After
     every part comes see(layer, name, int64 [positions, width]), after attention see(layer, "Weights", [[int64
     [context]] of every position] of every head)."""
 
-    def __init__(self, cfg, state, see=unseen):
+    def __init__(self, cfg, state, see=lambda *_: None):
         self.cfg, self.state, self.see, self.noise_shift = cfg, state, see, cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
 

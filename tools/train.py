@@ -100,14 +100,11 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
 
 def inspector(cfg, tokens):
     """A function that a worker calls with its engine before chunk 0 of a step, for the reports of DEBUG, or None."""
-    if not cfg.DEBUG:
-        return None
-    from tools import debug
-
     def inspect(engine):
+        from tools import debug
         if engine.step % debug.EVERY == 0:
             debug.report(cfg, engine, tokens, egg_net.Console(), cfg.DEBUG_FILE)       # on the worker's machine
-    return inspect
+    return inspect if cfg.DEBUG else None
 
 
 # --- the worker processes ---------------------------------------------------------------------------------------------
