@@ -75,6 +75,8 @@ OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vo
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
 RARE_TOKENS = 0.0             # columns of tokens below this share of the data learn more slowly:
 #                               by the factor sqrt(share / RARE_TOKENS); 0: all alike
+SEEN_VOTES = 1                # a pair's vote on the column of a token counts so often if the pair's window holds the
+#                               token: most of what the others vote on it is noise; 1: all alike
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-8
@@ -210,7 +212,7 @@ FACTS = _facts(
     ("LOSS", ("deggs", "exact")),
     ("USE_SAME_DATA CHUNK_MEAN_FILTER USE_ADAPTIVE_THRESHOLD FAST_FITNESS USE_CLT", (0, 1), ISLAND),
     ("CHUNK_MEAN_EXPONENT", (0.0, 4.0), ISLAND), ("ADAPTIVE_THRESHOLD_ALPHA", (0.0, 100.0), ISLAND),
-    ("OPTIMIZER", ("adamw", "sgd", "ztest")), ("LR_SCHEDULE", None, ISLAND),
+    ("OPTIMIZER", ("adamw", "sgd", "ztest")), ("LR_SCHEDULE", None, ISLAND), ("SEEN_VOTES", (1, 127), ISLAND),
     ("RARE_TOKENS ADAM_BETA1 ADAM_BETA2 ADAM_EPS ADAM_WEIGHT_DECAY", (0.0, 1.0), ISLAND),
     ("ZTEST_ALPHA", (1e-6, 64.0), ISLAND), ("USE_MUON", (0, 1)), ("MUON_MOMENTUM", (0.0, 0.9999), ISLAND),
     ("MUON_LR_SCALE", (0.0, 1000.0), ISLAND), ("MUON_NS", ("quintic", "cubic"), ISLAND),
@@ -384,6 +386,8 @@ def validate(cfg):
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
     need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
          "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
+    need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
+         "needs OPTIMIZER adamw or sgd: the z-test knows how far votes that all count alike may stray by chance")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
          "needs OPTIMIZER adamw, which moves what Muon does not")
     need(not cfg.NTT_MODE or cfg.SEQ_LEN & (cfg.SEQ_LEN - 1) == 0, "NTT_MODE",
@@ -431,7 +435,8 @@ def text(value):
 
 
 KINDS = {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}
-UNSET = {"SIGMA_SCHEDULE": ()}      # the value of constants with which nothing differs from a program that lacks them
+# the value of constants with which nothing differs from a program that lacks them
+UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1}
 
 
 def _no_such(name):

@@ -23,7 +23,7 @@ from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
 from engine.cpu_update import (BLOCK, apply_votes, input_block, muon_panels, muon_start, pack, panel_votes,
-                               vector_votes, word_sums)
+                               seen_votes, vector_votes, word_sums)
 from engine.simd import PANEL, ROWS
 
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
@@ -154,10 +154,14 @@ class CpuEngine:
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
         signs = fitness[voting].astype(np.int32)
         lr, changed = cfg.learning_rate(self.step), 0
+        windows = optimizers.seen_windows(cfg, self.tokens, self.step)[voting] if cfg.SEEN_VOTES > 1 else None
         for t in self._tensors:
             row = self._table[t.param, t.layer]
             if t.matrix:
                 votes = self._matrix_votes(t, row, seeds, signs)
+                if t.by_token and cfg.SEEN_VOTES > 1:
+                    self._spread(t.rows, functools.partial(seen_votes, self._constants, row, seeds, signs, windows,
+                                                           cfg.SEEN_VOTES - 1, votes), t.rows * windows.size)
             else:
                 votes = np.empty((1, t.cols), np.int32)
                 self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]),
@@ -260,7 +264,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     started, helper = time.monotonic(), None
     apart = [verb for verb in APART if verb in verbs or verb == "choose" and "generate" in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
-                            SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON)
+                            SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
+                            SEEN_VOTES=cfg.SEEN_VOTES)
 
     def compiling():
         nonlocal helper

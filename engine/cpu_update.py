@@ -66,6 +66,24 @@ def panel_votes(c, t, seeds, x, votes, first, end):
 
 
 @njit
+def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
+    """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) another `more` times to rows
+    first..end - 1 of votes int32 [rows padded, cols padded]."""
+    b = empty(end - first, i32)
+    for q in range(seeds.size):
+        for r in range(first, end):
+            b[r - first] = i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * i32(signs[q] * more))
+        for i in range(windows.shape[1]):
+            token, again = windows[q, i], False
+            for j in range(i):
+                again |= windows[q, j] == token
+            if not again:
+                a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), token)
+                for r in range(first, end):
+                    votes[r, token] = i32(votes[r, token] + i32(a * b[r - first]))
+
+
+@njit
 def vector_votes(c, t, seeds, signs, votes, first, end):
     """votes int32 [width] from first to end - 1: sum over pairs of sign * noise(first stream, i) * noise(second stream,
     i)."""

@@ -502,12 +502,7 @@ class CudaEngine:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
         self._set_job(first)
-        if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
-            windows.copy_to_device(cut.ravel(), self.stream)
-        else:
-            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
-            self._place.copy_to_device(np.array([start, first // 2], np.int64), self.stream)
+        self._set_windows(windows, first // 2, count // 2)
         run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
@@ -515,6 +510,15 @@ class CudaEngine:
     def _set_job(self, first):
         job = self.seed, first // 2, NOISY, self.cfg.noise_shift(self.step)
         self._job.copy_to_device(np.array(job, np.uint32), self.stream)
+
+    def _set_windows(self, windows, first, pairs):
+        """Fills int32 `windows`, flat, with those of this step's pairs, or sets what cut_windows does it from."""
+        if self._tokens is None:
+            cut = rules.windows(self.cfg, self.tokens, self.step, first, pairs)
+            windows.copy_to_device(cut.ravel(), self.stream)
+        else:
+            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
+            self._place.copy_to_device(np.array([start, first], np.int64), self.stream)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
@@ -562,6 +566,12 @@ class CudaEngine:
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
         votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
+        if cfg.SEEN_VOTES > 1:
+            optimizers.need_data(cfg, self.tokens)
+            self._set_windows(votes.windows, 0, cfg.N_PAIRS)
+            if self._tokens is not None:
+                grid = -(-votes.windows.size // BLOCK)
+                self._kernels["cut_windows"][grid, BLOCK, self.stream](self._tokens, self._place, votes.windows)
         self._set_job(0)
 
     def validate(self, windows):

@@ -419,6 +419,44 @@ def optimize_kernel(cfg):
     return optimize
 
 
+def seen_kernel(cfg):
+    """The kernel of what the tokens in the pairs' windows count more than once."""
+    T, H, V, first, more = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
+    noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
+
+    @device
+    def vote_draw(seed, i):
+        n = noise(seed, i)
+        return int32(int32(n > 0) - int32(n < 0)) if signs else n
+
+    def seen(windows, tables, fit, seed, votes):
+        """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
+        those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
+        fit int8. Grid: pairs * tables."""
+        tokens = cuda.shared.array(T, int32)
+        draws = cuda.shared.array(T, int32)                  # of its own line: the simulator knows arrays by that
+        t, pair = cuda.threadIdx.x, int32(cuda.blockIdx.x // tables.shape[0])
+        table, vote = int32(cuda.blockIdx.x - pair * tables.shape[0]), int32(fit[FIT_PAD + pair])
+        if vote == 0:
+            return
+        own, at = uint32(seed[0] + uint32(pair)), pair * int32(first + T) + first
+        for i in range(t, T, THREADS):
+            token, again = windows[at + i], False
+            for j in range(i):
+                again |= windows[at + j] == token
+            tokens[i] = int32(-1) if again else token
+            draws[i] = vote_draw(uint32(own + uint32(tables[table, 1])), token)
+        cuda.syncthreads()
+        for r in range(t, H, THREADS):
+            b = int32(vote_draw(uint32(own + uint32(tables[table, 2])), r) * int32(vote * more))
+            for i in range(T):
+                if tokens[i] >= 0:
+                    to = tables[table, 0] + vote_index(tokens[i], r, True, V)
+                    cuda.atomic.add(votes, to, int32(draws[i] * b))
+
+    return seen
+
+
 def rescale_kernel(cfg):
     """The kernel of the noise-scale overlay."""
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
@@ -442,15 +480,20 @@ def build(cfg, wgmma):
         "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A1, A1, int32, int32, int32, A1)),
         "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
         "rescale": (rescale_kernel(cfg), (B1, S1)),
-    } | muon.build(cfg)
+    } | ({"seen": (seen_kernel(cfg), (A1, A2, S1, U1, A1))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
+
+
+def window_bytes(cfg):
+    """Of the windows of all pairs; a byte more than none where they are not needed."""
+    return 4 * cfg.N_PAIRS * (cfg.STATE_TOKENS + cfg.SEQ_LEN + 1) if cfg.SEEN_VOTES > 1 else 4
 
 
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n
-    is the least). Set `rates`, `token_rates` (with RARE_TOKENS), `fit` (between its pads), `changed` (to 0) and the
-    seed, enqueue `launches`, read `changed`."""
+    is the least). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES), `fit`
+    (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
@@ -467,14 +510,17 @@ class Update:
         self.rates = cuda.device_array(len(p.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.adapt, self.muon = cfg.ADAPTIVE_NOISE_MODE != 0, muon.Direction(cfg, kernels)
+        self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
+        self.by_token = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
+                                                 if t.by_token], np.int32))
+        self.pairs, self.adapt, self.muon = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0, muon.Direction(cfg, kernels)
 
     @staticmethod
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
         return (len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + muon.Direction.bytes_needed(cfg))
+                + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
@@ -494,6 +540,8 @@ class Update:
                 self.votes)
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
                 fit, n_rows, start, pieces, self.votes)
+        if "seen" in kernels:
+            add("seen", self.pairs * len(self.by_token), 0, self.windows, self.by_token, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from model import rules
+
 ADAMW, SGD, MUON, ZTEST = range(4)
 
 # Muon (SPEC 9). It has the same bits on every machine, because every sum is one chain of fma in a fixed order.
@@ -51,15 +53,31 @@ def constants(cfg, lr, t):
                      np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 
+def reads_data(cfg):
+    """The constant for which an update needs the training data, or None."""
+    return "RARE_TOKENS" if cfg.RARE_TOKENS else "SEEN_VOTES" if cfg.SEEN_VOTES > 1 else None
+
+
+def need_data(cfg, tokens):
+    if tokens is None:
+        raise ValueError(f"{reads_data(cfg)} needs the training data: name them with -D INPUT_FILE=...")
+
+
 def token_rates(cfg, tokens):
     """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in
     the training data / RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded
     correctly: the same bits everywhere. Raises ValueError where there are no data."""
-    if tokens is None:
-        raise ValueError("RARE_TOKENS needs the training data: name them with -D INPUT_FILE=...")
+    need_data(cfg, tokens)
     piece = 1 << 24
     counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
     return np.sqrt(np.minimum(1.0, counts / (len(tokens) * cfg.RARE_TOKENS))).astype(np.float32)
+
+
+def seen_windows(cfg, tokens, step):
+    """int32 [pairs, SEQ_LEN + 1]: windows of a step, on whose tokens votes count SEEN_VOTES times. Raises ValueError
+    where there are no data."""
+    need_data(cfg, tokens)
+    return rules.windows(cfg, tokens, step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
 
 
 def muon_coefficients(cfg):

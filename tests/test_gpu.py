@@ -435,6 +435,7 @@ SWITCHES = (
     dict(OPTIMIZER="sgd", USE_SAME_DATA=1), dict(LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
     dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
     dict(SIGMA_SCHEDULE=((1, 5), (2, 0)), NTT_MODE=3), dict(SIGMA_SCHEDULE=((1, 1), (2, 6)), ADAPTIVE_NOISE_MODE=2),
+    dict(SEEN_VOTES=6), dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
 )
 # each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES

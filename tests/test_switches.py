@@ -2,6 +2,7 @@
 switch distributed and resumed. The comparison of both engines is in test_gpu.py."""
 
 import functools
+import json
 import pathlib
 import re
 import subprocess
@@ -40,6 +41,8 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
     (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
     (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
     (dict(RARE_TOKENS=0.1, OPTIMIZER="ztest"), "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
+    (dict(SEEN_VOTES=2, OPTIMIZER="ztest"), "SEEN_VOTES = 2: needs OPTIMIZER adamw or sgd"),
+    (dict(SEEN_VOTES=0), "SEEN_VOTES = 0: must be from 1 to 127"),
     (dict(SIGMA_SCHEDULE=((5, 16),)), "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
     (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
     (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
@@ -57,7 +60,7 @@ def test_combinations_that_cannot_work_are_refused(values, says):
     dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7),
     dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
     dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01),
-    dict(SIGMA_SCHEDULE=((5, 4),))],
+    dict(SIGMA_SCHEDULE=((5, 4),)), dict(SEEN_VOTES=2)],
     ids=lambda values: next(iter(values)))
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
@@ -380,8 +383,8 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
     assert not len(muon.plan(egg_config.make()).matrices)
 
 
-MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize")
-SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
+MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
+SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4)
 
 
 @pytest.mark.parametrize("names", [
@@ -391,8 +394,8 @@ SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01)
         (dict(NTT_MODE=3, NTT_CAUSAL=1), [(9, 0)], (*MUONS, "embed", "token")),
         (dict(NTT_MODE=3, NTT_CAUSAL=1), [cc for cc in CARDS if cc not in ((8, 0), (9, 0))], MUONS))])
 def test_their_kernels_compile(names, compiled_kernels):
-    """Muon's for every card, the look-ups of evaluation and validation for the oldest one, those of generation for
-    cc 9.0."""
+    """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one, those
+    of generation for cc 9.0."""
     for made in compiled_kernels.values():
         assert sorted(name for name, *_ in made) == sorted(names)
         for name, _, ptx in made:
@@ -408,7 +411,7 @@ def test_their_kernels_compile(names, compiled_kernels):
 @pytest.mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
          RARE_TOKENS=0.01),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
@@ -535,10 +538,88 @@ def test_rare_tokens_learn_more_slowly(rest):
         assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
 
 
-def test_rare_tokens_need_the_data():
-    engine = cpu_engine.CpuEngine(egg_config.make(**SMALL, RARE_TOKENS=0.01), None, threads=1)
-    with pytest.raises(ValueError, match="RARE_TOKENS needs the training data"):
+@pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.01), dict(SEEN_VOTES=2)], ids=lambda values: next(iter(values)))
+def test_what_reads_the_data_needs_them(values):
+    engine = cpu_engine.CpuEngine(egg_config.make(**SMALL, **values), None, threads=1)
+    with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
         engine.update(np.ones(16, np.int8))
+
+
+def seen_by_hand(cfg, state, tokens, t, fitness, often):
+    """int64 [rows, cols]: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
+    count `often` times, the others once."""
+    reading, votes = Reading(cfg, state), 0
+    windows = rules.windows(cfg, tokens, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
+    for q in np.flatnonzero(fitness):
+        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(np.int64)
+                for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows)))
+        a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
+        votes = votes + int(fitness[q]) * np.outer(b, a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
+    return votes
+
+
+SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
+        dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1))
+
+
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
+    """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
+    and most never come."""
+    cfg = egg_config.make(**{**SMALL, "CHUNK_SIZE": 64, "POPULATION_SIZE": 32 * 64, **values}, SEEN_VOTES=5,
+                          OPTIMIZER="sgd", LR_SCHEDULE=((0, 2.0 ** -12),))
+    rng = np.random.default_rng(5)
+    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)
+    before = engine.state()
+    engine.update(fitness)
+    after = engine.state()
+    for t in (t for t in parameters.tensors(cfg) if t.by_token):
+        part = slice(t.weights, t.weights + t.size)
+        votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, 5))
+        moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
+        assert np.array_equal(moved, votes * (2.0 ** -12 / 2 ** 5)) and votes.any(), t.name
+
+
+SIMULATED_SEEN = """
+import json, sys
+import numpy as np
+from numba import cuda
+import egg_config
+from kernels import update
+from model import parameters, rules
+cfg = egg_config.make(**json.loads(sys.argv[1]))
+tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
+fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
+tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.by_token], np.int32)
+windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
+kernel = cuda.jit(update.seen_kernel(cfg))
+kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
+np.save("votes.npy", votes)
+"""
+
+
+@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
+    """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
+    values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
+    cfg, rng = egg_config.make(**values), np.random.default_rng(6)
+    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), np.array([1, 0, -1, 1], np.int8)
+    np.save(tmp_path / "tokens.npy", tokens)
+    np.save(tmp_path / "fitness.npy", fitness)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIMULATED_SEEN, json.dumps(values)], cwd=tmp_path,
+                          capture_output=True, text=True,
+                          env={"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(HERE), "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
+    state.step, state.seed = 3, 77
+    for t in parameters.tensors(cfg):
+        want = np.zeros(t.size, np.int64)
+        if t.by_token:
+            once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
+            want = parameters.to_canonical(four - once)
+        assert np.array_equal(votes[t.weights:t.weights + t.size], want) and want.any() == t.by_token, t.name
 
 
 def test_shares_are_of_all_the_data():

@@ -205,8 +205,9 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
     assert load()[0].state().digests() == here[STEPS].digests()
 
 
-def test_with_rates_by_token_a_run_is_replayed_on_its_own_data(here):
-    cfg = egg_config.make(**{**CFG.constants(), "RARE_TOKENS": 0.02})
+@pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
+def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
+    cfg = egg_config.make(**{**CFG.constants(), **values})
     engine, run = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1), history.open_run(cfg,
                                                                                                         "ckpt-rare")
     for _ in range(3):

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from model import data_files, parameters, rules
+from model import data_files, optimizers, parameters, rules
 from cluster import history, snapshots
 from engine import engines
 from egg_config import EggError, explained
@@ -32,11 +32,11 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         state = _state(cfg, run, best, console.line)
         until, tokens = state.step if best else run.step, None
-        if cfg.RARE_TOKENS and state.step < until:           # its updates depend on the training data
+        if (why := optimizers.reads_data(cfg)) and state.step < until:
             tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
             if any(run.data) and snapshots.data_digest(tokens) != run.data:
-                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with RARE_TOKENS its "
-                               "last steps cannot be repeated without that: name it with -D INPUT_FILE=...")
+                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
+                               "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
         engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
