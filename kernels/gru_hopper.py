@@ -507,7 +507,7 @@ def _mlp_kernel(cfg, nz):
 
     @device
     def sum_of(a, s, n, shift):
-        return int32(int32(a + int32(int32(s * n) >> shift)) >> int32(DOWN_SHIFT))
+        return int32(int32(a + ptx.shift_right(int32(s * n), shift)) >> int32(DOWN_SHIFT))
 
     @device
     def finish(acc, w, s0, s1, shift, n0, n1, old, x, row, q):

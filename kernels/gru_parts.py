@@ -131,7 +131,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
 
         @device
         def noisy(acc, s, n, shift):
-            y = int32(acc + int32(int32(s * n) >> shift))
+            y = int32(acc + ptx.shift_right(int32(s * n), shift))
             return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
 
     @device

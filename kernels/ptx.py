@@ -82,6 +82,12 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
     return intrinsic(emit)
 
 
+@intrinsic
+def shift_right(ctx, a, n):
+    """int32, n below 32: numba's own shift has 64 bits, which the compiler takes off only where it knows n."""
+    return int32(int32, int32), lambda context, builder, sig, args: builder.ashr(*args)
+
+
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating

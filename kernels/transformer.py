@@ -111,7 +111,7 @@ def begin_functions(cfg, nz, inputs, most=0):
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + int32(int32(s * n) >> shift))
+        return int32(c + ptx.shift_right(int32(s * n), shift))
 
     return row, column, begin, 0x4B400000 if FITS else 0
 
@@ -817,7 +817,7 @@ def _full_kernel(cfg, nz, card, kind):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + int32(int32(s * n[k]) >> shift))
+                                v = int32(acc[i] + ptx.shift_right(int32(s * n[k]), shift))
                                 if not QKV:
                                     v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
                                 if DOWN:
