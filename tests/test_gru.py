@@ -472,8 +472,8 @@ EXTREMES = (
          DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
          SIGMA_SHIFT=2, LOSS="deggs"),
     # noise of three sizes, on every path
-    dict(FAST, SIGMA_SCHEDULE=((1, 3), (2, 4))), dict(SMALL, SIGMA_SCHEDULE=((1, 0), (2, 6))),
-    dict(STREAMED, SIGMA_SCHEDULE=((1, 2), (2, 6))), dict(WIDE, SIGMA_SCHEDULE=((1, 0), (2, 6))),
+    dict(FAST, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 3), (2, 4))),
+    *(dict(shape, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 0), (2, 6))) for shape in (SMALL, STREAMED, WIDE)),
 )
 
 
