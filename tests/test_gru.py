@@ -485,8 +485,6 @@ def random_configurations(count):
         c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])),
                           SEQ_LEN=int(rng.integers(8, 90)))
         c.update(EXTREMES[i] if i < len(EXTREMES) else {})
-        if c["DEVICE_GAUSSIAN"]:                             # which an extreme may set
-            c["DEVICE_MASK"] = min(c["DEVICE_MASK"], 42)
         out.append({**c, "RARE_TOKENS": 0.02 * (c["OPTIMIZER"] != "ztest" and i % 2)})
     return out
 
