@@ -70,15 +70,14 @@ def _sizes(cfg, limit):
                  head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
     if cfg.VOCAB_SIZE > LARGEST_V:
         del plans["head"]
-    out = {}
+    out, free = {}, limit - 1024                             # what the driver and static arrays take
     for name, (weights, table, more, most) in plans.items():
-        free = limit - 1024 - more                           # 1,024: what the driver and static arrays take
-        resident = (free - weights) // table >= 4
-        warps = min(most, (free - (weights if resident else 0)) // table)
+        resident = (free - more - weights) // table >= 4
+        at = (weights if resident else 0) + more
+        warps = min(most, (free - at) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
-        out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps,
-                                    bytes=(weights if resident else 0) + more + warps * table, tasks=1,
-                                    at=(weights if resident else 0) + more)
+        out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps, tasks=1, at=at,
+                                    bytes=at + warps * table)
     if cfg.VOCAB_SIZE > LARGEST_V:
         out["head"] = gru_head.size_of(cfg, limit)
     return out
