@@ -474,6 +474,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     alone.load(here[STEPS])
     record = history.open_run(CFG, None)
     record.step, record.seed = alone.step, alone.seed
+    record.start = record.start._replace(step=alone.step, seed=alone.seed)
     with Server("new", CFG, save=True, steps=STEPS + 3) as server:
         thread = work_in_thread(server.port, worker, cfg=CFG, tokens=tokens)
     thread.join(20)
@@ -522,8 +523,8 @@ def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
                                                                         "new")
         feed(upload, len(body), 0, body)
         shelf.put(upload)
-    run.close()
     assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)
+    run.close()
 
 
 # --- debugging --------------------------------------------------------------------------------------------------------
