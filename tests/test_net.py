@@ -27,8 +27,8 @@ from tools import train
 from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
-from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, begin_together, coordinator_process, expected, filled,
-                 free_port, result_frame, until, whole, work_in_thread)
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, begin_together, coordinator_process, expected,
+                 filled, free_port, result_frame, until, whole, work_in_thread)
 
 SPAWN = multiprocessing.get_context("spawn")
 
