@@ -486,10 +486,27 @@ class Drifting(FakeEngine):
         return changed
 
 
+def begin_together(engines):
+    """The first evaluation of each waits until all have one to do, so that every worker takes part in a short run."""
+    all_here = threading.Barrier(len(engines))
+
+    def wait_first(engine):
+        def evaluate(*members):
+            del engine.evaluate
+            all_here.wait(60)
+            return engine.evaluate(*members)
+        engine.evaluate = evaluate
+
+    for engine in engines:
+        wait_first(engine)
+
+
 def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
-    """Runs these engines as workers of one coordinator; the server, after `steps` steps."""
-    server = Server(directory, cfg, steps=steps, **options)
+    """Runs these engines, no more than a step has chunks, as workers of one coordinator; the server, after `steps`
+    steps."""
+    server = Server(directory, cfg, steps=steps, drain=15, **options)
     threads, said = [], [Lines() for _ in engines]
+    begin_together(engines)
 
     def serve(engine, name, lines):
         with contextlib.suppress(egg_config.EggError):
@@ -499,7 +516,6 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
     for i, engine in enumerate(engines):
         threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
         threads[-1].start()
-    time.sleep(0.1)
     with server:
         until(lambda: server.run.step == steps)
     [thread.join(10) for thread in threads]

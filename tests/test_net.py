@@ -27,8 +27,8 @@ from tools import train
 from cluster import session
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
-from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, coordinator_process, expected, filled, free_port,
-                 result_frame, until, whole, work_in_thread)
+from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, begin_together, coordinator_process, expected,
+                 filled, free_port, result_frame, until, whole, work_in_thread)
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -243,8 +243,8 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     packed, digests = expected(6)
     engines = [FakeEngine(pause=0.002) for _ in range(workers)]
     server = Server(tmp_path, steps=6, stay=True)
+    begin_together(engines)
     threads = [work_in_thread(server.port, engine) for engine in engines]
-    time.sleep(0.2)                                              # all of them have asked before the first is answered
     with server:
         until(lambda: all(engine.step == 6 for engine in engines))
         assert whole(server.run) == packed
