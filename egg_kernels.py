@@ -44,7 +44,7 @@ from kernels import ptx
 from kernels import transformer
 from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
 from kernels import products
-from kernels.products import Kernel, block_sum, matrix_vector
+from kernels.products import Kernel, block_max, block_sum, matrix_vector
 from kernels.rules import build_noise, device
 from model import integer_tables
 
@@ -64,15 +64,6 @@ def _token_kernel(cfg):
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
 
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
-
-    @device
-    def block_max(x, part, t):
-        x = ptx.warp_max(x)
-        cuda.syncthreads()
-        if (t & 31) == 0:
-            part[t >> 5] = x
-        cuda.syncthreads()
-        return ptx.warp_max(part[t & 31])
 
     @device
     def normed(h, weights, plan, p, part, t):
@@ -233,7 +224,6 @@ class _Plan(products.Plan):
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
         return SimpleNamespace(up=self._add(self._biased(up, layer, bias_up) + self._input(down, layer)),
-                               sums=self._add(12 * [0] + self._input(down, layer)),
                                down=self._add(self._biased(down, layer, bias_down) + self._input(down, layer)))
 
 

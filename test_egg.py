@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import egg_config
+import kit
 from engine import cpu_engine
 from engine import cpu_rules
 from model import fitness_digits
@@ -23,7 +24,7 @@ from model import rules
 from model import sampling
 from tools.debug import Reading, drawn, hashes
 from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
-                 recorded_generation, recorded_updates)
+                 recorded_generation)
 
 STEPS = 6
 
@@ -196,21 +197,25 @@ def test_recorded_run_with_the_instructions_of_any_processor():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("updates", [1, pytest.param(5, marks=pytest.mark.deep)])
-def test_recorded_default_configuration(updates):
-    """Golden E: losses of step 0, updates, and what the C++ system wrote before them and after five. Its presence
-    penalty (SPEC 11) is emulated: 51 units off the logit for every occurrence.
-
-    An update takes the CPU 16 s and the first two move no weight, so only a deep run has all five; the GPU has them
-    too."""
+def test_recorded_default_configuration():
+    """Golden E: losses of step 0, what the C++ system wrote before the updates, and five updates of a tenth of all
+    weights (kit.in_part). An update of all takes a CPU 16 s; the deep run has them, and the GPU."""
     cfg, tokens, z = golden("E")
     engine = cpu_engine.CpuEngine(cfg, tokens)
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 256), z["loss_head"][chunk])
     hold_against_recorded_generation(engine, 0)
-    recorded_updates(engine, updates)
-    if updates == 5:
-        hold_against_recorded_generation(engine, 5)
+    engine._tensors, found = [*filter(kit.in_part, engine._tensors)], []
+    kit.recorded_updates(engine, 5, lambda state, k: found.append(kit.digest_of_part(cfg, state)))
+    assert tuple(found) == kit.PART_OF_E
+
+
+@pytest.mark.deep
+def test_recorded_updates_of_the_default_configuration():
+    """Every weight in five updates of golden E, and what the C++ system wrote after them. Its presence penalty (SPEC
+    11) is emulated: 51 units off the logit for every occurrence."""
+    cfg, tokens, _ = golden("E")
+    hold_against_recorded_generation(cpu_engine.CpuEngine(cfg, tokens), 5)
 
 
 def hold_against_recorded_generation(engine, step):

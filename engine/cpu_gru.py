@@ -190,17 +190,14 @@ def logits(c, w, weight, side_a, side_b, noisy, rows, per_member, first, x, z):
 
 
 @njit
-def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats, z):
-    """Evaluates windows int32 [n, before + T + 1]. noisy: window i is read by the two members of pair seed S + i, whose
-    losses are added to int64 [n, 2]; `before` tokens make the state with which the window begins, by the unperturbed
-    model, once for the pairs of a group of per_group (pair i of the step is in group i // per_group). Else by the
-    unperturbed model, and the cross-entropy of softmax(logits * unit) is added to nats float64 [n], if it is not empty;
-    exp64[d] = exp(-d * unit).
-
-    state int8 [L, members * n padded to ROWS, H] goes on. z int32 [GROUP, V padded]: scratch; row (T - 1) % GROUP has
-    the logits after the last token of a single window."""
+def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats):
+    """Evaluates windows int32 [n, before + T + 1] with `score`; int32 [GROUP, V padded], whose row (T - 1) % GROUP has
+    the logits after the last token of a single window. noisy: window i is read by the two members of pair seed S + i,
+    and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group of
+    per_group (pair i of the step is in group i // per_group). Else it is read by the unperturbed model. state int8 [L,
+    members * n padded to ROWS, H] goes on."""
     n, T, H, members = windows.shape[0], windows.shape[1] - 1 - before, c.H, 2 if noisy else 1
-    tokens = empty((n, T + 1), i32)
+    tokens, z = empty((n, T + 1), i32), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     if before:
         first = first_pair // per_group
         groups = (first_pair + n - 1) // per_group - first + 1
@@ -228,6 +225,7 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
             count = min(GROUP, rows - at)
             logits(c, w, weight, side_a, side_b, noisy, count, T, at, x[q * rows + at:q * rows + at + count], z)
             score(c, exp, noisy, z, windows, q, at, count, before, T, exp64, unit, losses, nats)
+    return z
 
 
 class Gru:
@@ -250,11 +248,8 @@ class Gru:
 
     def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, shift=0, exp64=NONE, unit=0.0,
              losses=NO_LOSSES, nats=NONE):
-        """int32 [GROUP, V padded]: the z of `run_windows`."""
-        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(self._constants._replace(matrix_shift=shift), w, self._exp, windows, before, state, np.uint32(seed),
-                    noisy, first_pair, self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats, z)
-        return z
+        return run_windows(self._constants._replace(matrix_shift=shift), w, self._exp, windows, before, state,
+                           np.uint32(seed), noisy, first_pair, self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats)
 
     def _state(self, sequences):
         return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)

@@ -325,16 +325,13 @@ def logits(c, w, noisy, side_a, side_b, T, first, x, count, z):
 
 
 @njit
-def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats, z):
-    """Evaluates windows int32 [n, start + T + 1] one after the other, from position `start` on. noisy: window i is read
-    by the two members of pair seed S + i, whose losses go into losses int64 [n, 2]; else by the unperturbed model, and
-    nats float64 [n], if it is not empty, gets the summed cross-entropy of softmax(logits * unit), with
-    exp64[d] = exp(-d * unit).
-
-    keys, values int8 [1 or L, members * (start + T), H]: the caches, see `hidden`. z int32 [GROUP, V padded]: scratch;
-    row (T - 1) % GROUP has the logits after the last token."""
+def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats):
+    """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
+    [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
+    members of pair seed S + i, else by the unperturbed model. keys, values int8 [1 or L, members * (start + T), H]: the
+    caches, see `hidden`."""
     T, members = windows.shape[1] - 1 - start, 2 if noisy else 1
-    x = empty((members * T, c.H), np.uint8)
+    x, z = empty((members * T, c.H), np.uint8), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i], u32(S + i)
         hidden(c, w, tb, seed, noisy, tokens, members, T, start, keys, values, x)
@@ -343,6 +340,7 @@ def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, l
             count = min(GROUP, members * T - first)
             logits(c, w, noisy, side_a, side_b, T, first, x[first:first + count], count, z)
             score(c, tb.exp, noisy, z, windows, i, first, count, start, T, exp64, unit, losses, nats)
+    return z
 
 
 class Transformer:
@@ -360,17 +358,13 @@ class Transformer:
                   shift=shift, losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
-        """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see
-        run_windows."""
+        """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see `score`."""
         self._run(w, self._tables, windows, self._cache(1, windows.shape[1] - 1), exp64=exp64, unit=unit, nats=nats)
 
     def _run(self, w, tables, windows, cache, start=0, seed=0, noisy=0, shift=0, exp64=NONE, unit=0.0,
              losses=NO_LOSSES, nats=NONE):
-        """int32 [GROUP, V padded]: the z of `run_windows`."""
-        z = np.empty((GROUP, -(-self.cfg.VOCAB_SIZE // PANEL) * PANEL), np.int32)
-        run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache, np.int64(seed),
-                    noisy, exp64, unit, losses, nats, z)
-        return z
+        return run_windows(self._constants._replace(matrix_shift=shift), w, tables, windows, start, *cache,
+                           np.int64(seed), noisy, exp64, unit, losses, nats)
 
     def _cache(self, layers, positions):
         return np.zeros((2, layers, positions, self.cfg.HIDDEN_DIM), np.int8)

@@ -23,7 +23,7 @@ from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.core import analysis as numba_analysis
 from numba.core.types.functions import BaseFunction
-from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, transforms
+from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, transforms
 from numba.cuda.core import config as numba_config
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
@@ -149,10 +149,13 @@ def compile_share():
 def quick_numba():
     """A block in which numba-cuda compiles in less than half of the time, to the same PTX. It omits what is not needed
     here: after every inlining the search for live variables, which only `del` wants (by an older, slower function than
-    numba's); copies of line numbers, and of a function that was read only to be inlined; the choice of a signature for
-    every single call; and Python's search for garbage."""
+    numba's); copies of line numbers; reading a function again to inline it again; the choice of a signature for every
+    single call; to make a variable static, the rewriting of blocks that do not name it; and Python's search for
+    garbage."""
     whole, collects = postproc.PostProcessor.run, gc.isenabled()
-    inlined, call_type, call_types = InlineWorker.inline_function, BaseFunction.get_call_type, {}
+    inlined, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
+    call_type, call_types = BaseFunction.get_call_type, {}
+    make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         if emit_dels or self.func_ir.is_generator:
@@ -161,8 +164,16 @@ def quick_numba():
         self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
         self.func_ir.generator_info = None
 
+    def run_untyped_passes(self, function, enable_ssa=False):
+        self.flags.enable_ssa = enable_ssa
+        if (function, enable_ssa) not in functions:
+            functions[function, enable_ssa] = read(self, function, enable_ssa)
+        copied = functions[function, enable_ssa].copy()
+        copied.blocks = copy.deepcopy(copied.blocks)
+        return copied
+
     def inline_function(self, *args):
-        with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(copy=copy.copy, deepcopy=lambda x: x)):
+        with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(deepcopy=lambda blocks: blocks)):
             return inlined(self, *args)
 
     def get_call_type(self, context, args, kws):
@@ -171,14 +182,26 @@ def quick_numba():
             call_types[call] = call_type(self, context, args, kws)
         return call_types[call]
 
+    def run_ssa(blocks):
+        named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
+                      for label, block in blocks.items()})
+        return make_static(blocks)
+
+    def run_block_rewrite(blocks, states, handler):
+        return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
+                for label, block in blocks.items()}
+
     live = numba_analysis.compute_live_map
     gc.disable()
     try:
         with (mock.patch.object(analysis, "compute_live_map", live),
               mock.patch.object(ir_utils, "compute_live_map", live),
               mock.patch.object(postproc.PostProcessor, "run", run),
+              mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
               mock.patch.object(InlineWorker, "inline_function", inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+              mock.patch.object(ssa, "_run_ssa", run_ssa),
+              mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
               mock.patch.object(ir.Loc, "__deepcopy__", lambda self, memo: self, create=True)):
             yield
     finally:

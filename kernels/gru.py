@@ -25,9 +25,8 @@ from kernels import gru_parts
 from kernels import products
 from kernels import ptx
 from kernels import transformer
-from kernels.gru_parts import both
-from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max,
-                           quad_sum, unrolled, vector_function, written_out)
+from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max, quad_sum,
+                           quad_sum64, unrolled, vector_function, weight, weights, written_out)
 from kernels.products import Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device, loss_function
 from kernels.transformer import BARRIER_WORDS, GROUPS, TALLEST, THREADS, members_of
@@ -71,7 +70,7 @@ def row_of(place):
 
 
 def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
-    """Device functions of a product over `inputs` whose accumulators begin with their noise:
+    """Device functions, in this order, of a product over `inputs` whose accumulators begin with their noise:
 
     row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
     begin(s, n, shift)          the accumulator before the product
@@ -103,7 +102,7 @@ def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
         return (ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591),
                 ptx.byte_permute(divided(acc[i + 4]), divided(acc[i + 5]), 0xD591))
 
-    return SimpleNamespace(row=row, column=column, begin=begin, word=word, pairs=pairs)
+    return row, column, begin, word, pairs
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -197,8 +196,8 @@ def _norm_kernel(cfg, nz, cc, streams):
     plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
     H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
     SIZE = gru_parts.input_bytes(cfg, H, 4)
-    fill_norm, normed = gru_parts.norm_functions(cfg, nz, cc, 1)[0], gru_parts.normed_function(cfg, cc)
-    fill_input, add = gru_parts.input_functions(cfg, nz, H, 4)
+    fill_norm, _ = gru_parts.norm_functions(cfg, nz, cc, 0 if SILENT else streams)
+    normed, (_, add) = gru_parts.normed_function(cfg, cc), gru_parts.input_functions(cfg, nz, H, 4)
 
     @cuda.jit(launch_bounds=256)
     def norm(call, plan, weights, overlay, job, offset, first, n, stride, x, out, sb):
@@ -207,11 +206,7 @@ def _norm_kernel(cfg, nz, cc, streams):
         position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first + unit))
         for i in range(t, H, 256):
-            fill_norm(words, 0, weights, overlay, plan, p, seed, i)
-            if not SILENT:
-                for s in range(streams):
-                    stream, entry = uint32(seed + uint32(plan[p + 4 + 2 * s])), overlay[plan[p + 5 + 2 * s] + i]
-                    fill_input(words, bytes_, 16 * H + s * SIZE, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+            fill_norm(words, bytes_, 0, weights, overlay, plan, p, seed, i)
         cuda.syncthreads()
         inside = int32(1) if position < n else int32(0)
         position = min(position, n - 1)
@@ -235,7 +230,7 @@ def _norm_kernel(cfg, nz, cc, streams):
                         sum0 = add(v, int32(base + 16 * H), k, q, sum0)
                         if streams > 1:
                             sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
-                    if ptx.here(inside) != 0:
+                    if ptx.keep_in_loop(inside) != 0:
                         out[at_n + k * 32] = v
             if not SILENT:
                 sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
@@ -293,15 +288,12 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
     STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT, LINE = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0, line_of(cfg) // 4
-    P = transformer.product_functions(card, shape)
-    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
-    start, done, leave = P.start, P.done, P.leave
+    init, rows, wait_rows, fill, _, multiply, finish = transformer.product_functions(card, shape)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
-    Q = quotient_functions(cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
-    as_row, as_column, begin, quotients, pairs = Q.row, Q.column, Q.begin, Q.word, Q.pairs
-    two, registers = ptx.int16_pairs(cc), _registers(card, cfg.ADAPTIVE_NOISE_MODE == 2)
-    add2, min2, max2, HIGHEST, LOWEST = two.add2, two.min2, two.max2, both(255), both(1)
+    as_row, as_column, begin, quotients, pairs = quotient_functions(
+        cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
+    added, registers = gru_parts.added_function(cc), _registers(card, cfg.ADAPTIVE_NOISE_MODE == 2)
 
     @card.device
     def prepare(words, bytes_, at, c, column, unit, call_sums, plan, p, overlay, seed):
@@ -313,8 +305,8 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
             stream = uint32(mine + uint32(plan[p + 1]))
             words[here + c] = as_column(scaled(noise(stream, col), overlay[plan[p + 2] + col], stream, col))
             if INNER:
-                stream, entry = uint32(mine + uint32(plan[call_sums])), overlay[plan[call_sums + 1] + col]
-                fill_input(words, bytes_, 4 * (here + 128), c >> 4, (c >> 2) & 3, c & 3, stream, entry, col)
+                fill_input(words, bytes_, 4 * (here + 128), c, overlay, plan[call_sums + 1],
+                           gru_parts.stream_of(plan, call_sums, mine), col)
 
     @card.device
     def begin_tile(acc, at, s0, s1, shift):
@@ -329,13 +321,6 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 acc[i], acc[i + 2] = begin(s0, n[k], shift), begin(s1, n[k], shift)
 
     @card.device
-    def added(acc, i, old):
-        """A word of x after the addition of four quotients."""
-        y, z = pairs(acc, i)
-        y, z = add2(ptx.byte_permute(old, 0, 0x4140), y), add2(ptx.byte_permute(old, 0, 0x4342), z)
-        return ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
-
-    @card.device
     def store_rows(acc, out, to, col, q):
         """32 columns a time of both rows, in the order of the threads."""
         for j in range(N // 32):
@@ -344,7 +329,8 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                     at, i = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, 16 * j + 2 * half
                     if DOWN:
                         old = ptx.load2(out, at)
-                        ptx.store2(out, at, added(acc, i, old[0]), added(acc, i + 8, old[1]))
+                        (y, z), (v, w) = pairs(acc, i), pairs(acc, i + 8)
+                        ptx.store2(out, at, added(old[0], y, z), added(old[1], v, w))
                     else:
                         ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
 
@@ -411,29 +397,17 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
                 begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1, shift)
-                for piece in range(PIECES - 1):
-                    start(acc, base, bar, step, piece, 1, t)
-                    done(acc)
-                    leave(bar, step, t)
-                    refill(base, bar, step, steps, begun, every, x, packed, at, t)
-                    step += 1
-                start(acc, base, bar, step, PIECES - 1, 1, t)
+                step = multiply(acc, base, bar, step, steps, begun, every, x, packed, at, t)
                 if not SILENT:                               # while the tensor cores work: the tables of the next pass
                     last = ahead == PASSES - 1
                     coming = int32(uint32(((tile + every) * RG + rg) * 32) // uint32(n)) if last else unit
                     prepare(words, bytes_, tables + (1 - odd) * BUFFER, c, ((0 if last else ahead + 1) * CG + side) * N,
                             coming, call_sums * PLAN, plan, p, overlay, seed)
                     ptx.named_barrier(1 + group, 128)
-                done(acc)
-                leave(bar, step, t)
-                if ahead == PASSES - 1:
-                    leave_rows(bar, t)
-                    if turn + 1 < count:
-                        rows(base, bar, turn + 1, tile + every, x, t)
-                refill(base, bar, step, steps, begun, every, x, packed, at, t)
-                step += 1
+                step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
+                              begun, every, x, packed, at, t)
                 col = (ahead * CG + side) * N
-                if ptx.here(int32(place)) < places:          # here: the branch stays out of the loop of products
+                if ptx.keep_in_loop(int32(place)) < places:  # the branch stays out of the loop of products
                     if INNER:
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
                     elif LOGITS:
@@ -463,16 +437,6 @@ def _losses_kernel(cfg, cc):
     def larger(tops, word):
         return max2(max2(tops, ptx.byte_permute(word, 0, 0x4140)), ptx.byte_permute(word, 0, 0x4342))
 
-    @device
-    def weight(d, k, at):
-        return ptx.load_shared(int32(at + int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(128))))
-
-    @device
-    def weights(most, word, at):
-        """The sum of the exponentials of four logits."""
-        d = int32(most - word)
-        return int32(int32(weight(d, 0, at) + weight(d, 1, at)) + int32(weight(d, 2, at) + weight(d, 3, at)))
-
     @cuda.jit(launch_bounds=256)
     def position_losses(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
         table = cuda.shared.array(TABLE, int32)              # [entry][lane]: a look-up has no bank conflicts
@@ -494,12 +458,11 @@ def _losses_kernel(cfg, cc):
             most, total = ptx.byte_permute(top, 0, 0), int64(0)
             for i in range(q, V // 16, 4):
                 word = ptx.load4(z, row + 4 * i)
-                total += int64(weights(most, word[0], at)) + int64(weights(most, word[1], at))
-                total += int64(weights(most, word[2], at)) + int64(weights(most, word[3], at))
+                total += int64(weights(int32(most - word[0]), at)) + int64(weights(int32(most - word[1]), at))
+                total += int64(weights(int32(most - word[2]), at)) + int64(weights(int32(most - word[3]), at))
             for v in range(rest, V, 4):
                 total += int64(weight(int32(top - int32(int32(bytes_[4 * row + v]) & int32(255))), 0, at))
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1)
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 2)
+            total = quad_sum64(total)
             position = min(place, places - 1) - unit * n
             token = tokens[(first + unit) * width + skip + position + 1]
             loss = int64(0)
@@ -591,16 +554,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    P = transformer.product_functions(card, shape, matrices=2)
-    init, fill, refill, start, done, leave = P.init, P.fill, P.refill, P.start, P.done, P.leave
-    noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz, True)
+    init, _, _, fill, go_through, _, _ = transformer.product_functions(card, shape, matrices=2)
+    noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
-    Q = quotient_functions(cfg, nz, H)
-    as_row, as_column, begin_acc, pairs = Q.row, Q.column, Q.begin, Q.pairs
-    gated2, next2 = gru_parts.state_functions(cc)
-    two, registers = ptx.int16_pairs(cc), _registers(card)
-    add2, min2, max2 = two.add2, two.min2, two.max2
-    FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
+    as_row, as_column, begin_acc, _, pairs = quotient_functions(cfg, nz, H)
+    gated2, next2, opened, candidates_of = gru_parts.state_functions(cc)
+    added, registers = gru_parts.added_function(cc), _registers(card)
 
     if RESIDENT:
         @device
@@ -678,7 +637,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
 
     @registers
-    def multiply(ahead, acc, which, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t):
+    def product(ahead, acc, which, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t):
         """acc = the product of a pass, with its noise."""
         for j in range(KS):
             if SILENT:
@@ -694,11 +653,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     else:
                         n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
-        for piece in range(PIECES):
-            start(acc, base, bar, step + piece, piece + which * PAST, 1, t)
-            done(acc)
-            leave(bar, step + piece, t)
-            refill(base, bar, step + piece, steps, 0, 1, packed, packed, at, t)
+        go_through(acc, base, bar, step, steps, PIECES, which * PAST, 0, 1, packed, packed, at, t)
 
     @registers
     def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
@@ -716,9 +671,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     for d in range(2):
                         y, z = pairs(acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
-                        y = add2(add2(y, ptx.low2(word)), ptx.byte_permute(bias, 0, 0x4140))
-                        z = add2(add2(z, ptx.high2(word)), ptx.byte_permute(bias, 0, 0x4342))
-                        y, z = max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
+                        y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated2(y, z, ptx.read_shared(int32(at_h + d * (8 * H))))
                         if works:
@@ -746,13 +699,9 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                             bias, noises = w1[1] if d == 0 else w1[2], w1[3]
                         at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
                         y, z = pairs(acc, 8 * i + 2 * d)
-                        y = max2(min2(add2(add2(y, ptx.low2(old[g])), ptx.low2(bias)), HIGHEST), LOWEST)
-                        z = max2(min2(add2(add2(z, ptx.high2(old[g])), ptx.high2(bias)), HIGHEST), LOWEST)
+                        y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
                         y, z = next2(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
-                        h = ptx.bytes4(y, z)
-                        y = add2(ptx.byte_permute(both_x[g], 0, 0x4140), y)
-                        z = add2(ptx.byte_permute(both_x[g], 0, 0x4342), z)
-                        out[g] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
+                        h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
                         h = h if (keeps1 if d else keeps0) else int32(0)
                         if works:
                             ptx.store_shared(at_h, h)
@@ -761,19 +710,18 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     if live:
                         ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
-    @device
-    def columns(ahead, which, acc, f, sums, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay,
-                seed, t, gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
-        """One pass of a matrix."""
-        multiply(ahead, acc, which, step + ahead * PIECES, steps, s0, s1, shift, base, bar, own, plan, p, packed, at,
-                 overlay, seed, t)
-        if which == 0:
-            gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
-        else:
-            advance(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works,
-                    live, keeps0, keeps1)
-
-    all_columns = unrolled(PER, columns)
+    @unrolled
+    def columns(which, acc, f, sums, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t,
+                gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
+        """All passes of a matrix."""
+        for d in range(PER):
+            product(d, acc, which, step + d * PIECES, steps, s0, s1, shift, base, bar, own, plan, p, packed, at,
+                    overlay, seed, t)
+            if which == 0:
+                gate(d, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
+            else:
+                advance(d, acc, f, sums, base, own, plan, p, overlay, seed, t, candidates, x, row0, at_word, works,
+                        live, keeps0, keeps1)
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -788,7 +736,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
         at_parts = ptx.shared_address(parts, 0)
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
-        live = int32(1) if works and pair < units else int32(0)     # `here` keeps branches on it out of the loops
+        live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
         steps = n * (2 * PER * PIECES)
@@ -830,7 +778,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             ptx.proxy_fence()
         cuda.syncthreads()
         for position in range(n):
-            row0, writes = row_of(int64(pair) * n + position), ptx.here(live) != 0
+            row0, writes = row_of(int64(pair) * n + position), ptx.keep_in_loop(live) != 0
             following = min(position + 1, n - 1)             # what follows the window says nothing to its last state
             keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
             keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
@@ -838,9 +786,9 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                all_columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, shift, base,
-                            bar, own, plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works,
-                            writes, keeps0, keeps1)
+                columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, shift, base, bar,
+                        own, plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
+                        keeps0, keeps1)
                 if SCALED and works:                         # once, not in every pass: it is long
                     overlay_b, seed_b = plan[p + 17 - which], uint32(seed + uint32(plan[p + 15 - 4 * which]))
                     for k in range(ALL):

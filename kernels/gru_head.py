@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, STAGE, begin_with, columns, input_bytes
-from kernels.parts import PLAN, blocks, quad_max, quad_sum, unrolled
+from kernels.gru_parts import OFFSET, STAGE, begin_with, columns, input_bytes, stream_of
+from kernels.parts import PLAN, blocks, quad_max, quad_sum, quad_sum64, unrolled, weights
 from kernels.rules import device, loss_function
 
 STAGES = 3                                  # of the ring
@@ -43,14 +43,10 @@ def head_kernel(cfg, nz, cc, size, load_rows):
     THREADS, WORDS, ALL, ACC, ROWS = 32 * W, H // 8, H // 8 * TILES, 16 * TILES, 2 * TILES
     BYTES, PARTS, RAGGED, TASKS = STAGE * H, columns(cfg) // STAGE, V % STAGE != 0, size.tasks
     AT_EXPS, AT, TABLE = STAGES * BYTES, size.at, size.table
-    AT_B, AT_NOISE = 16 * H, 16 * H + input_bytes(cfg, H, 4)
+    AT_NOISE = 16 * H + input_bytes(cfg, H, 4)
     LEAST = -(1 << 31)
-    noise, job_shift = nz.noise, nz.shift
-    fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
-    fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
-    quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    word_of, factor, noisy = quotients.word, quotients.factor, quotients.noisy
-    pairs, pairs_of, START = quotients.pairs, quotients.pairs_of, quotients.start
+    job_shift, (fill_norm, norm) = nz.shift, gru_parts.norm_functions(cfg, nz, cc, 1)
+    START, word_of, factor, noisy, pairs_of, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     _, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, True, False, TILES)
     position_loss = loss_function(cfg)
 
@@ -81,11 +77,7 @@ def head_kernel(cfg, nz, cc, size, load_rows):
         d = int32(most - ptx.bytes4(y, z))
         if RAGGED and c + 4 > V:
             d = int32(d | int32(int32(-1) << int32(8 * max(V - c, 0)))) if V > c else int32(-1)
-        a = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4440) * int32(128)) + exps))
-        b = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4441) * int32(128)) + exps))
-        c = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4442) * int32(128)) + exps))
-        d = ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, 0x4443) * int32(128)) + exps))
-        return int32(int32(a + b) + int32(c + d))
+        return weights(d, exps)
 
     @device
     def logit(v):
@@ -103,52 +95,53 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             total = ptx.dp4a(n[at_n + 2 * k], packed[first + k * 32], total)
         return int32(quad_sum(total) + int32(START))
 
-    @device
-    def enter_row(m, tile, packed, at, token, column, shift, table, q, row_x, n, s, top, total, target):
-        """n, the sums, and the target's logit of member m of a tile."""
-        r, at_n = 2 * tile + m, WORDS * tile
-        sb, _ = norm(row_x, n, at_n, m, table, int32(table + AT_B), q)
-        s[r], top[r], total[r] = factor(sb, m, shift), int32(LEAST), int64(0)
-        target[r] = logit(noisy(target_sum(n, at_n + m, packed, at, token, q), s[r], column, shift))
+    @unrolled
+    def enter(x, packed, at, overlay, tokens, at_token, at_overlay, stream, shift, unit, position0, table, q, row_x, n,
+              s, top, total, target):
+        """n, the sums, and the target's logit of all rows."""
+        for d in range(TILES):
+            position = min(position0 + 8 * d, T - 1)
+            load_rows(row_x, x, unit, position, q)
+            token = tokens[at_token + position + 1]
+            column = word_of(overlay, at_overlay, stream, token)
+            for j in range(2):
+                r, (sb, _) = 2 * d + j, norm(row_x, n, WORDS * d, j, table, q)
+                s[r], top[r], total[r] = factor(sb, j, shift), int32(LEAST), int64(0)
+                total_of = target_sum(n, WORDS * d + j, packed, at, token, q)
+                target[r] = logit(noisy(total_of, s[r], column, shift))
 
-    enter_rows = unrolled(2, enter_row)
+    @unrolled
+    def largest_of(acc, s, shift, at_noise, top, c):
+        """top of all rows after 32 columns from c on."""
+        for d in range(2):
+            n = ptx.load_shared4(int32(at_noise + d * 64))
+            for j in range(ROWS):
+                top[j] = largest(acc, (j >> 1) * 16 + 8 * d + 2 * (j & 1), s[j], n, shift, top[j], int32(c + d * 16))
 
-    @device
-    def enter(tile, x, packed, at, overlay, tokens, at_token, at_overlay, stream, shift, unit, position0, table, q,
-              row_x, n, s, top, total, target):
-        position = min(position0 + 8 * tile, T - 1)
-        load_rows(row_x, x, unit, position, q)
-        token = tokens[at_token + position + 1]
-        column = word_of(noise(stream, token), overlay[at_overlay + token], stream, token)
-        enter_rows(tile, packed, at, token, column, shift, table, q, row_x, n, s, top, total, target)
+    @unrolled
+    def weigh_all(acc, s, shift, at_noise, most, exps, total, c):
+        for d in range(2):
+            n = ptx.load_shared4(int32(at_noise + d * 64))
+            for j in range(ROWS):
+                total[j] += weigh(acc, (j >> 1) * 16 + 8 * d + 2 * (j & 1), s[j], n, shift, most[j], exps,
+                                  int32(c + d * 16))
 
-    @device
-    def largest_row(r, acc, i, s, n, shift, top, c):
-        top[r] = largest(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, shift, top[r], c)
+    @unrolled
+    def settle(top, most):
+        """From the largest noisy sums to their logits, and those in every byte of a word."""
+        for j in range(ROWS):
+            top[j] = logit(ptx.bits_float(quad_max(top[j])))
+            most[j] = ptx.byte_permute(top[j], 0, 0)
 
-    @device
-    def weigh_row(r, acc, i, s, n, shift, most, exps, total, c):
-        total[r] += weigh(acc, (r >> 1) * 16 + 8 * i + 2 * (r & 1), s[r], n, shift, most[r], exps, c)
-
-    largest_rows, weigh_rows = unrolled(ROWS, largest_row), unrolled(ROWS, weigh_row)
-
-    @device
-    def largest_part(i, acc, s, shift, at_noise, top, c):
-        """top of all rows after 16 columns from c + 16 i on."""
-        largest_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), shift, top, int32(c + i * 16))
-
-    @device
-    def weigh_part(i, acc, s, shift, at_noise, most, exps, total, c):
-        weigh_rows(acc, i, s, ptx.load_shared4(int32(at_noise + i * 64)), shift, most, exps, total, int32(c + i * 16))
-
-    @device
-    def settle(r, top, most):
-        """From the largest noisy sum of row r to its logit, and that in every byte of a word."""
-        top[r] = logit(ptx.bits_float(quad_max(top[r])))
-        most[r] = ptx.byte_permute(top[r], 0, 0)
-
-    enter_all, largest_all, weigh_all = unrolled(TILES, enter), unrolled(2, largest_part), unrolled(2, weigh_part)
-    settle_all = unrolled(ROWS, settle)
+    @unrolled
+    def own_row(q, total, top, target):
+        """Sum and distance of row q: its loss is made by lane q of the four that share the rows."""
+        mine_total, mine_distance = int64(1), int32(0)
+        for j in range(ROWS):
+            whole = quad_sum64(total[j])
+            if q == j:
+                mine_total, mine_distance = whole, int32(top[j] - target[j])
+        return mine_total, mine_distance
 
     @cuda.jit(launch_bounds=THREADS)
     def stream_head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps,
@@ -178,15 +171,12 @@ def head_kernel(cfg, nz, cc, size, load_rows):
             fetch(base, packed, at, 0, t)
             fetch(base, packed, at, 1, t)
             for i in range(lane, H, 32):
-                fill_norm(words, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
-                entry = overlay[plan[call_norm * PLAN + 5] + i]
-                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+                fill_norm(words, bytes_, mine, weights, overlay, plan, call_norm * PLAN, seed, i)
             cuda.syncwarp()
-            stream = uint32(seed + uint32(plan[call * PLAN + 1]))
+            stream = stream_of(plan, call * PLAN + 1, seed)
             shift = job_shift(job)
-            enter_all(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, shift,
-                      unit, position0, table, q, row_x, n, s, top, total, target)
+            enter(x, packed, at, overlay, tokens, int64(unit) * width + skip, plan[call * PLAN + 2], stream, shift,
+                  unit, position0, table, q, row_x, n, s, top, total, target)
             for step in range(2 * PARTS):
                 ptx.copy_wait_but_one()
                 cuda.syncthreads()
@@ -195,25 +185,20 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 for i in range(lane, STAGE, 32):
                     word, c = int32(0), column0 + i
                     if c < V:
-                        word = word_of(noise(stream, c), overlay[plan[call * PLAN + 2] + c], stream, c)
+                        word = word_of(overlay, plan[call * PLAN + 2], stream, c)
                     words[(mine + AT_NOISE) // 4 + i] = word
                 cuda.syncwarp()
                 if step == PARTS:
-                    settle_all(top, most)
+                    settle(top, most)
                 at_weights = origin(int32(base + (step % STAGES) * BYTES), packed, at, t)
                 for half in range(STAGE // 32):
                     product(acc, n, at_weights, half * (32 * H), start)
                     at_noise, c = int32(table + AT_NOISE + half * 128 + q * 16), int32(column0 + half * 32 + q * 4)
                     if step < PARTS:
-                        largest_all(acc, s, shift, at_noise, top, c)
+                        largest_of(acc, s, shift, at_noise, top, c)
                     else:
                         weigh_all(acc, s, shift, at_noise, most, at_exps, total, c)
-            # lane q of the four that share the rows makes the loss of row q
-            mine_total, mine_distance = int64(1), int32(0)
-            for r in range(ROWS):
-                whole = quad_sum64(total[r])
-                if q == r:
-                    mine_total, mine_distance = whole, int32(top[r] - target[r])
+            mine_total, mine_distance = own_row(q, total, top, target)
             loss = int64(0)
             if live and q < ROWS and position0 + 8 * (q >> 1) < T:
                 loss = position_loss(mine_total, mine_distance, 0)
@@ -223,10 +208,3 @@ def head_kernel(cfg, nz, cc, size, load_rows):
                 cuda.atomic.add(losses, 2 * int64(unit) + (lane & 1), loss)
 
     return stream_head, size.bytes
-
-
-@device
-def quad_sum64(x):
-    """int64 sum over the four lanes that share a row."""
-    x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
-    return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)

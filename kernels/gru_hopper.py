@@ -1,25 +1,23 @@
-"""The noisy forward pass of the recurrent model on cc 9.0 where H = 256, on bytes: wgmma kernels whose activations stay
-in registers.
+"""The noisy forward pass of the recurrent model on cc 9.0 where H = 256: wgmma kernels whose activations stay in
+registers, as bytes.
 
 `kernels.gru` has the general path, decides, and documents calls and plan; it made 179 M tokens/s where this makes 356
 (one layer, V 256, T 100, H200, commit e65f980). A layer is three kernels: gates (ln_1, W_f, W_h), the recurrence, and
 the MLP (ln_2, up, down). Rows of a pair are those of the even, then of the odd member. A warpgroup takes 64 rows at a
-time. A thread of it holds rows g and g + 8 of its warp's 16 and of every 16 columns the four 4 q..., as accumulators
-(columns of the packed matrices are permuted for that, see Packing in kernels.transformer), as bytes, and as the left
-operand of the next product, so that between norm and product, and between up and down, nothing leaves the registers.
-What lies in device memory lies in the order in which threads hold it: column 64 w + 16 k + 4 q + e of a row is byte 64
-w + 16 q + 4 k + e, so 16 bytes go at once.
+time, each of its warps 16 of them in the layout of `kernels.gru_parts`. Device memory has the order of the threads:
+column 64 w + 16 k + 4 q + e of a row is byte 64 w + 16 q + 4 k + e, so 16 bytes go at once.
 
 A quotient is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
-noise, divisor 2^D and noise shift N: the upper half of a word, and two of them are clipped by one instruction. """
+noise, divisor 2^D and noise shift N: the upper half of a word, and two of them are clipped by one instruction.
+"""
 
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import gru_head, gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
-from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function
-from kernels.rules import build_noise, device, loss_function
+from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function, weight
+from kernels.rules import build_noise, device, loss_function, loudest
 
 H = 256
 LEAST_SEQ_LEN = 32                          # then 64 rows belong to two pairs at most
@@ -29,15 +27,14 @@ HALF = H * H // 2
 ROWS, LINE = 64, 32                         # of a tile; words of a line of the cache: the rows of a tile are 128 lines
 PAIRS = 32                                  # of a block of the recurrence
 WIDE, MLP = 3, 2                            # warpgroups of a block
-HIGHEST, LOWEST = 127 * 0x10001, (-127 & 0xFFFF) * 0x10001 - (1 << 32)      # two int16 of +-127
+HIGHEST, LOWEST = gru_parts.both(127), gru_parts.both(-127)
 
 
 def fits(cfg, cc, shared_limit):
     """Whether this path serves a configuration on a device."""
-    loudest = cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
     return (tuple(cc) == (9, 0) and shared_limit >= SHARED and (cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE) == (H, 0)
             and cfg.SEQ_LEN >= LEAST_SEQ_LEN and parameters.divisor(cfg, H) == 256 and cfg.NOISE_SHIFTS[-1] <= 8
-            and H * 127 * ((127 << 8) + (loudest ** 2 << 8 - cfg.NOISE_SHIFTS[0])) < 2 ** 31)
+            and H * 127 * ((127 << 8) + (loudest(cfg) ** 2 << 8 - cfg.NOISE_SHIFTS[0])) < 2 ** 31)
 
 
 # --- small device functions -------------------------------------------------------------------------------------------
@@ -46,11 +43,6 @@ def fits(cfg, cc, shared_limit):
 def left_of(shift):
     """How far noise goes left to be in 256ths."""
     return int32(int32(int32(8) - shift) & int32(31))
-
-
-@device
-def unsigned_byte(word, k):
-    return ptx.byte_permute(word, 0, int32(0x4440 + k))
 
 
 @device
@@ -69,12 +61,13 @@ def place(column):
 
 
 @device
-def load_row(x, half, source, row, q):
-    """x[2 k + half] = the words of a row."""
-    for w in range(4):
-        r = ptx.load4(source, int64(row) * (H // 4) + w * 16 + q * 4)
-        for k in range(4):
-            x[8 * w + 2 * k + half] = r[k]
+def load_rows(x, source, row, q):
+    """x[2 k + half] = the words of a row and of that 8 further."""
+    for half in range(2):
+        for w in range(4):
+            r = ptx.load4(source, int64(row + 8 * half) * (H // 4) + w * 16 + q * 4)
+            for k in range(4):
+                x[8 * w + 2 * k + half] = r[k]
 
 
 def _norm_function(streams):
@@ -170,7 +163,7 @@ def _tables(streams, columns):
 
 def _fill_function(cfg, nz, streams):
     """Device function that fills ln and b of the tables of a warpgroup for a pair."""
-    noise, vector = nz.noise, vector_function(cfg, nz, True)
+    noise, vector = nz.noise, vector_function(cfg, nz)
 
     @device
     def fill(words, bytes_, at_ln, at_b, unit, seed, weights, overlay, plan, p, c):
@@ -232,7 +225,7 @@ def _wide_kernel(cfg, nz, head):
         for k in range(16):
             d = int32(most - int32(z[k] ^ int32(SIGNS)))
             for e in range(4):
-                total = int32(total + ptx.load_shared(int32(int32(unsigned_byte(d, e) * int32(128)) + exps)))
+                total = int32(total + weight(d, e, exps))
         total = quad_sum(total)
         target = int32(int32(target << int32(24 - 8 * (token & 3))) >> int32(24))
         target = quad_sum(target if ((token >> 2) & 3) == q else int32(0))
@@ -267,8 +260,7 @@ def _wide_kernel(cfg, nz, head):
         out0, out1 = cuda.local.array(16, int32), cuda.local.array(16, int32)
         for tile in range(first, min(first + each, tiles)):
             row = int32(tile * ROWS + (c >> 5) * 16 + (lane >> 2))
-            load_row(n, 0, x, row, q)
-            load_row(n, 1, x, row + 8, q)
+            load_rows(n, x, row, q)
             ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
             low, high = where(tile * ROWS)[0], where(tile * ROWS + ROWS - 1)[0]
             if high > loaded:
@@ -328,9 +320,9 @@ def _recur_kernel(cfg, nz):
     # what a thread keeps of its columns: 16 bytes each, [what][thread]; biases [member]
     A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6
     OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
-    noise, vector = nz.noise, vector_function(cfg, nz, True)
+    noise, vector = nz.noise, vector_function(cfg, nz)
     product, descriptor = ptx.wgmma_product(64, H // 32, False, False), _descriptor()
-    gated, next_state = gru_parts.state_functions((9, 0))
+    gated, next_state, _, _ = gru_parts.state_functions((9, 0))
 
     @device
     def own(base, what, t):
@@ -414,7 +406,8 @@ def _recur_kernel(cfg, nz):
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
         desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
-        acc, left = cuda.local.array(32, int32), left_of(job_shift(job))
+        acc, total = cuda.local.array(32, int32), cuda.local.array(2, int32)
+        left = left_of(job_shift(job))
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
         at1 = at0 + T * (H // 4)
         # of a row of its sequence
@@ -432,7 +425,7 @@ def _recur_kernel(cfg, nz):
             product(acc, desc_h, desc_f)
             s0, s1 = whole_sum(at_sums, row), int32(-whole_sum(at_sums, row + 8))
             a, b, bias0, bias1 = own(base, A_F, t), own(base, B_H, t), own(base, BIAS_F, t), own(base, BIAS_F + 1, t)
-            t0, t1 = int32(0), int32(0)
+            total[0], total[1] = 0, 0
             for k in range(4):
                 n = spread(a[k], left)
                 for half in range(2):
@@ -443,11 +436,8 @@ def _recur_kernel(cfg, nz):
                     f[2 * k + half] = ptx.bytes4(y, z)
                     past = gated(y, z, h[2 * k + half])
                     ptx.store_shared(int32(at_word + AT_P + k * 128 + half * (8 * H)), past)
-                    if half == 0:
-                        t0 = ptx.dp4a(past, b[k], t0)
-                    else:
-                        t1 = ptx.dp4a(past, b[k], t1)
-            store_sums(sums, row + ROWS, group, t0, t1, q)
+                    total[half] = ptx.dp4a(past, b[k], total[half])
+            store_sums(sums, row + ROWS, group, total[0], total[1], q)
             ptx.proxy_fence()
             cuda.syncthreads()
             old0, old1 = ptx.load4(candidates, at0), ptx.load4(candidates, at1)
@@ -455,7 +445,7 @@ def _recur_kernel(cfg, nz):
             product(acc, desc_p, desc_c)
             s0, s1 = whole_sum(at_sums, row + ROWS), int32(-whole_sum(at_sums, row + ROWS + 8))
             a, b, bias0, bias1 = own(base, A_H, t), own(base, B_F, t), own(base, BIAS_H, t), own(base, BIAS_H + 1, t)
-            t0, t1 = int32(0), int32(0)
+            total[0], total[1] = 0, 0
             out = cuda.local.array(8, int32)
             for k in range(4):
                 n = spread(a[k], left)
@@ -469,13 +459,10 @@ def _recur_kernel(cfg, nz):
                     out[i] = ptx.bytes4(ptx.clip2(ptx.add2(ptx.low2(both), y)), ptx.clip2(ptx.add2(ptx.high2(both), z)))
                     h[i] = ptx.bytes4(y, z) if following != 0 else int32(0)
                     ptx.store_shared(int32(at_word + AT_H + k * 128 + half * (8 * H)), h[i])
-                    if half == 0:
-                        t0 = ptx.dp4a(h[i], b[k], t0)
-                    else:
-                        t1 = ptx.dp4a(h[i], b[k], t1)
+                    total[half] = ptx.dp4a(h[i], b[k], total[half])
             ptx.store4(x, at0, out[0], out[2], out[4], out[6])
             ptx.store4(x, at1, out[1], out[3], out[5], out[7])
-            store_sums(sums, row, group, t0, t1, q)
+            store_sums(sums, row, group, total[0], total[1], q)
             at0, at1 = at0 + H // 4, at1 + H // 4
             ptx.proxy_fence()
             cuda.syncthreads()
@@ -520,7 +507,7 @@ def _mlp_kernel(cfg, nz):
 
     @device
     def sum_of(a, s, n, shift):
-        return int32(int32(a + int32(int32(s * n) >> shift)) >> int32(DOWN_SHIFT))
+        return int32(int32(a + ptx.shift_right(int32(s * n), shift)) >> int32(DOWN_SHIFT))
 
     @device
     def finish(acc, w, s0, s1, shift, n0, n1, old, x, row, q):
@@ -594,8 +581,7 @@ def _mlp_kernel(cfg, nz):
                 ptx.named_barrier(1 + group, 128)
                 loaded = high
             n = cuda.local.array(32, int32)
-            load_row(n, 0, x, row, q)
-            load_row(n, 1, x, row + 8, q)
+            load_rows(n, x, row, q)
             ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (ROWS * H // 4) + c * LINE)
             at_ln, at_b = base + mine + AT_LN, base + mine + AT_B
             s0, _ = norm(n, 0, int32(at_ln + slot0 * (8 * H) + member0 * (4 * H)), int32(at_b + slot0 * H), q)
@@ -637,8 +623,7 @@ def _mlp_kernel(cfg, nz):
                         for j in range(2):
                             t0, t1 = inner(acc, u, j, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
                 n0, n1, b0, b1 = int32(n0 + 512), int32(n1 + 512), int32(b0 + 128), int32(b1 + 128)
-            load_row(n, 0, x, row, q)
-            load_row(n, 1, x, row + 8, q)
+            load_rows(n, x, row, q)
             s0, s1 = quad_sum(t0), quad_sum(t1)
             s0, s1 = int32(-s0) if member0 else s0, int32(-s1) if member1 else s1
             if live:

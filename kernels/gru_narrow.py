@@ -1,26 +1,24 @@
 """The noisy forward pass of narrow recurrent models on every card: a warp owns rows, and no warp waits for another.
 
-`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of. The general path
-made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256, T 100, H200, commit
-e65f980). A layer is three
-kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP (ln_2, up, down); the head ends the pass.
+`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of, and the layout.
+The general path made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256, T 100,
+H200, commit e65f980). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP
+(ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the registers.
 The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16 rows at a
-time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position. A thread
-holds rows g and g + 8, and of every 16 columns the four 4 q..., as accumulators (the columns of the packed matrices are
-permuted for that), as bytes, and as the left operand of the next product. So nothing but x, gates and candidates leaves
-the registers between two products.
+time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position.
 
 In device memory row (pair, position, member) is row ((pair / 8 * T + position) * 2 + member) * 8 + pair % 8, and column
 32 b + 16 i + 4 q + e of a row is byte 32 b + 8 q + 4 i + e: what a thread holds of 32 columns is 8 bytes. x lies there
-as x + 128. """
+as x + 128.
+"""
 
 from types import SimpleNamespace
 
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import gru_head, gru_parts, ptx
-from kernels.gru_parts import BITS, OFFSET, begin_with, both, input_bytes, row_functions
-from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function
+from kernels.gru_parts import BITS, OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
+from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function, weight
 from kernels.products import ROWS
 from kernels.rules import build_noise, device, loss_function
 from model import parameters
@@ -96,14 +94,11 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     kernels.gru."""
     H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_B = 8 * H, 24 * H
-    TILE_B = input_bytes(cfg, H, 4)
-    AT_OTHER = AT_B + 2 * TILE_B
+    AT_LN, AT_OTHER = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4)
     noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
-    (fill_input, _), (load_rows, store_rows) = gru_parts.input_functions(cfg, nz, H, 4), row_functions(H)
-    quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
-    word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
+    load_rows, store_rows = row_functions(H)
+    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     clipped = gru_parts.clip_functions(cc, True)[0](1, 255)
 
@@ -167,17 +162,12 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
             if first_layer and lane < 2:
                 losses[2 * unit + lane] = 0
             for i in range(lane, H, 32):
-                k, l, e = i >> 4, (i >> 2) & 3, i & 3
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
                 for z in range(2):
-                    stream = uint32(seed + uint32(plan[call * PLAN + 4 * z + 1]))
-                    entry = overlay[plan[call * PLAN + 4 * z + 2] + i]
-                    words[mine // 4 + z * H + i] = word_of(noise(stream, i), entry, stream, i)
-                    stream = uint32(seed + uint32(plan[call_norm * PLAN + 4 + 2 * z]))
-                    entry = overlay[plan[call_norm * PLAN + 5 + 2 * z] + i]
-                    fill_input(words, bytes_, mine + AT_B + z * TILE_B, k, l, e, stream, entry, i)
+                    p = call * PLAN + 4 * z
+                    words[mine // 4 + z * H + i] = word_of(overlay, plan[p + 2], stream_of(plan, p + 1, seed), i)
                 if first_layer:
-                    stream = uint32(seed + uint32(plan[call_embed * PLAN + 2]))
+                    stream = stream_of(plan, call_embed * PLAN + 2, seed)
                     if MODE == 0:
                         words[(mine + AT_OTHER) // 4 + i] = ptx.float_bits(float32(noise(stream, i)))
                     else:
@@ -190,7 +180,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                 row = row_of(unit, position, T)
                 if first_layer:
                     token = tokens[int64(unit) * width + skip + position]
-                    stream = uint32(seed + uint32(plan[call_embed * PLAN + 1]))
+                    stream = stream_of(plan, call_embed * PLAN + 1, seed)
                     own = noise(stream, token)
                     if MODE == 0:
                         own_factor = float32(float32(own) * unit_of(shift))
@@ -201,8 +191,8 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                     store_rows(row_x, x, row * (H // 4), q)
                 else:
                     load_rows(row_x, x, row * (H // 4), q)
-                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1 = factor(f0, 0, shift), factor(f1, 1, shift)
                 for b in range(STEPS):
                     product(acc, n, at_weights, b * (32 * H), start)
@@ -230,61 +220,41 @@ def _recur_kernel(cfg, nz, cc, size):
     KS = H // 16
     A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
-    noise, vector, job_shift = nz.noise, vector_function(cfg, nz, True), nz.shift
-    fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
-    quotients = gru_parts.quotient_functions(cfg, nz, cc, H)
-    word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
+    vector, (fill_input, add) = vector_function(cfg, nz), gru_parts.input_functions(cfg, nz, H, 32)
+    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
+    job_shift = nz.shift
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
-    (gated, next_state), (load_rows, store_rows) = gru_parts.state_functions(cc), row_functions(H)
-    two = ptx.int16_pairs(cc)
-    add2, min2, max2 = two.add2, two.min2, two.max2
-    FULL, HIGHEST, LOWEST, X_HIGHEST, X_LOWEST = both(254), both(127), both(-127), both(255), both(1)
+    gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
+    (load_rows, store_rows), added = row_functions(H), added_function(cc)
 
-    @device
-    def gate(acc, b, i, table, lane, s0, s1, shift, old, h, f, past):
-        """f and the gated state of 16 columns."""
-        k = 2 * b + i
-        n = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16))
-        bias = ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
-        for m in range(2):
-            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
-            word = old[2 * k + m]
-            y = add2(add2(y, ptx.low2(word)), bias[2 * m])
-            z = add2(add2(z, ptx.high2(word)), bias[2 * m + 1])
-            y, z = max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
-            f[2 * k + m] = ptx.bytes4(y, z)
-            past[2 * k + m] = gated(y, z, h[2 * k + m])
+    @unrolled
+    def gate(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past):
+        """f and the gated states."""
+        for d in range(STEPS):
+            product(acc, h, at_weights, d * (32 * H), start)
+            for i in range(2):
+                k = 2 * d + i
+                n = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16))
+                bias = ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
+                for m in range(2):
+                    y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
+                    y, z = opened(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
+                    f[2 * k + m], past[2 * k + m] = ptx.bytes4(y, z), gated(y, z, h[2 * k + m])
 
-    @device
-    def advance(acc, b, i, table, lane, s0, s1, shift, old, h, f, x):
-        """The new state and x of 16 columns."""
-        k = 2 * b + i
-        n = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16))
-        bias = ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
-        for m in range(2):
-            y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
-            word, j = old[2 * k + m], 2 * k + m
-            y = max2(min2(add2(add2(y, ptx.low2(word)), bias[2 * m]), HIGHEST), LOWEST)
-            z = max2(min2(add2(add2(z, ptx.high2(word)), bias[2 * m + 1]), HIGHEST), LOWEST)
-            y, z = next_state(f[j], h[j], y, z)
-            h[j] = ptx.bytes4(y, z)
-            y = add2(ptx.byte_permute(x[j], 0, 0x4140), y)
-            z = add2(ptx.byte_permute(x[j], 0, 0x4342), z)
-            x[j] = ptx.bytes4(max2(min2(y, X_HIGHEST), X_LOWEST), max2(min2(z, X_HIGHEST), X_LOWEST))
-
-    @device
-    def gate_block(b, acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past):
-        product(acc, h, at_weights, b * (32 * H), start)
-        gate(acc, b, 0, table, lane, s0, s1, shift, old, h, f, past)
-        gate(acc, b, 1, table, lane, s0, s1, shift, old, h, f, past)
-
-    @device
-    def advance_block(b, acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, x):
-        product(acc, past, at_weights, H * H + b * (32 * H), start)
-        advance(acc, b, 0, table, lane, s0, s1, shift, old, h, f, x)
-        advance(acc, b, 1, table, lane, s0, s1, shift, old, h, f, x)
-
-    gate_all, advance_all = unrolled(STEPS, gate_block), unrolled(STEPS, advance_block)
+    @unrolled
+    def advance(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, x):
+        """The new states and x."""
+        for d in range(STEPS):
+            product(acc, past, at_weights, H * H + d * (32 * H), start)
+            for i in range(2):
+                k = 2 * d + i
+                n = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16))
+                bias = ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
+                for m in range(2):
+                    y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
+                    y, z = candidates_of(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
+                    y, z = next_state(f[2 * k + m], h[2 * k + m], y, z)
+                    h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
 
     @cuda.jit(launch_bounds=THREADS)
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
@@ -310,12 +280,10 @@ def _recur_kernel(cfg, nz, cc, size):
                 k, e = i >> 2, i & 3
                 c = k * 16 + q * 4 + e
                 for which in range(2):
-                    stream = uint32(seed + uint32(plan[p + 9 + 4 * which]))
-                    entry = overlay[plan[p + 10 + 4 * which] + c]
-                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(noise(stream, c), entry,
-                                                                                         stream, c)
-                    stream, entry = uint32(seed + uint32(plan[p + 11 + 4 * which])), overlay[plan[p + 16 + which] + c]
-                    fill_input(words, bytes_, mine + AT_B + which * OWN_B, k, lane, e, stream, entry, c)
+                    words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(
+                        overlay, plan[p + 10 + 4 * which], stream_of(plan, p + 9 + 4 * which, seed), c)
+                    fill_input(words, bytes_, mine + AT_B + which * OWN_B, (k * 32 + lane) * 4 + e, overlay,
+                               plan[p + 16 + which], stream_of(plan, p + 11 + 4 * which, seed), c)
                     even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
                     more = int32(127 * (1 - which) - OFFSET)     # b_f + 127, and without the offset of the quotients
                     to = (mine + BIAS_F + which * (BIAS_H - BIAS_F) + k * 512 + lane * 16) + e * 2
@@ -340,7 +308,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0 = add(h[2 * k], int32(table + AT_B), k, lane, s0)
                     s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
-                gate_all(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past)
+                gate(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past)
                 load_rows(old, candidates, at_row, q)
                 load_rows(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
@@ -348,7 +316,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
                     s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
-                advance_all(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, both_x)
+                advance(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, both_x)
                 store_rows(both_x, x, at_row, q)
                 if following == 0:
                     for k in range(2 * KS):
@@ -366,21 +334,16 @@ def _mlp_kernel(cfg, nz, cc, size):
     at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
     H, T, STEPS, INNER = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, 4 * cfg.HIDDEN_DIM
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_B, AT_DOWN = 4 * INNER, 4 * INNER + 16 * H, 4 * INNER + 16 * H + input_bytes(cfg, H, 4)
-    AT_INNER, SUMS = AT_DOWN + 4 * H, H // 2
-    noise, (load_rows, _), (fill_norm, norm) = nz.noise, row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
-    job_shift = nz.shift
-    (fill_input, _), (fill_inner, add) = gru_parts.input_functions(cfg, nz, H, 4), gru_parts.input_functions(cfg, nz,
-                                                                                                             INNER, 4)
-    up_q = gru_parts.quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    down_q = gru_parts.quotient_functions(cfg, nz, cc, INNER)
-    up_word, up_factor, up_pairs, UP_START = up_q.word, up_q.factor, up_q.pairs, up_q.start
-    down_word, down_factor, down_pairs, DOWN_START = down_q.word, down_q.factor, down_q.pairs, down_q.start
+    AT_LN, AT_DOWN, SUMS = 4 * INNER, 4 * INNER + 16 * H + input_bytes(cfg, H, 4), H // 2
+    AT_INNER, job_shift = AT_DOWN + 4 * H, nz.shift
+    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
+    fill_inner, add = gru_parts.input_functions(cfg, nz, INNER, 4)
+    UP_START, up_word, up_factor, _, _, up_pairs = gru_parts.quotient_functions(
+        cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    DOWN_START, down_word, down_factor, _, _, down_pairs = gru_parts.quotient_functions(cfg, nz, cc, INNER)
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     _, origin_down, down = gru_parts.product_functions(THREADS, H, 1, size.resident, True)
-    two = ptx.int16_pairs(cc)
-    add2, min2, max2 = two.add2, two.min2, two.max2
-    HIGHEST, LOWEST = both(OFFSET + 255), both(OFFSET + 1)
+    added = added_function(cc, OFFSET)
 
     @device
     def inner(acc, u, c, s0, s1, shift, at_noise, at_inputs, q, t0, t1):
@@ -396,8 +359,7 @@ def _mlp_kernel(cfg, nz, cc, size):
     @device
     def finish(sums, k, m, s, shift, at_noise, x):
         y, z = down_pairs(sums, 8 * k + 2 * m, s, ptx.load_shared4(int32(at_noise + k * 64)), shift)
-        y, z = add2(ptx.byte_permute(x[2 * k + m], 0, 0x4140), y), add2(ptx.byte_permute(x[2 * k + m], 0, 0x4342), z)
-        x[2 * k + m] = ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
+        x[2 * k + m] = added(x[2 * k + m], y, z)
 
     @cuda.jit(launch_bounds=THREADS)
     def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, units, x):
@@ -419,26 +381,21 @@ def _mlp_kernel(cfg, nz, cc, size):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, INNER, 32):
-                stream = uint32(seed + uint32(plan[call_inner * PLAN + 1]))
-                entry = overlay[plan[call_inner * PLAN + 2] + i]
-                words[mine // 4 + i] = up_word(noise(stream, i), entry, stream, i)
-                stream, entry = uint32(seed + uint32(plan[call_sums * PLAN])), overlay[plan[call_sums * PLAN + 1] + i]
-                fill_inner(words, bytes_, mine + AT_INNER, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+                words[mine // 4 + i] = up_word(overlay, plan[call_inner * PLAN + 2],
+                                               stream_of(plan, call_inner * PLAN + 1, seed), i)
+                fill_inner(words, bytes_, mine + AT_INNER, i, overlay, plan[call_sums * PLAN + 1],
+                           stream_of(plan, call_sums * PLAN, seed), i)
             for i in range(lane, H, 32):
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
-                entry = overlay[plan[call_norm * PLAN + 5] + i]
-                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
-                stream = uint32(seed + uint32(plan[call_down * PLAN + 1]))
-                entry = overlay[plan[call_down * PLAN + 2] + i]
-                words[(mine + AT_DOWN) // 4 + i] = down_word(noise(stream, i), entry, stream, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                words[(mine + AT_DOWN) // 4 + i] = down_word(overlay, plan[call_down * PLAN + 2],
+                                                             stream_of(plan, call_down * PLAN + 1, seed), i)
             cuda.syncwarp()
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
                 row = row_of(unit, position, T) * (H // 4)
                 load_rows(row_x, x, row, q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1, t0, t1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift), int32(0), int32(0)
                 for i in range(16 * STEPS):
                     sums[i] = DOWN_START
@@ -470,13 +427,10 @@ def _head_kernel(cfg, nz, cc, size):
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
-    AT_LN, AT_B = 128 * VB, 128 * VB + 16 * H
-    AT_Z, PAD, MASKED = AT_B + input_bytes(cfg, H, 4), 32 * VB - V, 0x01010101
-    noise, job_shift, (load_rows, _) = nz.noise, nz.shift, row_functions(H)
-    fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 1)
-    fill_input, _ = gru_parts.input_functions(cfg, nz, H, 4)
-    quotients = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    word_of, factor, pairs, START = quotients.word, quotients.factor, quotients.pairs, quotients.start
+    AT_LN, PAD, MASKED = 128 * VB, 32 * VB - V, 0x01010101
+    job_shift, AT_Z = nz.shift, AT_LN + 16 * H + input_bytes(cfg, H, 4)
+    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
+    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
     LOWEST, OFFSETS = both(OFFSET + 1), both(OFFSET)
@@ -513,8 +467,7 @@ def _head_kernel(cfg, nz, cc, size):
         """total + the exponentials of four logits."""
         d = int32(most - word)
         for e in range(4):
-            at = int32(int32(ptx.byte_permute(d, 0, int32(0x4440 + e)) * int32(128)) + exps)
-            total = int32(total + ptx.load_shared(at))
+            total = int32(total + weight(d, e, exps))
         return total
 
     @cuda.jit(launch_bounds=THREADS)
@@ -542,14 +495,10 @@ def _head_kernel(cfg, nz, cc, size):
             for i in range(lane, 32 * VB, 32):
                 word = int32(0)
                 if i < V:
-                    stream = uint32(seed + uint32(plan[call * PLAN + 1]))
-                    word = word_of(noise(stream, i), overlay[plan[call * PLAN + 2] + i], stream, i)
+                    word = word_of(overlay, plan[call * PLAN + 2], stream_of(plan, call * PLAN + 1, seed), i)
                 words[mine // 4 + i] = word
             for i in range(lane, H, 32):
-                fill_norm(words, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                stream = uint32(seed + uint32(plan[call_norm * PLAN + 4]))
-                entry = overlay[plan[call_norm * PLAN + 5] + i]
-                fill_input(words, bytes_, mine + AT_B, i >> 4, (i >> 2) & 3, i & 3, stream, entry, i)
+                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
             cuda.syncwarp()
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
             # the others
@@ -558,8 +507,8 @@ def _head_kernel(cfg, nz, cc, size):
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), int32(table + AT_B), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), int32(table + AT_B), q)
+                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
                 s0, s1 = factor(s0, 0, shift), factor(s1, 1, shift)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)

@@ -1,5 +1,5 @@
 """What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
-(kernels.gru_narrow, kernels.gru_head): quotients, input noise, norms, products with mma.sync.
+(kernels.gru_narrow, kernels.gru_hopper, kernels.gru_head): quotients, input noise, norms, products with mma.sync.
 
 A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
 accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
@@ -8,11 +8,9 @@ product. A word of bytes [16 columns k][row] is x[2 k + row].
 Quotients are made by the float units, which have twice the rate of the integer ones. An accumulator begins with the
 bits of the float MAGIC, so its bits as a float are MAGIC + sum. One fused multiply-add that rounds down adds floor(s *
 n / 2^N), s the sum sb with the member's sign and n the noise of the column; a second one gives BASE + quotient, whose
-bytes 1 and 2 are 0x4000 + the quotient rounded down. `floor_constants` finds its constants and tries every sum that
-counts. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more than LIMIT_K inputs), integers add the noise
-first. """
-
-from types import SimpleNamespace
+bytes 1 and 2 are 0x4000 + the quotient rounded down. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more
+than LIMIT_K inputs), integers add the noise first.
+"""
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
@@ -20,7 +18,7 @@ from numba import cuda, float32, int32, int64, uint32
 from kernels import ptx
 from kernels.parts import SIGNS, blocks, byte, clip, quad_sum, vector_function
 from kernels.products import QUADS, Pass
-from kernels.rules import device
+from kernels.rules import device, loudest
 from model import parameters
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
@@ -36,8 +34,10 @@ def both(x):
     return word - (1 << 32) if word >> 31 else word
 
 
-def loudest(cfg):
-    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+@device
+def stream_of(plan, at, seed):
+    """The noise stream whose offset from the seed of a pair is plan[at]."""
+    return uint32(seed + uint32(plan[at]))
 
 
 def floor_constants(d, add):
@@ -92,14 +92,13 @@ def clip_functions(cc, within):
 
 
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
-    """Device functions of a product over `inputs`:
+    """Of a product over `inputs` the number with which accumulators begin, then device functions in this order:
 
-    word(noise, entry, stream, c)   what the table of column noise holds of a column
+    word(overlay, at, stream, c)    what the table of column noise holds of a column; its overlay begins at `at`
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
     noisy(acc, s, n, shift)         the sum with its noise, a float that rises with it
     pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
     pairs(acc, i, s, n, shift)      the same of the four columns that begin at acc[i]
-    start                           the int32 with which the accumulators begin
     """
     MODE, D, unit = cfg.ADAPTIVE_NOISE_MODE, parameters.divisor(cfg, inputs), nz.unit
     MOST = 130 * D
@@ -107,13 +106,12 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
     START, A, C = floor_constants(D, add)
     middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
-    clipped = middle(add + lowest, add + 127)
-    scaled = nz.scaled
+    clipped, noise, scaled = middle(add + lowest, add + 127), nz.noise, nz.scaled
 
     if floats:
         @device
-        def word(noise, entry, stream, c):
-            return ptx.float_bits(float32(scaled(noise, entry, stream, c)))
+        def word(overlay, at, stream, c):
+            return ptx.float_bits(float32(scaled(noise(stream, c), overlay[at + c], stream, c)))
 
         @device
         def factor(total, member, shift):
@@ -124,8 +122,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
-        def word(noise, entry, stream, c):
-            return scaled(noise, entry, stream, c)
+        def word(overlay, at, stream, c):
+            return scaled(noise(stream, c), overlay[at + c], stream, c)
 
         @device
         def factor(total, member, shift):
@@ -133,7 +131,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
 
         @device
         def noisy(acc, s, n, shift):
-            y = int32(acc + int32(int32(s * n) >> shift))
+            y = int32(acc + ptx.shift_right(int32(s * n), shift))
             return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
 
     @device
@@ -146,8 +144,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
         return pairs_of(noisy(acc[i], s, n[0], shift), noisy(acc[i + 1], s, n[1], shift),
                         noisy(acc[i + 4], s, n[2], shift), noisy(acc[i + 5], s, n[3], shift))
 
-    return SimpleNamespace(word=word, factor=factor, noisy=noisy, pairs_of=pairs_of, pairs=pairs,
-                           start=START if floats else 0)
+    return START if floats else 0, word, factor, noisy, pairs_of, pairs
 
 
 def input_bytes(cfg, inputs, lanes):
@@ -159,7 +156,9 @@ def input_functions(cfg, nz, inputs, lanes):
     """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among
     them (4: the rows of a tile are of one pair; 32: every lane has its own):
 
-    fill(words, bytes_, at, k, lane, e, stream, entry, i)    sets that of input i = 16 k + 4 q + e
+    fill(words, bytes_, at, place, overlay, at_overlay, stream, i)
+                                             sets that of input i = 16 k + 4 q + e; place: (k * lanes + lane) * 4 + e,
+                                             which is i where four lanes share
     add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
     """
     MODE, ALL = cfg.ADAPTIVE_NOISE_MODE, inputs // 16 * lanes * 16
@@ -167,16 +166,16 @@ def input_functions(cfg, nz, inputs, lanes):
 
     if MODE == 0:
         @device
-        def fill(words, bytes_, at, k, lane, e, stream, entry, i):
-            bytes_[at + (k * lanes + lane) * 4 + e] = noise(stream, i)
+        def fill(words, bytes_, at, place, overlay, at_overlay, stream, i):
+            bytes_[at + place] = noise(stream, i)
 
         @device
         def add(word, address, k, lane, total):
             return ptx.dp4a(word, ptx.read_shared(int32(address + k * (4 * lanes) + lane * 4)), total)
     else:
         @device
-        def fill(words, bytes_, at, k, lane, e, stream, entry, i):
-            here = at // 4 + (k * lanes + lane) * 4 + e
+        def fill(words, bytes_, at, place, overlay, at_overlay, stream, i):
+            here, entry = at // 4 + place, overlay[at_overlay + i]
             words[here] = input_coefficient(entry, stream, i)
             if MODE == 2:
                 words[here + ALL // 4] = ptx.float_bits(factor(entry, stream, i))
@@ -218,23 +217,26 @@ def normed_function(cfg, cc):
 def norm_functions(cfg, nz, cc, streams):
     """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
 
-    The table of the weights, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them; 16 H
-    bytes."""
+    The table, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the
+    input noises. plan[p...]: as kernels.gru._norm_kernel."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
-    vector, (_, add) = vector_function(cfg, nz, True), input_functions(cfg, nz, H, 4)
+    vector, (fill_input, add) = vector_function(cfg, nz), input_functions(cfg, nz, H, 4)
     normed = normed_function(cfg, cc)
 
     @device
-    def fill(words, at, weights, overlay, plan, p, seed, i):
+    def fill(words, bytes_, at, weights, overlay, plan, p, seed, i):
         even, odd = vector(weights, overlay, plan, p, seed, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
+        for s in range(streams):
+            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, overlay, plan[p + 5 + 2 * s],
+                       stream_of(plan, p + 4 + 2 * s, seed), i)
 
     @device
-    def norm(x, n, at_n, m, address, at_inputs, q):
+    def norm(x, n, at_n, m, address, q):
         """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
         total = int32(0)
         for k in range(2 * STEPS):
@@ -244,9 +246,9 @@ def norm_functions(cfg, nz, cc, streams):
         first, second = int32(0), int32(0)
         for k in range(2 * STEPS):
             n[at_n + 2 * k + m] = normed(x[2 * k + m], m, k, address, q, reciprocal)
-            first = add(n[at_n + 2 * k + m], at_inputs, k, q, first)
+            first = add(n[at_n + 2 * k + m], int32(address + 16 * H), k, q, first)
             if streams > 1:
-                second = add(n[at_n + 2 * k + m], int32(at_inputs + SIZE), k, q, second)
+                second = add(n[at_n + 2 * k + m], int32(address + 16 * H + SIZE), k, q, second)
         return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
 
     return fill, norm
@@ -304,15 +306,30 @@ def row_functions(H):
     return load, store
 
 
-def state_functions(cc):
-    """(gated, next_state): device functions of the rules of that name (model.rules) on four bytes in a word h; f: the
-    gate, y, z: two int16 each. A product of bytes is a dot product of which all but one term is hidden by a mask, which
-    serves two of four.
+def added_function(cc, offset=0):
+    """Device function: a word of x (bytes + 128) plus two words of two int16, which are `offset` too large."""
+    two, HIGHEST, LOWEST = ptx.int16_pairs(cc), both(offset + 255), both(offset + 1)
+    add2, min2, max2 = two.add2, two.min2, two.max2
 
-    gated(f_low, f_high, h)         as a word of bytes
-    next_state(f, h, y, z)          as two words of int16; f: a word of bytes, y, z: the candidates
+    @device
+    def added(x, y, z):
+        y, z = add2(ptx.byte_permute(x, 0, 0x4140), y), add2(ptx.byte_permute(x, 0, 0x4342), z)
+        return ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
+    return added
+
+
+def state_functions(cc):
+    """Device functions, in this order, of the rules of model.rules on four columns: h, f, `word` are words of bytes; y,
+    z two int16 each. A product of bytes is a dot product of which all but one term is hidden by a mask, which serves
+    two of four.
+
+    gated(y, z, h)                  a word of bytes; y, z: the gate
+    next_state(f, h, y, z)          two words of int16; y, z: the candidates
+    opened(y, z, word, b, c)        the gate as two words of int16: quotients y, z, those of the input, biases b, c
+    candidates(y, z, word, b, c)    the candidates from the same
     """
-    add2 = ptx.int16_pairs(cc).add2
+    two, FULL, HIGHEST, LOWEST = ptx.int16_pairs(cc), both(254), both(127), both(-127)
+    add2, min2, max2 = two.add2, two.min2, two.max2
 
     @device
     def gated(y, z, h):
@@ -333,7 +350,17 @@ def state_functions(cc):
         return (add2(h_low, ptx.byte_permute(ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd), 0x6521)),
                 add2(h_high, ptx.byte_permute(ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd), 0x6521)))
 
-    return gated, next_state
+    @device
+    def opened(y, z, word, b, c):
+        y, z = add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
+        return max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
+
+    @device
+    def candidates(y, z, word, b, c):
+        y, z = add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
+        return max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST)
+
+    return gated, next_state, opened, candidates
 
 
 @device
@@ -357,11 +384,10 @@ def columns(cfg):
 
 
 class RecurrentPass(Pass):
-    """What the passes of the recurrent model share. Each has `layout`, whose last value is the bytes of scratch memory
-    of so many pairs of n positions, and `launch(plan, tables, units, scratch, **given)`. That enqueues the pass over
-    `units` pairs; given are arguments of the kernels by name, among them `n` positions from `skip` on of `count` rows
-    of `width` tokens, `losses` (None: no head), `states` int8 [L, streams, H] and per_group, begin, keep: see
-    kernels.gru._recur_kernel."""
+    """A pass of the recurrent model. layout(units, n)[-1]: bytes of scratch memory of so many pairs of n positions.
+    launch(plan, tables, units, scratch, **given) enqueues it; given: arguments of kernels by name, among them `n`
+    positions from `skip` on of `count` rows of `width` tokens, losses (None: no head), states int8 [L, streams, H], and
+    per_group, begin, keep (kernels.gru._recur_kernel)."""
 
     def states(self, given, layer):
         """Those of a layer; any array of words where none are wanted."""
@@ -372,8 +398,8 @@ class RecurrentPass(Pass):
 
 
 class RowsPass(RecurrentPass):
-    """A noisy forward pass that keeps rows in registers. It packs w_down in pieces of `depth` inputs. together: so many
-    pairs a block of the recurrence has."""
+    """A noisy pass that keeps rows in registers. depth: inputs of a packed piece of w_down; together: pairs that a
+    block of the recurrence has."""
 
     def __init__(self, cfg, packing, depth, together):
         super().__init__(cfg)
@@ -384,7 +410,7 @@ class RowsPass(RecurrentPass):
             self.at[t.name, t.layer] = packing.add(t, QUADS, padded, width)
 
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, and last the total of bytes."""
+        """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
         size = blocks(units, self.together) * self.together * 2 * n * self.cfg.HIDDEN_DIM
         return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
 

@@ -74,14 +74,9 @@ def written_out(function, loops=LOOPS):
     return names[function.__name__]
 
 
-def unrolled(count, body):
-    """Device function f(*args) of body(0, *args), body(1, *args)... `count` times, for a device function `body`. A
-    compiler would not unroll a loop with a large body, and arrays that it indexes would not stay in registers."""
-    names = ", ".join(list(inspect.signature(body.py_func).parameters)[1:])
-    calls = "".join(f"        body({k}, {names})\n" for k in range(count))
-    made = {}
-    exec(f"def make(body):\n    def run({names}):\n{calls}    return run\n", made)
-    return device(made["make"](body))
+def unrolled(function):
+    """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
+    return device(written_out(function, {"d", "j"}))
 
 
 # --- small device functions ------------------------------------------------------------------------------------------
@@ -118,9 +113,28 @@ def quad_sum(x):
 
 
 @device
+def quad_sum64(x):
+    """The same of 64-bit numbers."""
+    x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
+    return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
+
+
+@device
 def quad_max(x):
     x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
     return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
+
+
+@device
+def weight(d, k, exps):
+    """EXP of byte k of d; the table int32 [256][lane] lies at shared address `exps` of this lane."""
+    return ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(128)) + exps))
+
+
+@device
+def weights(d, exps):
+    """The sum over all four bytes of d."""
+    return int32(int32(weight(d, 0, exps) + weight(d, 1, exps)) + int32(weight(d, 2, exps) + weight(d, 3, exps)))
 
 
 @device
@@ -148,7 +162,7 @@ def wgmma_descriptor(K=256):
 
 # --- parameters as the members see them ------------------------------------------------------------------------------
 
-def vector_function(cfg, nz, noisy):
+def vector_function(cfg, nz):
     """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights,
     seeds, overlay."""
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
@@ -157,8 +171,6 @@ def vector_function(cfg, nz, noisy):
     @device
     def vector(weights, overlay, plan, at, seed, i):
         w = int32(weights[plan[at] + i])
-        if not noisy:
-            return w, w
         first = uint32(seed + uint32(plan[at + 1]))
         p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i],
                    first, i)

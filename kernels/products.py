@@ -51,15 +51,20 @@ def matrix_vector(K):
     return multiply
 
 
-@device
-def block_sum(x, part, t):
-    """Sum over a block of 1024 threads; part: 32 words of shared memory."""
-    x = ptx.warp_sum(x)
-    cuda.syncthreads()
-    if (t & 31) == 0:
-        part[t >> 5] = x
-    cuda.syncthreads()
-    return ptx.warp_sum(part[t & 31])
+def _over_the_block(over_the_warp):
+    @device
+    def whole(x, part, t):
+        """Of a block of 1024 threads; part: 32 words of shared memory."""
+        x = over_the_warp(x)
+        cuda.syncthreads()
+        if (t & 31) == 0:
+            part[t >> 5] = x
+        cuda.syncthreads()
+        return over_the_warp(part[t & 31])
+    return whole
+
+
+block_sum, block_max = _over_the_block(ptx.warp_sum), _over_the_block(ptx.warp_max)
 
 
 def logits_kernel(cfg, logit):

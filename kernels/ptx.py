@@ -82,6 +82,12 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
     return intrinsic(emit)
 
 
+@intrinsic
+def shift_right(ctx, a, n):
+    """int32, n below 32: numba's own shift has 64 bits, which the compiler takes off only where it knows n."""
+    return int32(int32, int32), lambda context, builder, sig, args: builder.ashr(*args)
+
+
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating
@@ -98,8 +104,8 @@ minimum = _instruction("min.f32 $0, $1, $2;", float32, (float32,) * 2)
 maximum = _instruction("max.f32 $0, $1, $2;", float32, (float32,) * 2)
 reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # to 1 ulp
 mad_wide = _instruction("mad.wide.s32 $0, $1, $2, $3;", int64, (int32, int32, int64))   # a * b + c in 64 bits
-# x, but what is made of it stays in the loop: saves registers
-here = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
+# x; computations with it cannot be moved out of the loop, which saves registers
+keep_in_loop = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
 # p / 64 toward zero, and 64 times that
 _TOWARD_ZERO = "{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; %s }"
 trunc_64th = _instruction(_TOWARD_ZERO % "shr.s32 $0, t, 6;", int32, (int32,))

@@ -32,6 +32,11 @@ TARGET = rules.Arithmetic(
 NORMS = rules.norm_rules(device, TARGET)
 
 
+def loudest(cfg):
+    """Largest size of a noise value."""
+    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
+
+
 def build_noise(cfg, silent=False):
     """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise
     costs.

@@ -31,9 +31,9 @@ from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.parts import (AF64, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
-                           quad_sum, vector_function, wgmma_descriptor, written_out)
+                           quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
-from kernels.rules import build_noise, device, divide, loss_function
+from kernels.rules import build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
 
@@ -83,13 +83,9 @@ def exp_copies(cfg):
     return 32 if exp_entries(cfg) <= 96 else 8
 
 
-def loudest(cfg):
-    """Largest size of a noise value."""
-    return cfg.DEVICE_MASK * (3 if cfg.DEVICE_GAUSSIAN else 1)
-
-
 def begin_functions(cfg, nz, inputs, most=0):
-    """How a product over `inputs` begins with its noise already in the accumulators: (row, column, begin, BASE)
+    """Device functions that put the noise of a product over `inputs` inputs into the accumulators before the product
+    starts: (row, column, begin, BASE)
 
     row(s, shift), column(n)    device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
     begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
@@ -115,14 +111,14 @@ def begin_functions(cfg, nz, inputs, most=0):
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + int32(int32(s * n) >> shift))
+        return int32(c + ptx.shift_right(int32(s * n), shift))
 
     return row, column, begin, 0x4B400000 if FITS else 0
 
 
 def masked_vector(cfg, nz):
     """vector_function, with the noise masked by `mask`: job[2] as int32, -1 or, for validation, 0."""
-    vector = vector_function(cfg, nz, True)
+    vector = vector_function(cfg, nz)
 
     @device
     def masked(weights, overlay, plan, at, seed, i, mask):
@@ -197,18 +193,23 @@ def full_shape(budget, K, H, unit=16):
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
-def product_functions(card, shape, repeat=1, matrices=1):
-    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows, and are
-    those of so many matrices, one behind the other:
+def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
+    """Device functions, in this order, of the product of a Shape whose passes come round `repeat` times for every tile
+    of rows, and are those of so many matrices, one behind the other:
 
     init(bar, t)                                        barriers, before a barrier of the block
     rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
-    wait_rows(bar, turn, t), leave_rows(bar, t)         turn: how many tiles came before
+    wait_rows(bar, turn, t)                             turn: how many tiles came before
     fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
                                                         tiles)
-    refill(base, bar, step, steps, ...)                 ... of the step that reuses the oldest stage, `lag` steps old
-    start(acc, base, bar, step, kp, keep, t)            waits for a step and multiplies; acc += where keep is not 0
-    done(acc), leave(bar, step, t)                      acc may be read; the stage may be refilled
+    go_through(acc, ..., step, steps, count, piece, ...)    acc += the product of `count` pieces, which lie in the rows
+                                                        from `piece` on; with `fresh` acc = it. Returns the next step
+    multiply(acc, ..., step, steps, ...)                all pieces of a pass; the tensor cores may still work on the
+                                                        last, whose step it returns
+    finish(acc, ..., step, steps, last, more, turn, coming, ...)
+                                                        acc may be read; the stage is filled again, and the rows if this
+                                                        was the `last` pass of a tile and `more` tiles follow, next
+                                                        `coming`. Returns the next step
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
@@ -331,7 +332,7 @@ def product_functions(card, shape, repeat=1, matrices=1):
         @card.device
         def start(acc, base, bar, step, piece, keep, t):
             a, b = operands(base, bar, step, piece, t)
-            a_desc, b_desc = of_rows(ptx.here(a)), of_columns(ptx.here(b))
+            a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
             ptx.wgmma_fence()
             product(acc, a_desc, b_desc, keep)
             for k in range(1, KP // 32):
@@ -361,8 +362,34 @@ def product_functions(card, shape, repeat=1, matrices=1):
             if t & 31 == 0:
                 ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
 
-    return SimpleNamespace(init=init, rows=rows, wait_rows=wait_rows, leave_rows=leave_rows, fill=fill, refill=refill,
-                           start=start, done=done, leave=leave)
+    @card.device
+    def go_through(acc, base, bar, step, steps, count, first_piece, first, every, x, w, at, t):
+        for piece in range(count):
+            start(acc, base, bar, step, first_piece + piece, piece if fresh else 1, t)
+            done(acc)
+            leave(bar, step, t)
+            refill(base, bar, step, steps, first, every, x, w, at, t)
+            step += 1
+        return step
+
+    @card.device
+    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t):
+        step = go_through(acc, base, bar, step, steps, PIECES - 1, 0, first, every, x, w, at, t)
+        start(acc, base, bar, step, PIECES - 1, PIECES - 1 if fresh else 1, t)
+        return step
+
+    @card.device
+    def finish(acc, base, bar, step, steps, last, more, turn, coming, first, every, x, w, at, t):
+        done(acc)
+        leave(bar, step, t)
+        if last:
+            leave_rows(bar, t)
+            if more:
+                rows(base, bar, turn + 1, coming, x, t)
+        refill(base, bar, step, steps, first, every, x, w, at, t)
+        return step + 1
+
+    return init, rows, wait_rows, fill, go_through, multiply, finish
 
 
 def _place_function(cfg, RG):
@@ -381,7 +408,7 @@ def _place_function(cfg, RG):
             slot = warp // LENGTH - member
         return int32(warp + ((t & 31) >> 2)), int32(member), int32(slot), int32(1 - 2 * ((member + slot) & 1))
 
-    return place, SLOTS
+    return place
 
 
 # --- up: GELU of a product that is wider than the rows ----------------------------------------------------------------
@@ -412,10 +439,8 @@ def _up_kernel(cfg, nz, card, KP):
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
     PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
-    place, _ = _place_function(cfg, RG)
-    P = product_functions(card, shape)
-    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
-    start, done, leave = P.start, P.done, P.leave
+    place = _place_function(cfg, RG)
+    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape)
     noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
@@ -542,13 +567,7 @@ def _up_kernel(cfg, nz, card, KP):
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 last = ahead == PASSES - 1
-                for piece in range(PIECES - 1):
-                    start(acc, base, bar, step, piece, 1, t)
-                    done(acc)
-                    leave(bar, step, t)
-                    refill(base, bar, step, steps, first, every, x, packed, at, t)
-                    step += 1
-                start(acc, base, bar, step, PIECES - 1, 1, t)
+                step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place(tile + every, t)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
@@ -557,14 +576,8 @@ def _up_kernel(cfg, nz, card, KP):
                     s0, s1 = (as_row(int32(sb[uint64(row)] * sign), shift),
                               as_row(int32(sb[uint64(row + 8)] * sign), shift))
                 ptx.named_barrier(1 + group, 128)
-                done(acc)
-                leave(bar, step, t)
-                if last:
-                    leave_rows(bar, t)
-                    if turn + 1 < count:
-                        rows(base, bar, turn + 1, tile + every, x, t)
-                refill(base, bar, step, steps, first, every, x, packed, at, t)
-                step += 1
+                step = finish(acc, base, bar, step, steps, last, turn + 1 < count, turn, tile + every, first, every, x,
+                              packed, at, t)
                 at_bytes = base + 4 * at_slot + q * 16
                 if not RAGGED or block < BLOCKS:
                     for j in range(8):
@@ -645,14 +658,12 @@ def _full_kernel(cfg, nz, card, kind):
     BIAS, TABLE = CG * BIAS, CG * TABLE
     GROUP = 2 * SLOTS * TABLE
     PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
-    place, _ = _place_function(cfg, RG)
+    place = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    P = product_functions(card, shape)
-    init, rows, wait_rows, leave_rows, fill, refill = P.init, P.rows, P.wait_rows, P.leave_rows, P.fill, P.refill
-    start, done, leave = P.start, P.done, P.leave
+    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, fresh=True)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
@@ -789,24 +800,12 @@ def _full_kernel(cfg, nz, card, kind):
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE)
-                for piece in range(PIECES - 1):
-                    start(acc, base, bar, step, piece, piece, t)
-                    done(acc)
-                    leave(bar, step, t)
-                    refill(base, bar, step, steps, first, every, x, packed, at, t)
-                    step += 1
-                start(acc, base, bar, step, PIECES - 1, PIECES - 1, t)
+                step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
                 # while the tensor cores work
                 prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, job, seed)
                 ptx.named_barrier(1 + rg, CG * 128)
-                done(acc)
-                leave(bar, step, t)
-                if ahead == PASSES - 1:
-                    leave_rows(bar, t)
-                    if turn + 1 < count:
-                        rows(base, bar, turn + 1, tile + every, x, t)
-                refill(base, bar, step, steps, first, every, x, packed, at, t)
-                step += 1
+                step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
+                              first, every, x, packed, at, t)
                 at_noise, shift = base + 4 * (buffer + slot * TABLE + side * N) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
@@ -818,7 +817,7 @@ def _full_kernel(cfg, nz, card, kind):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + int32(int32(s * n[k]) >> shift))
+                                v = int32(acc[i] + ptx.shift_right(int32(s * n[k]), shift))
                                 if not QKV:
                                     v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
                                 if DOWN:
@@ -881,7 +880,7 @@ def _head_kernel(cfg, nz, card, like=None):
     PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and cfg.NOISE_SHIFTS[0] > 1
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = 1 if NATS else (MOST + 1) * STRIDE
-    _, SLOTS = _place_function(cfg, 1)
+    SLOTS = members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
     shape = wide_shape(budget, H, V)
@@ -892,10 +891,8 @@ def _head_kernel(cfg, nz, card, like=None):
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
-    place, _ = _place_function(cfg, RG)
-    P = product_functions(card, shape, 2)
-    init, rows, wait_rows, fill, refill = P.init, P.rows, P.wait_rows, P.fill, P.refill
-    start, done, leave = P.start, P.done, P.leave
+    place = _place_function(cfg, RG)
+    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
@@ -963,7 +960,7 @@ def _head_kernel(cfg, nz, card, like=None):
         return int32(int32(top | int32(ONES)) + table)
 
     @device
-    def finish(losses, unit, odd, position, totals, top0, top1, z0, z1, table):
+    def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table):
         if NATS:
             losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
             if position + 8 < T:
@@ -1039,21 +1036,12 @@ def _head_kernel(cfg, nz, card, like=None):
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
-            for piece in range(PIECES - 1):
-                start(acc, base, bar, step, piece, 1, t)
-                done(acc)
-                leave(bar, step, t)
-                refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
-                step += 1
-            start(acc, base, bar, step, PIECES - 1, 1, t)
+            step = multiply(acc, base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
             coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
             prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay,
                     at_overlay, seed)
             ptx.named_barrier(1 + group, 128)
-            done(acc)
-            leave(bar, step, t)
-            refill(base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
-            step += 1
+            step = finish(acc, base, bar, step, STEPS, False, False, 0, 0, tile, 1, x, packed, at_tiles, t)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
             if RAGGED and limit < 128:
                 for j in range(16):
@@ -1096,8 +1084,7 @@ def _head_kernel(cfg, nz, card, like=None):
                     totals[1] -= int64(hidden) * exp[MOST * STRIDE]
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1, shift)
         for k in range(SUMS):
-            totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 1)
-            totals[k] += cuda.shfl_xor_sync(0xFFFFFFFF, totals[k], 2)
+            totals[k] = quad_sum64(totals[k])
         if CG > 1:
             mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
             if q == 0:
@@ -1108,7 +1095,7 @@ def _head_kernel(cfg, nz, card, like=None):
                 totals[0] += wide[mine + k]
                 totals[1] += wide[mine + 8 * CG + k]
         if q == 0 and side == 0 and unit < count and position < T:
-            finish(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 
@@ -1120,7 +1107,7 @@ def _embed_kernel(cfg, nz, card, clean):
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector = vector_function(cfg, nz, True)
+    vector = vector_function(cfg, nz)
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H

@@ -101,7 +101,7 @@ def compiler(tmp_path_factory):
 
 @pytest.fixture
 def compiled_kernels(request, compiler):
-    """{card: {file: (Kernel, PTX)}} of what the test's mark `compiles` names."""
+    """What a kit.Compiler returns for what the test's mark `compiles` names."""
     mark = request.node.get_closest_marker("compiles")
     return compiler(*mark.args, **mark.kwargs)
 

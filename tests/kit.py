@@ -92,9 +92,9 @@ def random_config(rng, **more):
     return egg_config.make(**{**settings, **more})
 
 
-def recorded_updates(engine, step):
-    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates. Every state on the way
-    is the recorded one.
+def recorded_updates(engine, step, hold):
+    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates, and calls hold(state, k)
+    with the State after update k.
 
     E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
     that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
@@ -105,13 +105,48 @@ def recorded_updates(engine, step):
         fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
         engine.update(fitness)
-        parts = "model_sha256", "adam_sha256", "scales_sha256"
-        assert engine.state().digests() == tuple(str(z[part][k]) for part in parts), k
+        hold(engine.state(), k)
+
+
+def hold_against_golden_e(state, k):
+    """The whole state is the recorded one after update k."""
+    cfg, _, z = golden("E")
+    assert state.digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+    assert digest_of_part(cfg, state) == PART_OF_E[k]
+
+
+# SHA-256 of the part of golden E, after each update. Whoever holds the whole state against the recording holds these
+# against it, too.
+PART_OF_E = (
+    "3ffb49e9112eae1732938207eb5355bd53abd966bb5f12b929a9b6879cf8119e",
+    "a1d0131b2e27ce3227ff97fe381a1c5301ee1426f517fc07024d42182834bb97",
+    "e651516aa6276c95012b5554ecba3e0753971ff33cc44157cb35e4f6f18d7a4e",
+    "30d5ca76a2780200191df47952527572b342e4ee57bc4c3328e6bee0cdffec3f",
+    "70e36bb447f59804057850ec0bda21661689699917aa3f513ed8a5a47c4f2fc9",
+)
+
+
+def in_part(t):
+    """Whether a tensor belongs to the part of golden E that is updated where the whole would take too long: every
+    vector, and a matrix of each shape but the embedding's; a tenth of all weights."""
+    return not t.matrix or (t.name, t.layer) in (("w_q", 0), ("w_up", 3), ("w_down", 3))
+
+
+def digest_of_part(cfg, state):
+    """SHA-256, in hex, of the weights, moments and noise overlay of the tensors in_part of a State."""
+    digest = hashlib.sha256()
+    for t in filter(in_part, parameters.tensors(cfg)):
+        digest.update(state.weights[t.weights:t.weights + t.size])
+        digest.update(state.moments[t.weights:t.weights + t.size])
+        digest.update(state.overlay[t.overlay_a:t.overlay_a + t.cols])
+        if t.matrix:
+            digest.update(state.overlay[t.overlay_b:t.overlay_b + t.rows])
+    return digest.hexdigest()
 
 
 def recorded_generation(engine, step):
     """What d-eggs wrote after `step` updates: (int32 [SEQ_LEN + 1], length of its prompt). See recorded_updates."""
-    recorded_updates(engine, step)
+    recorded_updates(engine, step, hold_against_golden_e)
     cfg, tokens, z = golden("E")
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
@@ -429,9 +464,11 @@ class Liar(FakeEngine):
 
 
 # FUZZ_EXAMPLES=100000 in the environment is a long run, each with other examples
-FUZZ = hypothesis.settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "100")),
-                           derandomize="FUZZ_EXAMPLES" not in os.environ,
-                           deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+hypothesis.settings.register_profile("egg", max_examples=EXAMPLES, derandomize="FUZZ_EXAMPLES" not in os.environ,
+                                     deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile("egg")
+SLOW = hypothesis.settings(max_examples=EXAMPLES // 3)           # for examples that talk to a coordinator, or take long
 
 
 class Drifting(FakeEngine):
@@ -618,39 +655,41 @@ class Compiler:
     def __init__(self, directory):
         self.directory = directory
 
-    def files(self, constants, cc, part="all", names=None):
-        """[(Kernel, its file)] of a configuration on a card; names: of each name as many kernels as it stands there."""
+    def __call__(self, constants, cards=CARDS, **which):
+        """{card: [(name, bytes of shared memory, PTX)]} of the kernels of a configuration; which: see `compile`."""
+        return {cc: [(name, shared, (self.directory / file).read_text())
+                     for name, shared, file in self.compile(constants, cc, **which)] for cc in cards}
+
+    def compile(self, constants, cc, part="all", names=None, wait=True):
+        """[(name, bytes of shared memory, name of its file)] of the kernels of a configuration on a card; names: of
+        each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
+        are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
+        from engine.cuda_engine import quick_numba
+        listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
+        if listed.exists():
+            return json.loads(listed.read_text())
         some, known = kernels_of(constants, cc)[part], {}
         if names is not None:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
-        return [(kernel, self.directory / kernel_cache.key(known, kernel.dispatcher, kernel.signature))
-                for kernel in some]
+        files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
+        with quick_numba():
+            for kernel, file in zip(some, files):
+                self._compile(kernel, self.directory / file, cc, wait)
+        made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]
+        if all((self.directory / file).exists() for file in files):
+            write_at_once(listed, json.dumps(made))
+        return made
 
-    def compile(self, kernel, file, cc, wait=True):
-        """Makes a kernel's file; without `wait`, unless another process is about to."""
+    def _compile(self, kernel, file, cc, wait):
         from numba import cuda
-
-        from engine.cuda_engine import quick_numba
         with open(f"{file}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if not file.exists():
-                with quick_numba():
-                    ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
-                                              cc=(9, 0, "a") if cc == (9, 0) else cc)
-                file.with_suffix(".part").write_text(ptx)
-                file.with_suffix(".part").rename(file)
-
-    def __call__(self, constants, cards=CARDS, **which):
-        """{card: {file: (Kernel, its PTX)}} of a configuration."""
-        made = {}
-        for cc in cards:
-            files = self.files(constants, cc, **which)
-            for kernel, file in files:
-                self.compile(kernel, file, cc)
-            made[cc] = {file: (kernel, file.read_text()) for kernel, file in files}
-        return made
+                ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature,
+                                          cc=(9, 0, "a") if cc == (9, 0) else cc)
+                write_at_once(file, ptx)
 
     def ahead(self, jobs):
         """Starts a process that compiles at low priority what jobs, [arguments of a call], will want."""
@@ -667,17 +706,22 @@ def compile_ahead(compiler, jobs):
     gc.disable()
     for constants, cards, which in jobs:
         for cc in cards:
-            for kernel, file in compiler.files(constants, cc, **which):
-                compiler.compile(kernel, file, cc, wait=False)
+            compiler.compile(constants, cc, wait=False, **which)
+
+
+def write_at_once(path, text):
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.rename(path)
 
 
 def hold_against_cards(made):
     """The kernels that a Compiler made are in registers alone and fit the shared memory of the cards."""
     for cc, kernels in made.items():
-        for kernel, ptx in kernels.values():
-            assert re.search(r"\.target sm_\d+a?\b", ptx), kernel.name
-            assert not re.search(r"\.local\b", ptx), f"{kernel.name} for {cc} uses local memory"
-            assert kernel.shared <= CARDS[cc] * 1024, f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+        for name, shared, ptx in kernels:
+            assert re.search(r"\.target sm_\d+a?\b", ptx), name
+            assert not re.search(r"\.local\b", ptx), f"{name} for {cc} uses local memory"
+            assert shared <= CARDS[cc] * 1024, f"{name} needs {shared} bytes of shared memory"
 
 
 # --- both engines ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from cluster import admission, auth, dispatch, event_log, greeting, history, lea
 from cluster.wire import HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, REBUILD, V2, WELCOME
 from model import fitness_digits, parameters, state_digest
 from tools import load
-from kit import (CFG, FUZZ, GOOD, SECRET, Coordinator, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card,
+from kit import (CFG, GOOD, SECRET, SLOW, Coordinator, Drifting, FakeEngine, Liar, Lines, Peer, Peer2, Server, card,
                  changed, chaos, cluster, expected, feed, filled, until, whole, work_in_thread)
 
 LIMITS = wire.limits(CFG)
@@ -920,7 +920,6 @@ BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hosti
                   st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
 
 
-@FUZZ
 @hypothesis.given(BYTES, st.integers(1, 50))
 def test_the_frame_parser_takes_any_bytes(data, piece):
     """However the bytes come: frames or a FrameError, never more held than the longest frame that is allowed."""
@@ -942,7 +941,6 @@ def test_the_frame_parser_takes_any_bytes(data, piece):
         assert least <= len(payload) <= most
 
 
-@FUZZ
 @hypothesis.given(BYTES)
 def test_snapshots_histories_and_cards_take_any_bytes(data):
     with pytest.raises(ValueError):
@@ -979,7 +977,7 @@ def besieged(tmp_path_factory):
     run.close()
 
 
-@FUZZ
+@SLOW
 @hypothesis.given(st.lists(BYTES, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
     """Before and after the introduction, with and without reading the answers: no exception, and the honest go on."""

@@ -20,7 +20,7 @@ import egg_net
 from cluster import auth, event_log, greeting, history, hub, link, session, snapshots, status, wire
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOIN, V2
 from islands import gossip
-from kit import (CFG, FUZZ, GOOD, HERE, SECRET, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until,
+from kit import (CFG, GOOD, HERE, SECRET, SLOW, FakeEngine, Lines, Peer, Peer2, Server, card, changed, expected, until,
                  whole, work_in_thread)
 from model import fitness_digits
 from tools import live_page
@@ -587,7 +587,6 @@ def encoded(tree):
         sys.set_int_max_str_digits(before)
 
 
-@FUZZ
 @hypothesis.given(CARDS)
 def test_any_json_is_read_or_refused(data):
     try:
@@ -620,7 +619,7 @@ def besieged(tmp_path_factory):
         assert thread.is_alive()
 
 
-@FUZZ
+@SLOW
 @hypothesis.given(CARDS)
 def test_a_live_coordinator_takes_any_card(besieged, data):
     with contextlib.suppress(OSError), contextlib.closing(introduce(besieged.port, data[:wire.JOIN_LIMIT])) as sock:
@@ -649,7 +648,7 @@ ACTION = st.one_of(
     st.tuples(st.just(HEARTBEAT), st.just(b"")))
 
 
-@FUZZ
+@SLOW
 @hypothesis.given(st.lists(ACTION, min_size=1, max_size=12), st.booleans(), st.integers(0, 300))
 def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(besieged, actions, holds, beats):
     """A peer that knows all frames: figures at their limits, chunks that it takes and only sends heartbeats for."""

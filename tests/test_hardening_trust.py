@@ -29,7 +29,7 @@ from cluster.wire import JOB_RESPONSE
 from islands import gossip, peers, transfer
 from model import fitness_digits, parameters, state_digest
 from tools import use
-from kit import CFG, FUZZ, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
+from kit import CFG, EXAMPLES, GOOD, HERE, FakeEngine, Peer, Peer2, Server, changed, cluster, until
 from test_island import ISLE, Isle, Learner, Stranger
 
 BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))
@@ -699,7 +699,6 @@ def test_old_kernels_are_removed(tmp_path):
 
 # --- at random -------------------------------------------------------------------------------------------------------
 
-@FUZZ
 @hypothesis.given(st.integers(0, 1 << 64))
 def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
@@ -738,7 +737,6 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     assert not accused & {holder.author for holder in honest}
 
 
-@FUZZ
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
     """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
@@ -791,7 +789,7 @@ def good_directory(tmp_path_factory):
 GOOD_STEP = fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
 
 
-@hypothesis.settings(FUZZ, max_examples=max(50, FUZZ.max_examples // 6))
+@hypothesis.settings(max_examples=EXAMPLES // 6)
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
 def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
     """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""

@@ -30,7 +30,7 @@ LONG_KERNELS = {
     "kernels/gru.py": {"_product_kernel", "_recur_kernel"},
     "kernels/gru_head.py": {"head_kernel"},
     "kernels/gru_hopper.py": {"_mlp_kernel", "_recur_kernel", "_wide_kernel"},
-    "kernels/gru_narrow.py": {"_gates_kernel", "_head_kernel", "_recur_kernel"},
+    "kernels/gru_narrow.py": {"_head_kernel"},
     "kernels/transformer.py": {"_attention_kernel", "_full_kernel", "_head_kernel", "_up_kernel", "product_functions"},
 }
 

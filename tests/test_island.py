@@ -39,7 +39,8 @@ import egg_net
 from cluster import snapshots
 from cluster import wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
-from kit import CFG, HERE, SECRET, Coordinator, FakeEngine, Lines, Server, differing, free_port, until, work_in_thread
+from kit import (CFG, EXAMPLES, HERE, SECRET, SLOW, Coordinator, FakeEngine, Lines, Server, differing, free_port, until,
+                 work_in_thread)
 
 ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
                           "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
@@ -723,7 +724,7 @@ JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(m
 GOOD = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
 
 
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@SLOW
 @hypothesis.given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4),
                   st.sets(st.sampled_from(list(GOOD)), max_size=1),
                   st.binary(max_size=40))
@@ -772,7 +773,7 @@ def besieged(tmp_path_factory):
         yield a
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=EXAMPLES // 6)
 @hypothesis.given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]),
                                      st.binary(max_size=120)),
                            min_size=1, max_size=4))

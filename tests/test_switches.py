@@ -394,10 +394,10 @@ def test_their_kernels_compile(names, compiled_kernels):
     """Muon's for every card, the look-ups of evaluation and validation for the oldest one, those of generation for
     cc 9.0."""
     for made in compiled_kernels.values():
-        assert sorted(kernel.name for kernel, _ in made.values()) == sorted(names)
-        for kernel, ptx in made.values():
-            assert not re.search(r"\.local\b", ptx), f"{kernel.name} uses local memory"
-            if kernel.name.startswith("muon"):
+        assert sorted(name for name, *_ in made) == sorted(names)
+        for name, _, ptx in made:
+            assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
+            if name.startswith("muon"):
                 used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
                 assert used <= {"mul.rn.f32", "add.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
                 assert "fma.rn.f32" in used
@@ -430,6 +430,7 @@ def test_distributed_and_resumed(tmp_path, values):
         workers = [engine(), engine()]
         server = cluster(tmp_path, workers, steps, cfg, save=True)
         assert "not that of others" not in server.lines.text and server.failure is None
+        assert ("| Noise: 5 | Net" in server.lines.text) == ("SIGMA_SCHEDULE" in values)
     assert changed > 0 and [w.state().digests() for w in workers] == [alone.state().digests()] * 2
     run = history.open_run(cfg, tmp_path)
     replica = engine()
@@ -452,6 +453,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
     cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
+    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in parameters.describe(cfg)
     engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()

@@ -474,7 +474,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     alone.load(here[STEPS])
     record = history.open_run(CFG, None)
     record.step, record.seed = alone.step, alone.seed
-    record.start = history.Start(alone.step, alone.seed)
+    record.start = record.start._replace(step=alone.step, seed=alone.seed)
     with Server("new", CFG, save=True, steps=STEPS + 3) as server:
         thread = work_in_thread(server.port, worker, cfg=CFG, tokens=tokens)
     thread.join(20)
