@@ -156,7 +156,8 @@ class Run:
         """bytes: the same, compressed, as in the record."""
         k = step - self.start.step
         at, end = (*self._offsets[k:k + 2], self._end)[:2]
-        data = self._pread(end - at - HEAD, at + HEAD)
+        with explained(HistoryError, self._name, "mend this and start the same command again"):
+            data = self._pread(end - at - HEAD, at + HEAD)
         if _crc(data[:-4]) != data[-4:]:
             raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
                                "from a copy")
