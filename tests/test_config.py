@@ -39,7 +39,8 @@ RECORDED = {
     "best-bytes": ("1a7c50fa6c8affcbfcde1ab4fb84df9d60e5c9c61bb1f8c0c5cc93091e8692f4",
                    "26d3fa02c3273c03a682a16ee02e4fb077b4a707401326da68b496354bcaead8"),
 }
-CHANGED = {"laptop": ("HEAD_DIM=32", "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1")}        # what presets had then and have not now
+# what presets had then and have not now
+CHANGED = {"laptop": ("HEAD_DIM=32", "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1")}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
