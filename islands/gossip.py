@@ -367,7 +367,7 @@ class Island(Hook):
         if not origin or fitness.measures < SURE[fitness.kind]:
             return False
         self.on_trial = None
-        if origin["fitness_kind"] != fitness.kind or origin["kind"] not in REGRET \
+        if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
                 or fitness.value <= (1 + REGRET[origin["kind"]]) * origin["ours"]:
             return False
         giver = origin["from"]
