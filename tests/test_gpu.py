@@ -71,7 +71,7 @@ def test_every_shape_fits_every_card(cc):
                 noisy = transformer.Members(cfg, products.Packing(cfg), card, False)
                 most = max(kernel.shared for kernel in noisy.kernels + noisy.clean_kernels)
                 assert most <= (CARDS[cc] - 1) * 1024, (H, T)
-                for _, _, shape in noisy.full.values():
+                for shape in [kernel.shape for kernel in noisy.full.values()]:
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
 
 
