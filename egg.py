@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 
 import egg_config
 from cluster.console import Console, Printer
@@ -583,6 +584,7 @@ def main(argv=None):
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = interrupt_again
     try:
         args = parser().parse_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
@@ -598,6 +600,14 @@ def main(argv=None):
     except Exception as error:
         # libraries that are being imported turn a Ctrl-C into errors of their own
         return 130 if interrupted else failed(error)
+
+
+def interrupt_again(unraisable):
+    """A Ctrl-C that came in a callback, where Python only prints what is raised, comes once more a moment later."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def failed(error):

@@ -345,6 +345,20 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path):
         assert process.returncode in (130, -signal.SIGINT, 0, 1)
 
 
+def test_ctrl_c_in_a_callback_is_not_lost():
+    """Python prints what a callback raises and goes on."""
+    program = ("import signal, sys, time\n"
+               "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+               "import egg, egg_config\n"
+               "class Last:\n"
+               "    def __del__(self):\n"
+               "        signal.raise_signal(signal.SIGINT)\n"
+               "egg_config.load = lambda *_, **__: (str(Last()), time.sleep(60))\n"
+               "sys.exit(egg.main(['arch']))\n")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=kit.HERE, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def catches_sigint(pid):
     try:
         with open(f"/proc/{pid}/status") as file:
