@@ -1,7 +1,6 @@
 """What the forward passes on CUDA share: small device functions, the perturbed vectors and tables, types, the plan."""
 
 import ast
-import copy
 import inspect
 import textwrap
 
@@ -31,46 +30,33 @@ def aligned(n):
 LOOPS = {"d", "g", "i", "j", "n", "sub"}    # the inner ones, over e, half and k, are short enough
 
 
-class _WriteOut(ast.NodeTransformer):
-    """Replaces loops over ranges of constants, with one of these variables, by their bodies, once for each value."""
-    def __init__(self, constants, loops):
-        self._constants, self._loops = constants, loops
-
-    def visit_For(self, node):
-        if isinstance(node.target, ast.Name) and node.target.id in self._loops:
-            try:
-                values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, self._constants)
-            except NameError:                                # a bound that only the running kernel knows
-                return self.generic_visit(node)
-            name, out = node.target.id, []
-            for value in values:
-                for statement in copy.deepcopy(node.body):
-                    for part in ast.walk(statement):
-                        for field, child in ast.iter_fields(part):
-                            if isinstance(child, list):
-                                child[:] = [_constant(x, name, value) for x in child]
-                            else:
-                                setattr(part, field, _constant(child, name, value))
-                    made = self.visit(statement)
-                    out += made if isinstance(made, list) else [made]
-            return out
-        return self.generic_visit(node)
-
-
-def _constant(node, name, value):
-    """A constant in the place of a variable that is read."""
-    read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-    return ast.Constant(value) if read else node
-
-
 def written_out(function, loops=LOOPS):
     """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
     indexed, so the arrays would lie in local memory."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     tree.body[0].decorator_list = []
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    tree = _WriteOut({name: value for name, value in names.items() if isinstance(value, int)}, loops).visit(tree)
-    exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), names)
+    constants = {name: value for name, value in names.items() if isinstance(value, int)}
+
+    def copied(node, known):
+        """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. A loop
+        over a range of constants, with one of the variables, becomes its body, once for each value."""
+        if isinstance(node, list):
+            copies = [copied(one, known) for one in node]
+            return [one for some in copies for one in (some if isinstance(some, list) else [some])]
+        if not isinstance(node, ast.AST):
+            return node
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in known:
+            return ast.copy_location(ast.Constant(known[node.id]), node)
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id in loops:
+            try:
+                values = eval(compile(ast.Expression(node.iter), "", "eval"), {"range": range}, constants | known)
+                return [one for value in values for one in copied(node.body, {**known, node.target.id: value})]
+            except NameError:                                # a bound that only the running kernel knows
+                pass
+        return ast.copy_location(type(node)(**{k: copied(v, known) for k, v in ast.iter_fields(node)}), node)
+
+    exec(compile(copied(tree, {}), function.__code__.co_filename, "exec"), names)
     return names[function.__name__]
 
 
