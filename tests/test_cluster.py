@@ -677,10 +677,10 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_pat
             peer.ask(0, digest * 16)
             assert peer.silent()
         assert "start another worker, which decides" in server.lines.text
-        c = Peer2(server.port, name="c")
+        c, started = Peer2(server.port, name="c"), time.monotonic()
         c.ask(0, b"b" * 16)
-        # b was waiting for just this
         assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        assert time.monotonic() - started < 1                                   # b was waiting for just this
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
             a.next(JOB_RESPONSE)
         with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):

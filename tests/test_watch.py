@@ -776,7 +776,6 @@ def test_the_page_its_state_and_metrics(tmp_path):
 
 def test_the_page_tells_of_the_end(tmp_path):
     """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
-    took = {}
     for looks in (True, False):
         command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -789,9 +788,9 @@ def test_the_page_tells_of_the_end(tmp_path):
                 states.append(state)
                 time.sleep(0.3)
             assert process.wait(60) == 0
-            took[looks] = time.monotonic() - started
+            took = time.monotonic() - started
         assert [state["finished"] for state in states[:1] + states[-1:]] == [False, True][:2 * looks]
-    assert took[False] + live_page.FAREWELL_SECONDS / 2 < took[True] >= live_page.FAREWELL_SECONDS - 0.5
+        assert (took >= live_page.FAREWELL_SECONDS - 0.5) == looks and took < live_page.FAREWELL_SECONDS + 2
 
 
 def fetch(port):
@@ -898,7 +897,7 @@ def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
             for byte in request("/" + "x" * 4000):
                 trickling.sendall(bytes([byte]))
                 time.sleep(0.01)
-        assert time.monotonic() - began < 20                     # what it sends would take 40 s
+        assert time.monotonic() - began < 3
         for sock in (silent, idle, lingering):
             assert sock.recv(1) == b""
         until(lambda: not (server.coordinator.page.newcomers.members or server.coordinator.page.served))
