@@ -33,7 +33,7 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -217,27 +217,35 @@ A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, ty
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
+    tokens = types.Array(token_type, 1, "C")
     return {
         "digest": (_digest_kernel(), (W1, W1, S1, W1)),
-        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
+        "cut_windows": (_windows_kernel(cfg), (tokens, I1, U1, U1, U1, tokens, int32, A1)),
         "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
     }
 
 
 def _windows_kernel(cfg):
-    T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+    T, before, drawn = cfg.SEQ_LEN, cfg.STATE_TOKENS, max(1, cfg.TARGETS - 1)
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start = device(rules.window_start)
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
 
-    def cut_windows(tokens, place, windows):
-        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
-        (model.rules.windows)."""
+    def cut_windows(tokens, place, job, first, size, followers, width, windows):
+        """windows int32, flat, rows of `width`: of the pairs place[1] on, in a step whose first window starts at
+        place[0] (model.soft_targets.windows). first, size, followers: soft_targets.Followers, if place[2] is 1."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
             stride = int64(0) if same else tokens.size // groups
             start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
-            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+            k = int64(i - row * width - before)
+            one = k - T - 1                                  # of the drawn targets, where it is not below 0
+            at = (start + (k if one < 0 else one // drawn + 1)) % tokens.size
+            if one < 0 or place[2] == 0:
+                windows[i] = int32(tokens[at])
+            else:
+                random = hash32(uint32(job[0] + job[1] + uint32(row)), uint32(one + rules.TARGET_STREAM))
+                windows[i] = int32(followers[first[at] + uint32(random % size[at])])
 
     return cut_windows
 
@@ -427,7 +435,7 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(2, np.int64)
+        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(3, np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
         # of changed weights
@@ -442,9 +450,13 @@ class CudaEngine:
         self._update_steps = steps
         self._update = Replay(stream, lambda: [launch() for _, launch in steps])
         self._rate = None                                    # the learning rate that is on the device
-        self._tokens = None
-        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
+        self._tokens, self._context, self._known, n = None, 0, None, 0 if self.tokens is None else self.tokens.size
+        more = n * (8 + self.tokens.itemsize) if cfg.SOFT_TARGETS and n else 0
+        if n and self.tokens.nbytes + more <= cuda.current_context().get_memory_info().free // 4:
             self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+            n = n if cfg.SOFT_TARGETS else 1
+            self._followers = soft_targets.Followers(*(cuda.device_array(n, kind) for kind in (
+                np.uint32, np.uint32, self.tokens.dtype)))
         self._evaluations = {}
 
     def load(self, state):
@@ -513,19 +525,29 @@ class CudaEngine:
 
     def _set_windows(self, windows, first, pairs):
         """Fills int32 `windows`, flat, with those of this step's pairs, or sets what cut_windows does it from."""
+        context = self.cfg.soft_context(self.step)
+        if context != self._context:
+            known = soft_targets.followers(self.cfg, self.tokens, context) if context else None
+            self._context, self._known = context, known
+            for there, here in zip(self._followers, known or ()) if self._tokens is not None else ():
+                there.copy_to_device(here, self.stream)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first, pairs)
-            windows.copy_to_device(cut.ravel(), self.stream)
+            cut = soft_targets.windows(self.cfg, self.tokens, self._known, self.step, self.seed, first, pairs)
+            windows.copy_to_device(cut[:, :windows.size // pairs].ravel(), self.stream)
         else:
             start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
-            self._place.copy_to_device(np.array([start, first], np.int64), self.stream)
+            self._place.copy_to_device(np.array([start, first, context > 0], np.int64), self.stream)
+
+    def _cut_windows(self, windows, width, stream):
+        self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, stream](
+            self._tokens, self._place, self._job, *self._followers, np.int32(width), windows)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
         memory."""
-        forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        forward, stream, width = self._forward, self.stream, self.cfg.WINDOW
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
+        job = self._job
         windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
         most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
         if not most:
@@ -533,8 +555,8 @@ class CudaEngine:
         scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
 
         def enqueue():
-            if tokens is not None:
-                cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+            if self._tokens is not None:
+                self._cut_windows(windows, width, stream)
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
@@ -570,8 +592,7 @@ class CudaEngine:
             optimizers.need_data(cfg, self.tokens)
             self._set_windows(votes.windows, 0, cfg.N_PAIRS)
             if self._tokens is not None:
-                grid = -(-votes.windows.size // BLOCK)
-                self._kernels["cut_windows"][grid, BLOCK, self.stream](self._tokens, self._place, votes.windows)
+                self._cut_windows(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1, self.stream)
         self._set_job(0)
 
     def validate(self, windows):

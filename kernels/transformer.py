@@ -873,6 +873,7 @@ def _head_kernel(cfg, nz, card, like=None):
     LOGIT, ONES, SILENT = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = (4, 0) if NATS else (2, 1)               # of a thread; shift from a member to its window
+    TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     FARTHEST = (MOST << LOGIT) + ONES
     # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
@@ -967,9 +968,9 @@ def _head_kernel(cfg, nz, card, like=None):
                 losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
         else:
             less = int32(table + int32(BASE))
-            loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            loss = position_loss(totals[0], int32(TARGETS * int32(int32(top0 - less) >> int32(LOGIT))), z0)
             if position + 8 < T:
-                loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
+                loss += position_loss(totals[1], int32(TARGETS * int32(int32(top1 - less) >> int32(LOGIT))), z1)
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
@@ -981,8 +982,9 @@ def _head_kernel(cfg, nz, card, like=None):
         return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
 
     @card.device
-    def target(windows, unit, position):
-        return windows[unit * (T + 1) + min(position, T - 1) + 1]
+    def target(windows, unit, position, k):
+        position = min(position, T - 1)
+        return windows[unit * WIDTH + (T + (TARGETS - 1) * position + k if k else position + 1)]
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -1010,10 +1012,11 @@ def _head_kernel(cfg, nz, card, like=None):
         z0, z1, shift = int32(0), int32(0), job_shift(job)
         if unit < count:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
-                              stream, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, shift, overlay,
-                              at_overlay, stream, q)
+            for k in range(TARGETS):
+                token0, token1 = target(windows, unit, position, k), target(windows, unit, position + 8, k)
+                z0 = int32(z0 + target_logit(packed, at, x, at_x, token0, s0, shift, overlay, at_overlay, stream, q))
+                z1 = int32(z1 + target_logit(packed, at, x, at_x + 2 * H, token1, s1, shift, overlay, at_overlay,
+                                             stream, q))
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
         for k in range(SUMS):
@@ -1107,7 +1110,7 @@ def _embed_kernel(cfg, nz, card, clean):
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector = vector_function(cfg, nz)
+    vector, WIDTH = vector_function(cfg, nz), T + 1 if clean else cfg.WINDOW
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
@@ -1130,8 +1133,8 @@ def _embed_kernel(cfg, nz, card, clean):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            at_window = (2 * unit if clean else unit) * (T + 1)
-            at_other = min(2 * unit + 1, count - 1) * (T + 1)
+            at_window = (2 * unit if clean else unit) * WIDTH
+            at_other = min(2 * unit + 1, count - 1) * WIDTH
             token = windows[at_window + min(position, T - 1)]
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
             at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
