@@ -428,8 +428,8 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
 
 def _losses_kernel(cfg, cc):
     """Adds the losses of rows of logits, bytes z + 128 in rows of `line` words from pair `first` on, to losses int64
-    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]; drawn ones follow the window. Launch [blocks], 256 threads; a warp takes eight
-    rows of a member at a time, four lanes a row."""
+    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]; drawn ones follow the window. Launch [blocks],
+    256 threads; a warp takes eight rows of a member at a time, four lanes a row."""
     V, TABLE, TARGETS = cfg.VOCAB_SIZE, 256 * 32, cfg.TARGETS
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
 
