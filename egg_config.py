@@ -79,7 +79,7 @@ OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vo
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
 RARE_TOKENS = 0.0             # columns of tokens below this share of the data learn more slowly:
 #                               by the factor sqrt(share / RARE_TOKENS); 0: all alike
-SEEN_VOTES = 1                # a pair's vote on the column of a token counts so often if the pair's window holds the
+SEEN_VOTES = 1                # a pair's vote on the embedding of a token counts so often if the pair's window holds the
 #                               token: most of what the others vote on it is noise; 1: all alike
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.95

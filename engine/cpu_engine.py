@@ -163,7 +163,7 @@ class CpuEngine:
             row = self._table[t.param, t.layer]
             if t.matrix:
                 votes = self._matrix_votes(t, row, seeds, signs)
-                if t.by_token and cfg.SEEN_VOTES > 1:
+                if t.seen and cfg.SEEN_VOTES > 1:
                     self._spread(t.rows, functools.partial(seen_votes, self._constants, row, seeds, signs, windows,
                                                            cfg.SEEN_VOTES - 1, votes), t.rows * windows.size)
             else:
