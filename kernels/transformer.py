@@ -30,9 +30,9 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
+from kernels.parts import (AF64, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
                            quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
 from kernels.rules import build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
@@ -982,9 +982,8 @@ def _head_kernel(cfg, nz, card, like=None):
         return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
 
     @card.device
-    def target(windows, unit, position, k):
-        position = min(position, T - 1)
-        return windows[unit * WIDTH + (T + (TARGETS - 1) * position + k if k else position + 1)]
+    def target(windows, unit, position):
+        return windows[unit * WIDTH + min(position, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -1012,11 +1011,10 @@ def _head_kernel(cfg, nz, card, like=None):
         z0, z1, shift = int32(0), int32(0), job_shift(job)
         if unit < count:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            for k in range(TARGETS):
-                token0, token1 = target(windows, unit, position, k), target(windows, unit, position + 8, k)
-                z0 = int32(z0 + target_logit(packed, at, x, at_x, token0, s0, shift, overlay, at_overlay, stream, q))
-                z1 = int32(z1 + target_logit(packed, at, x, at_x + 2 * H, token1, s1, shift, overlay, at_overlay,
-                                             stream, q))
+            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
+                              stream, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, shift, overlay,
+                              at_overlay, stream, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
         for k in range(SUMS):
@@ -1101,6 +1099,68 @@ def _head_kernel(cfg, nz, card, like=None):
             store_loss(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
 
     return head, 4 * (AT_PARTS + PARTS), shape
+
+
+def _drawn_kernel(cfg, nz, card):
+    """Takes the logits of the drawn targets (SPEC 7) from losses int64 [pairs, 2], to which the head has added, or will
+    add, all else. Launch [pairs, LENGTH / 64], 4 threads a position, of which both members have the same targets.
+    plan: as `head`; at_columns: words of the embedding packed as ROWS."""
+    H, T, LENGTH, DRAWN = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), cfg.TARGETS - 1
+    LOGIT, UNIT, CHUNKS = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS, H // 16
+    POSITIONS, WIDTH = min(LENGTH, 64), cfg.WINDOW
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
+
+    @device
+    def multiply(total, w, low, high):
+        """total + the products of a chunk of 16 bytes, whose four words are 0, 4, 1, 5 or 2, 6, 3, 7 of eight."""
+        total = ptx.dp4a(int32(w[0] ^ int32(SIGNS)), low[0], total)
+        total = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), high[0], total)
+        total = ptx.dp4a(int32(w[2] ^ int32(SIGNS)), low[1], total)
+        return ptx.dp4a(int32(w[3] ^ int32(SIGNS)), high[1], total)
+
+    @device
+    def logit(dot, s, n, shift):
+        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
+
+    @cuda.jit(launch_bounds=256)
+    @card.written
+    def drawn(call, at_columns, plan, packed, overlay, windows, job, offset, x, sb, losses):
+        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
+        q, position = t & 3, cuda.blockIdx.y * POSITIONS + (t >> 2)
+        if position < LENGTH:
+            tokens = cuda.local.array(DRAWN, int32)
+            even, odd = cuda.local.array(DRAWN, int32), cuda.local.array(DRAWN, int32)
+            for i in range(DRAWN):
+                tokens[i] = windows[unit * WIDTH + T + 1 + min(position, T - 1) * DRAWN + i]
+                even[i], odd[i] = 0, 0
+            row = int64(unit) * (2 * LENGTH) + position
+            for piece in range((CHUNKS + 3) // 4):
+                chunk = piece * 4 + q
+                if CHUNKS % 4 == 0 or chunk < CHUNKS:
+                    at = (row >> 3) * (2 * H) + (row & 7) * 4 + (chunk >> 1) * 64 + (chunk & 1) * 2
+                    to_odd = at + LENGTH * (H // 4)
+                    a, b = ptx.load2(x, at), ptx.load2(x, at + 32)
+                    c, d = ptx.load2(x, to_odd), ptx.load2(x, to_odd + 32)
+                    for i in range(DRAWN):
+                        w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
+                        even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
+            at_overlay, shift = plan[call * PLAN + 2], job_shift(job)
+            stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
+            s0, s1 = sb[uint64(row)], int32(-sb[uint64(row + LENGTH)])
+            z0, z1 = int32(0), int32(0)
+            for i in range(DRAWN):
+                n = scaled(noise(stream, tokens[i]), overlay[at_overlay + tokens[i]], stream, tokens[i])
+                z0 = int32(z0 + logit(even[i], s0, n, shift))
+                z1 = int32(z1 + logit(odd[i], s1, n, shift))
+            z0, z1 = z0 if position < T else int32(0), z1 if position < T else int32(0)
+            for k in (4, 8, 16):
+                z0 = int32(z0 + cuda.shfl_xor_sync(0xFFFFFFFF, z0, k))
+                z1 = int32(z1 + cuda.shfl_xor_sync(0xFFFFFFFF, z1, k))
+            if t & 31 == 0:
+                cuda.atomic.add(losses, 2 * unit, int64(-UNIT * z0))
+                cuda.atomic.add(losses, 2 * unit + 1, int64(-UNIT * z1))
+
+    return drawn
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -1530,6 +1590,7 @@ class Members(Pass):
         self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
         self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(_head_kernel(cfg, nz, card))
+        self.drawn = add(_drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
         of_step, self.kernels = self.kernels, shared
         self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
         self.clean_head = add(_head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
@@ -1545,6 +1606,7 @@ class Members(Pass):
             if t.name == "embedding":
                 KP = self.clean_head.shape.KP
                 self.at_clean = (self.at[t.name, 0] if KP == shape.KP else packing.add(t, order, shape.columns(), KP))
+                self.at_columns = packing.add(t, ROWS, t.cols, t.rows) if self.drawn else None
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1588,6 +1650,9 @@ class Members(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
+        if self.drawn and not clean:
+            self.drawn((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.head, x=n,
+                       at_columns=self.at_columns)
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
              exps=tables.clean_exps if clean else tables.exps,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])
