@@ -69,9 +69,9 @@ USE_ADAPTIVE_THRESHOLD = 1    # 1: differences below this share of their mean si
 ADAPTIVE_THRESHOLD_ALPHA = 0.1
 FAST_FITNESS = 0              # 1: the sign of the difference, neither filtered nor measured against the others'
 
-SOFT_TARGETS = ()             # (first step, tokens of context): from there on a position is scored against 8 tokens, the
-#                               one that follows and 7 drawn from all that follow the same context in the training
-#                               data; as an override: 0:2,300:3; context 0, or (): the one that follows alone
+SOFT_TARGETS = ()             # (first step, context): from there on a position is scored against 8 tokens, the one that
+#                               follows and 7 drawn from all in the training data that follow the same last tokens,
+#                               `context` of them; as an override: 0:2,300:3; 0 or (): the one that follows alone
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
 OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vote / sqrt(pairs);
@@ -413,7 +413,8 @@ def validate(cfg):
             name, f"must be pairs of a step and a {what}")
         steps = [first for first, _ in schedule]
         need(steps == sorted({max(step, 0) for step in steps}), name, "steps must rise, from 0 on")
-    need(cfg.LR_SCHEDULE and cfg.LR_SCHEDULE[0][0] == 0, "LR_SCHEDULE", "must start at step 0")
+    need(cfg.LR_SCHEDULE and cfg.LR_SCHEDULE[0][0] == 0, "LR_SCHEDULE",
+         "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")
     lowest, highest = FACTS["SIGMA_SHIFT"].allowed
     need(all(lowest <= shift <= highest for _, shift in cfg.SIGMA_SCHEDULE), "SIGMA_SCHEDULE",

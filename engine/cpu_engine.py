@@ -75,7 +75,8 @@ class CpuEngine:
             gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=0,
             vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
             up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
-            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"), log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS,
+            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
+            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS,
             ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
             gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
             divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)

@@ -326,10 +326,10 @@ def logits(c, w, noisy, side_a, side_b, T, first, x, count, z):
 
 @njit
 def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats):
-    """Evaluates windows int32 [n, start + T + 1, noisy: and drawn targets] with `score`, one after the other, from position `start` on; int32
+    """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
     [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
-    members of pair seed S + i, else by the unperturbed model. keys, values int8 [1 or L, members * (start + T), H]: the
-    caches, see `hidden`."""
+    members of pair seed S + i, else by the unperturbed model; drawn targets follow it. keys, values int8 [1 or L,
+    members * (start + T), H]: the caches, see `hidden`."""
     T, members = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1), 2 if noisy else 1
     x, z = empty((members * T, c.H), np.uint8), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     for i in range(windows.shape[0]):

@@ -428,9 +428,9 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
 
 def _losses_kernel(cfg, cc):
     """Adds the losses of rows of logits, bytes z + 128 in rows of `line` words from pair `first` on, to losses int64
-    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]. Launch [blocks], 256 threads; a warp takes eight
-    rows of a member at a time, four lanes a row."""
-    V, TABLE = cfg.VOCAB_SIZE, 256 * 32
+    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]; drawn ones follow the window. Launch [blocks],
+    256 threads; a warp takes eight rows of a member at a time, four lanes a row."""
+    V, TABLE, TARGETS = cfg.VOCAB_SIZE, 256 * 32, cfg.TARGETS
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
 
     @device
@@ -467,8 +467,11 @@ def _losses_kernel(cfg, cc):
             token = tokens[(first + unit) * width + skip + position + 1]
             loss = int64(0)
             if q == 0 and place < places:
-                target = int32(int32(bytes_[4 * row + token]) & int32(255))
-                loss = position_loss(total, int32(top - target), 0)
+                distance = int32(TARGETS * top - int32(int32(bytes_[4 * row + token]) & int32(255)))
+                drawn = (first + unit) * width + skip + n + 1 + (TARGETS - 1) * position
+                for k in range(drawn, drawn + TARGETS - 1):
+                    distance = int32(distance - int32(int32(bytes_[4 * row + tokens[k]]) & int32(255)))
+                loss = position_loss(total, distance, 0)
             to = 2 * (int64(first) + unit) + member
             if cuda.all_sync(0xFFFFFFFF, unit == cuda.shfl_sync(0xFFFFFFFF, unit, 0)):
                 for k in (4, 8, 16):
@@ -1053,7 +1056,7 @@ class Forward(products.Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
-        before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+        before, width = cfg.STATE_TOKENS, cfg.WINDOW
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
         end = token_bytes + state_bytes
         tokens, states, work = scratch[:token_bytes], scratch[token_bytes:end], scratch[end:]

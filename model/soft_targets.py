@@ -46,8 +46,8 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     if known is None:
         return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
-    at = np.repeat(at % len(tokens), drawn, 1)
-    each = np.arange(first_pair, first_pair + pairs, dtype=np.uint64)[:, None] + np.uint64(seed)
-    random = rules.hash32(each, np.arange(T * drawn, dtype=np.uint64) + np.uint64(rules.TARGET_STREAM))
-    soft = known.tokens[known.first[at] + random % known.size[at]]
-    return np.concatenate([cut, soft.astype(np.int32)], 1)
+    at %= len(tokens)
+    seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
+    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
+    return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
