@@ -427,44 +427,58 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(2, np.int64)
+        self._state, self._copies = (self._weights, self._moments, self._overlay), None
+        self._given = cuda.device_array(32, np.uint8)        # see _set_job
+        self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
-        # of changed weights
+        # losses of two evaluations, the second begun before the first is here; digest; number of changed weights
         self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
-        self._digest, self._changed, self._digested = Fetched(2, np.uint64), Fetched(1, np.int32), False
-        self._expected = self._begun = None                  # (first, count), (first, count, Fetched)
+        self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
+        self._expected = None                                # (first, count)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
-        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
-        self._update_steps = steps
-        self._update = Replay(stream, lambda: [launch() for _, launch in steps])
-        self._rate = None                                    # the learning rate that is on the device
         self._tokens = None
         if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
             self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
-        self._evaluations = {}
+        votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
+        steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
+        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
+            steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
+        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
+        self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
+                                               *(launch() for _, launch in steps)])
+        words = [array.ravel().view(np.uint64) for array in (weights, self._moments)]
+        sums, overlay, digest = self._sums, self._overlay, self._kernels["digest"]
+        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
+        self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
+                                               digest[blocks, BLOCK, stream](*words, overlay, sums)])
+        self._rate = None                                    # the learning rate that is on the device
+        self._evaluations = {}                               # launches of so many pairs
 
     def load(self, state):
         """Takes over a State (copied)."""
-        self._begun, self._digested = None, False
-        self._weights.copy_to_device(np.ascontiguousarray(state.weights))
-        self._moments.copy_to_device(np.ascontiguousarray(state.moments))
-        self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
+        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.step, self.seed = state.step, state.seed
-        self._forward.pack(self.stream, self._weights, self._packed)
         self.stream.synchronize()
+
+    def _set_state(self, arrays):
+        for array, values in zip(self._state, arrays):
+            array.copy_to_device(values, self.stream)
+        self._forward.pack(self.stream, self._weights, self._packed)
+        self._begun, self._update_begun, self._digested = None, None, False
 
     def state(self):
         """A copy of the State."""
-        arrays = (array.copy_to_host() for array in (self._weights, self._moments, self._overlay))
+        self._take_back()
+        arrays = (array.copy_to_host() for array in self._state)
         return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
         prepares the next."""
+        self._take_back()
         if not self._digested:
             self._ready("digest")
             self._enqueue_digest()
@@ -473,10 +487,7 @@ class CudaEngine:
         return digest.digest()
 
     def _enqueue_digest(self):
-        words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
-        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
-        self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
-        self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
+        self._add_up()
         self._digest.fetch(self._sums, self.stream)
         self._digested = True
 
@@ -491,68 +502,103 @@ class CudaEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._ready("step")
-        begun = self._begun if self._begun and self._begun[:2] == (first, count) else None
-        losses = begun[2] if begun else self._enqueue(first, count)
+        self._take_back()
+        begun = self._begun and self._begun[:2] == (first, count)
+        losses = self._begun[2] if begun else self._enqueue(first, count)
         self._begin_expected()
         return losses.wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        if count not in self._evaluations:
-            self._evaluations[count] = self._evaluation(count // 2)
-        windows, losses, run = self._evaluations[count]
+        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        if not self._evaluations:
+            self._reserve_evaluation(width)
+        windows, losses = self._windows[:pairs * width], self._losses[:count]
+        if pairs not in self._evaluations:
+            self._evaluations[pairs] = self._evaluation(pairs, width, windows, losses)
         self._set_job(first)
-        self._set_windows(windows, first // 2, count // 2)
-        run()
+        if self._tokens is None:
+            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            windows.copy_to_device(cut.ravel(), self.stream)
+        self._evaluations[pairs]()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
 
-    def _set_job(self, first):
-        job = self.seed, first // 2, NOISY, self.cfg.noise_shift(self.step)
-        self._job.copy_to_device(np.array(job, np.uint32), self.stream)
+    def _set_job(self, first=0):
+        """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
+        mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
+        cfg, pair = self.cfg, first // 2
+        start = self.step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
+        job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
+        self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
-    def _set_windows(self, windows, first, pairs):
-        """Fills int32 `windows`, flat, with those of this step's pairs, or sets what cut_windows does it from."""
-        if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first, pairs)
-            windows.copy_to_device(cut.ravel(), self.stream)
-        else:
-            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
-            self._place.copy_to_device(np.array([start, first], np.int64), self.stream)
+    def _cutting(self, windows):
+        """A launch that fills int32 `windows`, flat, with those of the pairs of the job."""
+        tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
+        return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
 
-    def _evaluation(self, pairs):
-        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
-        memory."""
-        forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
-        weights, packed, overlay = self._weights, self._packed, self._overlay
-        tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
-        windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
-        most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
-        if not most:
+    def _reserve_evaluation(self, width):
+        """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
+        pairs, scratch_bytes = self.cfg.CHUNK_SIZE // 2, self._forward.scratch_bytes
+        self._windows, self._losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
+        self._slice = largest(scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
+        if not self._slice:
             raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-        scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
+        self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
+
+    def _evaluation(self, pairs, width, windows, losses):
+        """The launches of an evaluation of so many pairs."""
+        forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
+        weights, packed, overlay = self._weights, self._packed, self._overlay
+        cut = self._cutting(windows) if self._tokens is not None else None
 
         def enqueue():
-            if tokens is not None:
-                cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+            if cut:
+                cut()
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return windows, losses, Replay(stream, enqueue)
+        return Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        if self._update_begun is None or not np.array_equal(self._update_begun[0], fitness):
+            self._take_back()
+            self._enqueue_update(fitness)
+        (_, (self.step, self.seed)), self._update_begun = self._update_begun, None
+        return int(self._changed.wait()[0])
+
+    def begin_update(self, fitness):
+        """Begins with the update that will probably follow, as `expect` does with an evaluation. Any other call than
+        `update` with this fitness takes it back. Does nothing where there is no memory for a copy of the state."""
+        if self._copies is None:
+            fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
+            self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
+        if self._copies:
+            self._take_back()
+            for copy, array in zip(self._copies, self._state):
+                copy.copy_to_device(array, self.stream)
+            self._enqueue_update(fitness)
+
+    def _take_back(self):
+        """Returns to the state before an update that is only begun."""
+        if self._update_begun:
+            self._set_state(self._copies)
+
+    def _enqueue_update(self, fitness):
+        """Begins an update, then the digest if somebody has asked for one before, then the expected evaluation."""
         self._ready("step")
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
-        self.step += 1
-        if "digest" not in self._waiting:                    # somebody has asked for one
+        before = self.step, self.seed
+        self.step, self.seed = self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        if "digest" not in self._waiting:
             self._enqueue_digest()
         self._begin_expected()
-        return int(self._changed.wait()[0])
+        self._update_begun = fitness, (self.step, self.seed)
+        self.step, self.seed = before
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
@@ -565,19 +611,18 @@ class CudaEngine:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
         if cfg.SEEN_VOTES > 1:
             optimizers.need_data(cfg, self.tokens)
-            self._set_windows(votes.windows, 0, cfg.N_PAIRS)
-            if self._tokens is not None:
-                grid = -(-votes.windows.size // BLOCK)
-                self._kernels["cut_windows"][grid, BLOCK, self.stream](self._tokens, self._place, votes.windows)
-        self._set_job(0)
+            if self._tokens is None:
+                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
+                votes.windows.copy_to_device(cut.ravel(), self.stream)
+        self._set_job()
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
         [n, SEQ_LEN + 1] windows (gru: of any length)."""
         self._ready("validate")
+        self._take_back()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
         free = cuda.current_context().get_memory_info().free
@@ -599,6 +644,7 @@ class CudaEngine:
 
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
         self._ready("generate")
+        self._take_back()
         cfg, forward, stream = self.cfg, self._forward, self.stream
         s, prompt = sampling.settings(cfg, temp, min_p, penalty), sampling.checked_prompt(cfg, prompt)
         total = len(prompt) + count
