@@ -102,22 +102,23 @@ class Worker:
             self._report(link)
             self.reported_step = self.engine.step
         self.foresight.handed_out(self.engine.step, first)
-        losses = np.empty(self.cfg.CHUNK_SIZE, np.int64)
-        done, count = 0, self.expected[1] if self.expected[0] == first else self._slice_size(losses.size)
+        parts, done, size = [], 0, self.cfg.CHUNK_SIZE
+        count = self.expected[1] if self.expected[0] == first else self._slice_size(size)
         while count:
-            left = losses.size - done - count
+            left = size - done - count
             if left:
                 self._expect(first + done + count, left)
             elif (following := self.foresight.following(self.engine.step)) > first:
-                self._expect(following, losses.size)
+                self._expect(following, size)
             sizes, started = {count, self.expected[1]} if self.expect else set(), time.perf_counter()
-            losses[done:done + count] = self.engine.evaluate(first + done, count)
+            parts.append(self.engine.evaluate(first + done, count))
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             done, count = done + count, self.expected[1] if left else 0
             if left:
                 link.check()
+        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._begin_update(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
