@@ -9,6 +9,7 @@ import contextlib
 import copy
 import fcntl
 import gc
+import os
 import pathlib
 import pickle
 import subprocess
@@ -46,7 +47,7 @@ SHARE = 8                   # operands of an update take at most one part in so 
 OPERANDS = 1 << 30          # ... and at most so many bytes
 COMPILERS = 8               # most processes that compile kernels at once
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
+COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_some()"
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Kernel(NamedTuple):
 
 def compile_all(every, capability, what, job):
     """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
-    stderr says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same
+    stderr says what is compiled, and a terminal shows how far it is. job: what compile_some needs to build the same
     kernels."""
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
@@ -88,7 +89,7 @@ def compile_all(every, capability, what, job):
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _share_out([(i, path) for i, path in missing if not path.exists()], job)
+                _compile_together([(i, path) for i, path in missing if not path.exists()], job)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
     with quick_numba():
@@ -105,17 +106,18 @@ def compile_all(every, capability, what, job):
     return seconds
 
 
-def _share_out(missing, job):
-    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core."""
+def _compile_together(missing, job):
+    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core. Each
+    takes the next number of a kernel from a pipe, its input, when it has compiled one."""
     count = min(COMPILERS, hardware.cores(), len(missing))
     if count < 2:
         return
-    compilers = []
-    for share in range(count):
-        process = subprocess.Popen([sys.executable, "-c", COMPILER], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        process.stdin.write(pickle.dumps((job, missing[share::count])))
-        process.stdin.close()
-        compilers.append(process)
+    numbers, all_of_them = os.pipe()
+    os.write(all_of_them, bytes(range(len(missing))))
+    os.close(all_of_them)
+    command = [sys.executable, "-c", COMPILER, pickle.dumps((job, missing)).hex()]
+    compilers = [subprocess.Popen(command, stdin=numbers, stderr=subprocess.DEVNULL) for _ in range(count)]
+    os.close(numbers)
     started = time.monotonic()
     while any(process.poll() is None for process in compilers):
         time.sleep(0.1)
@@ -128,17 +130,18 @@ def _progress(done=0, total=0, started=0.0):
         tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
 
-def compile_share():
-    """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
-    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
-    left."""
-    (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
+def compile_some():
+    """A compiling process: what it needs is in its argument, what it compiles in its input. If a kernel fails here, the
+    engine compiles it and reports the error. A file whose name is not that of the kernel built here was meant for other
+    sources: it is left."""
+    (cfg, device, token_type, silent, verbs), missing = pickle.loads(bytes.fromhex(sys.argv[1]))
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
     of_verb = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu), getattr(types, token_type), silent)[2]
     every = [kernel for verb in verbs for kernel in of_verb[verb]]
     with quick_numba():
-        for i, path in share:
+        while number := os.read(sys.stdin.fileno(), 1):
+            i, path = missing[number[0]]
             name, dispatcher, signature, _ = every[i]
             if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
                 dispatcher._cache = kernel_cache.CudaCache(path)
@@ -382,10 +385,10 @@ class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises
-    ValueError (one line) where the device is missing or too small."""
+    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
+    engine.engines.make. Raises ValueError (one line) where the device is missing or too small."""
 
-    def __init__(self, cfg, tokens=None, device=0, silent=False):
+    def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -398,7 +401,7 @@ class CudaEngine:
         self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
                                                               token_type, silent)
         self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
-        self._ready("load", *(["step"] if tokens is not None else []))
+        self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
@@ -409,10 +412,6 @@ class CudaEngine:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
             what, job = f"{self.name}: {', '.join(verbs)}", (*self._built, verbs)
             self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
-
-    def warm_up(self, verbs):
-        """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
-        self._ready(*dict.fromkeys("step" if verb in ("evaluate", "update") else verb for verb in verbs))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then

@@ -26,7 +26,7 @@ def chunk_fitness(losses, cfg):
 
 
 def _mean(x):
-    """float: the mean of int64 `x` in float64; by integers, in half the time, where every sum of them is exact there."""
+    """float: the mean of int64 `x` in float64; by integers, in half the time, where float64 holds every sum of them."""
     if max(-int(x.min()), int(x.max())) * x.size < 1 << 53:
         return int(x.sum()) / x.size
     return float(np.mean(x, dtype=np.float64))
