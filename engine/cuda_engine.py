@@ -82,6 +82,7 @@ def compile_all(every, capability, what, job):
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
     missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
+    missing.sort(key=lambda one: -every[one[0]].shared)      # those with tiles in shared memory take longest
     if missing:
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
