@@ -202,31 +202,38 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     wait_rows(bar, turn, t)                             turn: how many tiles came before
     fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
                                                         tiles)
-    go_through(acc, ..., step, steps, count, piece, ...)    acc += the product of `count` pieces, which lie in the rows
-                                                        from `piece` on; with `fresh` acc = it. Returns the next step
-    multiply(acc, ..., step, steps, ...)                all pieces of a pass; the tensor cores may still work on the
-                                                        last, whose step it returns
+    multiply(acc, ..., step, steps, ..., t, from_piece) acc += the product of all pieces of a pass, with `fresh` acc =
+                                                        it; the rows lie in the pieces from from_piece on. The tensor
+                                                        cores may still work on the last, whose step it returns
     finish(acc, ..., step, steps, last, more, turn, coming, ...)
                                                         acc may be read; the stage is filled again, and the rows if this
                                                         was the `last` pass of a tile and `more` tiles follow, next
                                                         `coming`. Returns the next step
+
+    Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
+    apart by as much as the ring holds.
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
     PIECES, COLUMNS, PIECED, PER = K // KP, CG * N, shape.pieced, PASSES // matrices
     ALL_COLUMNS = PER * COLUMNS
-    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)      # steps by which warps may drift, about
+    # steps by which warps may drift beside cp.async, about
+    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
+    @device
+    def split(i, n):
+        """i // n and i % n of an int32 that is not negative, n a constant."""
+        return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
+
     @card.device
     def fetch_columns(to, w, at, full, t):
         if BULK:
-            if t == 0:
-                ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
         else:
             for i in range(t, COLUMNS * KP // 16, THREADS):
                 ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
@@ -239,39 +246,63 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         else:
             at, each, apart = int64(tile) * (16 * RG * K) + piece * (2 * KP), 8 * KP, 2 * K
         if BULK:
-            for i in range(t, 64 * RG * KP // each, 32):
+            for i in range(64 * RG * KP // each):
                 ptx.copy_bulk(to + i * each, x, at + i * apart, each, full)
         else:
             for i in range(t, 4 * RG * KP, THREADS):
                 ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
 
     @card.device
+    def fetch_rows(base, bar, group, tile, x, t):
+        full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+        if BULK:
+            ptx.barrier_expect(full, 64 * K)
+            ptx.copy_bulk(to, x, at, 64 * K, full)
+        else:
+            for i in range(t % ROW_THREADS, 4 * K, ROW_THREADS):
+                ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
+            ptx.copy_arrive(full)
+
+    @card.device
+    def fetch(base, bar, step, first, every, x, w, at, t):
+        """The copies of a step: beside bulk copies by one thread, else by all."""
+        stage = split(step, STAGES)[1]
+        passes, piece = split(step, PIECES)
+        tiles, ahead = split(passes, PASSES)
+        to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
+        if BULK:
+            ptx.barrier_expect(full, STAGE)
+        if STREAM:
+            fetch_piece(to, x, first + split(tiles, repeat)[0] * every, piece, full, t)
+        if matrices > 1:
+            matrix, ahead = split(ahead, PER)
+            at = at + matrix * (ALL_COLUMNS * K // 4)
+        fetch_columns(to + A_PART, w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
+        if not BULK:
+            ptx.copy_arrive(full)
+
+    @card.device
     def init(bar, t):
         if t == 0:
             for i in range(STAGES):
                 ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
-                ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
+                if BULK:
+                    ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
+                else:
+                    ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
             for i in range(RG):
                 ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
-                ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+                if BULK:
+                    ptx.store_shared(int32(bar + ROWS_EMPTY + 8 * i), 0)
+                else:
+                    ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
             if BULK:
                 ptx.barrier_fence()
 
     @card.device
     def rows(base, bar, turn, tile, x, t):
-        if not STREAM:
-            group, mine = t // ROW_THREADS, t % ROW_THREADS
-            full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
-            if not BULK or mine == 0:
-                if turn > 0:
-                    wait(bar + ROWS_EMPTY + 8 * group, (turn - 1) & 1)
-                if BULK:
-                    ptx.barrier_expect(full, 64 * K)
-                    ptx.copy_bulk(to, x, at, 64 * K, full)
-                else:
-                    for i in range(mine, 4 * K, ROW_THREADS):
-                        ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
-                    ptx.copy_arrive(full)
+        if not STREAM and (not BULK or t % ROW_THREADS == 0):
+            fetch_rows(base, bar, t // ROW_THREADS, tile, x, t)
 
     @card.device
     def wait_rows(bar, turn, t):
@@ -279,46 +310,49 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
 
     @card.device
-    def leave_rows(bar, t):
-        if not STREAM and t & 31 == 0:
-            ptx.barrier_arrive(bar + ROWS_EMPTY + 8 * (t // ROW_THREADS))
+    def leave_rows(base, bar, more, turn, coming, x, t):
+        """This warp has done with the rows of a tile; their place is for those of the `coming` one, if there is one."""
+        if not STREAM:
+            group = t // ROW_THREADS
+            empty = int32(bar + ROWS_EMPTY + 8 * group)
+            if t & 31 == 0:
+                if not BULK:
+                    ptx.barrier_arrive(empty)
+                elif ptx.count_round(empty, ROW_THREADS // 32 - 1) == ROW_THREADS // 32 - 1 and more:
+                    fetch_rows(base, bar, group, coming, x, t)
+            if not BULK and more:
+                wait(empty, turn & 1)
+                fetch_rows(base, bar, group, coming, x, t)
 
     @card.device
     def fill(base, bar, step, first, every, x, w, at, t):
-        if not BULK or t < 32:
-            stage, piece, ahead = step % STAGES, step % PIECES, step // PIECES % PASSES
-            to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
-            if BULK:
-                if t == 0:
-                    ptx.barrier_expect(full, STAGE)
-                cuda.syncwarp()
-            if STREAM:
-                tile = first + step // (PIECES * PASSES * repeat) * every
-                fetch_piece(to, x, tile, piece, full, t)
-            if matrices > 1:
-                at, ahead = at + ahead // PER * (ALL_COLUMNS * K // 4), ahead % PER
-            fetch_columns(to + A_PART, w, at + (int64(piece) * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
-            if not BULK:
-                ptx.copy_arrive(full)
+        if not BULK or t == 0:
+            fetch(base, bar, step, first, every, x, w, at, t)
 
     @card.device
-    def refill(base, bar, step, steps, first, every, x, w, at, t):
+    def leave(base, bar, step, steps, first, every, x, w, at, t):
+        """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
-            old = step - LAG
-            if (not BULK or t < 32) and old >= 0 and old + STAGES < steps:
-                wait(bar + EMPTY + 8 * (old % STAGES), old // STAGES & 1)
-                fill(base, bar, old + STAGES, first, every, x, w, at, t)
+            cuda.syncwarp()
+            if t & 31 == 0:
+                empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
+                if not BULK:
+                    ptx.barrier_arrive(empty)
+                elif ptx.count_round(empty, THREADS // 32 - 1) == THREADS // 32 - 1 and step + STAGES < steps:
+                    fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if not BULK:
+                old = int32(step - LAG)
+                if old >= 0 and old + STAGES < steps:
+                    turn, stage = split(old, STAGES)
+                    wait(bar + EMPTY + 8 * stage, turn & 1)
+                    fetch(base, bar, int32(old + STAGES), first, every, x, w, at, t)
 
     @card.device
     def operands(base, bar, step, piece, t):
         """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
         group = t >> 7
-        if RESIDENT:
-            stage = step % STAGES
-            wait(bar + 8 * stage, 0)
-        else:
-            stage = step % STAGES
-            wait(bar + 8 * stage, step // STAGES & 1)
+        turn, stage = split(step, STAGES)
+        wait(bar + 8 * stage, 0 if RESIDENT else turn & 1)
         ring = base + AT_RING + stage * STAGE
         b = ring + A_PART + (group % CG) * (N * KP)
         if STREAM:
@@ -356,40 +390,25 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             pass
 
     @card.device
-    def leave(bar, step, t):
-        if not RESIDENT:
-            cuda.syncwarp()
-            if t & 31 == 0:
-                ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
-
-    @card.device
-    def go_through(acc, base, bar, step, steps, count, first_piece, first, every, x, w, at, t):
-        for piece in range(count):
-            start(acc, base, bar, step, first_piece + piece, piece if fresh else 1, t)
+    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
+        step = int32(step)
+        for piece in range(int32(PIECES - 1)):
+            start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
             done(acc)
-            leave(bar, step, t)
-            refill(base, bar, step, steps, first, every, x, w, at, t)
-            step += 1
-        return step
-
-    @card.device
-    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t):
-        step = go_through(acc, base, bar, step, steps, PIECES - 1, 0, first, every, x, w, at, t)
-        start(acc, base, bar, step, PIECES - 1, PIECES - 1 if fresh else 1, t)
+            leave(base, bar, step, steps, first, every, x, w, at, t)
+            step = int32(step + 1)
+        start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
         return step
 
     @card.device
     def finish(acc, base, bar, step, steps, last, more, turn, coming, first, every, x, w, at, t):
         done(acc)
-        leave(bar, step, t)
+        leave(base, bar, step, steps, first, every, x, w, at, t)
         if last:
-            leave_rows(bar, t)
-            if more:
-                rows(base, bar, turn + 1, coming, x, t)
-        refill(base, bar, step, steps, first, every, x, w, at, t)
-        return step + 1
+            leave_rows(base, bar, more, turn, coming, x, t)
+        return int32(step + 1)
 
-    return init, rows, wait_rows, fill, go_through, multiply, finish
+    return init, rows, wait_rows, fill, multiply, finish
 
 
 def _place_function(cfg, RG):
@@ -440,7 +459,7 @@ def _up_kernel(cfg, nz, card, KP):
     # blocks and words of a piece or a block; 16 columns
     PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape)
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
     noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
@@ -557,7 +576,7 @@ def _up_kernel(cfg, nz, card, KP):
         s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
-        step, odd = 0, 0
+        step, odd = int32(0), 0
         for turn in range(count):
             tile = first + turn * every
             wait_rows(bar, turn, t)
@@ -663,7 +682,7 @@ def _full_kernel(cfg, nz, card, kind):
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, fresh=True)
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, fresh=True)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
@@ -787,7 +806,7 @@ def _full_kernel(cfg, nz, card, kind):
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
-        step = 0
+        step = int32(0)
         for turn in range(count):
             tile = first + turn * every
             row, member, slot, sign = place(tile, t)
@@ -892,7 +911,7 @@ def _head_kernel(cfg, nz, card, like=None):
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, 2)
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
@@ -1032,7 +1051,7 @@ def _head_kernel(cfg, nz, card, like=None):
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
-        step = 0
+        step = int32(0)
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
