@@ -804,8 +804,8 @@ class Rows(gru_parts.RecurrentPass):
             self.at[t.name, t.layer] = packing.add(t, QUADS, columns, width)
 
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, pairs of a slice, rows of a slice, and last
-        the total of bytes."""
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, pairs and rows of a slice, and last the
+        total of bytes."""
         H, rows = self.cfg.HIDDEN_DIM, padded_rows(units * n)
         some = max(1, min(units, SLICE // (10 * n * H)))
         padded = padded_rows(some * n)

@@ -141,7 +141,7 @@ def wgmma_descriptor(K=256):
     return descriptor
 
 
-# --- quotients by the float units --------------------------------------------------------------------------------------
+# --- quotients by the float units ------------------------------------------------------------------------------------
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 
