@@ -489,8 +489,8 @@ class CudaEngine:
             if soft:
                 self._followers = [cuda.device_array(n, type_) for type_ in (np.uint32, np.uint32, kind)]
         elif soft:
-            tell(f"egg: {self.name}: the training data with SOFT_TARGETS, {need / 2**30:.1f} GiB, does not fit: windows "
-                 f"are cut by the processor, which takes longer\n")
+            tell(f"egg: {self.name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, "
+                 "more than the GPU has to spare: the processor cuts the windows, which takes longer\n")
 
     def _set_followers(self):
         """Sends those of the step's context to the device, if others are there. Without context every token follows
