@@ -88,7 +88,7 @@ class CpuEngine:
             self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
                                              t.overlay_b, t.rows, t.cols)
             packed, corrections = packed + t.rows * padded, corrections + padded
-        self._sizes, self._followers = (packed, corrections), (0, None)
+        self._sizes, self._followers = (packed, corrections), soft_targets.Tables(cfg, tokens)
         self.load(parameters.initial_state(cfg))
 
     def load(self, state):
@@ -139,10 +139,7 @@ class CpuEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         losses = np.zeros((count // 2, 2), np.int64)
-        shift, context = self.cfg.noise_shift(self.step), self.cfg.soft_context(self.step)
-        if context and self._followers[0] != context:
-            self._followers = context, soft_targets.followers(self.cfg, self.tokens, context)
-        known = self._followers[1] if context else None
+        shift, known = self.cfg.noise_shift(self.step), self._followers.of(self.step)
 
         def work(a, b):
             windows = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2 + a, b - a)

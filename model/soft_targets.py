@@ -2,6 +2,9 @@
 context elsewhere in the training data. Most of the noise in a pair's loss difference is which token happened to
 follow. NumPy, without devices or sockets."""
 
+import os
+import threading
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -51,3 +54,35 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
     return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
+
+
+class Tables:
+    """The Followers of the steps of a run. What the next context of SOFT_TARGETS needs is made in a thread while the
+    one before serves, so that no step waits for it. Raises ValueError where the memory is too small."""
+
+    def __init__(self, cfg, tokens):
+        self._cfg, self._tokens, self._made = cfg, tokens, {}           # context: Future
+        need = 50 * len(tokens) if cfg.SOFT_TARGETS and tokens is not None else 0
+        if need > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
+                             "memory, more than this machine has: use less data or no SOFT_TARGETS")
+
+    def of(self, step):
+        """The Followers of a step; None: its context is 0."""
+        context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
+        coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
+        kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}
+        self._made = kept | {c: self._begun(c) for c in dict.fromkeys([context, *coming]) if c and c not in kept}
+        return self._made[context].result() if context else None
+
+    def _begun(self, context):
+        made = Future()
+
+        def make():
+            try:
+                made.set_result(followers(self._cfg, self._tokens, context))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, daemon=True).start()
+        return made
