@@ -442,6 +442,7 @@ class CudaEngine:
         if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
             self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
+        self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
@@ -455,7 +456,7 @@ class CudaEngine:
         self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
                                                digest[blocks, BLOCK, stream](*words, overlay, sums)])
         self._rate = None                                    # the learning rate that is on the device
-        self._evaluations = {}                               # launches of so many pairs
+        self._evaluations = {}                               # of so many pairs
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -513,14 +514,14 @@ class CudaEngine:
         pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
         if not self._evaluations:
             self._reserve_evaluation(width)
-        windows, losses = self._windows[:pairs * width], self._losses[:count]
         if pairs not in self._evaluations:
-            self._evaluations[pairs] = self._evaluation(pairs, width, windows, losses)
+            self._evaluations[pairs] = self._evaluation(pairs, width)
+        windows, losses, run = self._evaluations[pairs]
         self._set_job(first)
         if self._tokens is None:
             cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
             windows.copy_to_device(cut.ravel(), self.stream)
-        self._evaluations[pairs]()
+        run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
 
@@ -546,10 +547,11 @@ class CudaEngine:
             raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
         self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
 
-    def _evaluation(self, pairs, width, windows, losses):
-        """The launches of an evaluation of so many pairs."""
+    def _evaluation(self, pairs, width):
+        """(windows, losses, launches) of an evaluation of so many pairs."""
         forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
         weights, packed, overlay = self._weights, self._packed, self._overlay
+        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
         cut = self._cutting(windows) if self._tokens is not None else None
 
         def enqueue():
@@ -559,7 +561,7 @@ class CudaEngine:
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return Replay(stream, enqueue)
+        return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
@@ -602,8 +604,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
-        fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        self._fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
