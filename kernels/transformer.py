@@ -38,6 +38,7 @@ from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
+TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
@@ -406,13 +407,18 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
-        step = int32(step)
+        step, group = int32(step), t >> 7
+        if TURNS and step > 0:
+            # also because only who has waited for a stage last time may wait for it now
+            ptx.named_barrier(TURN + group, 256)
         for piece in range(int32(PIECES - 1)):
             start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
             done(acc)
             leave(base, bar, step, steps, first, every, x, w, at, t)
             step = int32(step + 1)
         start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
+        if TURNS:                                            # after the last step for nobody: a branch would cost more
+            ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
         return step
 
     @card.device
