@@ -34,7 +34,7 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -221,17 +221,26 @@ A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, ty
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    return {
-        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
-        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    tokens, (cut_windows, draw_windows) = types.Array(token_type, 1, "C"), _windows_kernels(cfg)
+    made = {"digest": (_digest_kernel(), (W1, W1, S1, W1)), "cut_windows": (cut_windows, (tokens, I1, A1)),
+            "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1))}
+    if cfg.SOFT_TARGETS:
+        made["draw_windows"] = draw_windows, (tokens, I1, U1, U1, U1, tokens, A1)
+    return made
 
 
-def _windows_kernel(cfg):
+def _windows_kernels(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start = device(rules.window_start)
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
+    all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
+
+    @device
+    def place_of(place, row, k, size):
+        """Where in the data, of so many tokens, the k-th of a window is."""
+        stride = int64(0) if same else size // groups
+        start = window_start(place[0], place[1] + row, per_group, stride, size - T)
+        return (start + k - before) % size
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
@@ -239,11 +248,23 @@ def _windows_kernel(cfg):
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
-            stride = int64(0) if same else tokens.size // groups
-            start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
-            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+            windows[i] = int32(tokens[place_of(place, row, i - row * width, tokens.size)])
 
-    return cut_windows
+    def draw_windows(tokens, place, job, first, size, followers, windows):
+        """The same with the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
+        followers: soft_targets.Followers."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // all_of_it
+            k = i - row * all_of_it
+            if k < width:
+                windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
+            else:
+                at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
+                random = hash32(uint32(job[0] + uint32(place[1] + row)), uint32(rules.TARGET_STREAM + k - width))
+                windows[i] = int32(followers[first[at] + random % size[at]])
+
+    return cut_windows, draw_windows
 
 
 def _choose_kernel(cfg):
@@ -438,9 +459,7 @@ class CudaEngine:
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        self._tokens = None
-        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
-            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+        self._upload_tokens()
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
         self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
@@ -457,6 +476,32 @@ class CudaEngine:
                                                digest[blocks, BLOCK, stream](*words, overlay, sums)])
         self._rate = None                                    # the learning rate that is on the device
         self._evaluations = {}                               # of so many pairs
+
+    def _upload_tokens(self):
+        """Copies the data to the device, with room for its soft_targets.Followers, if they fit easily."""
+        self._tokens, self._followers, self._known = None, (), ()
+        if self.tokens is None:
+            return
+        n, kind, soft = self.tokens.size, self.tokens.dtype, self.cfg.SOFT_TARGETS
+        self._tables = soft_targets.Tables(self.cfg, self.tokens)
+        need = n * (2 * kind.itemsize + 8 if soft else kind.itemsize)
+        if need <= cuda.current_context().get_memory_info().free // 4:
+            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+            if soft:
+                self._followers = [cuda.device_array(n, type_) for type_ in (np.uint32, np.uint32, kind)]
+        elif soft:
+            tell(f"egg: {self.name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, "
+                 "more than the GPU has to spare: the processor cuts the windows, which takes longer\n")
+
+    def _set_followers(self):
+        """Sends those of the step's context to the device, if others are there. Without context every token follows
+        itself alone."""
+        known, n = self._tables.of(self.step), self.tokens.size
+        if known is not self._known:
+            themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
+            for there, here in zip(self._followers, known or themselves):
+                there.copy_to_device(here, self.stream)
+            self._known = known
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -511,7 +556,7 @@ class CudaEngine:
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        pairs, width = count // 2, self.cfg.WINDOW
         if not self._evaluations:
             self._reserve_evaluation(width)
         if pairs not in self._evaluations:
@@ -519,8 +564,11 @@ class CudaEngine:
         windows, losses, run = self._evaluations[pairs]
         self._set_job(first)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            cut = soft_targets.windows(self.cfg, self.tokens, self._tables.of(self.step), self.step, self.seed,
+                                       first // 2, pairs)
             windows.copy_to_device(cut.ravel(), self.stream)
+        elif self._followers:
+            self._set_followers()
         run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
@@ -533,10 +581,11 @@ class CudaEngine:
         job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
-    def _cutting(self, windows):
-        """A launch that fills int32 `windows`, flat, with those of the pairs of the job."""
-        tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
-        return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+    def _cutting(self, windows, drawn=False):
+        """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
+        given = self._tokens, self._place, *((self._job, *self._followers) if drawn else ())
+        kernel, stream = self._kernels["draw_windows" if drawn else "cut_windows"], self.stream
+        return lambda: kernel[-(-windows.size // BLOCK), BLOCK, stream](*given, windows)
 
     def _reserve_evaluation(self, width):
         """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
@@ -551,8 +600,12 @@ class CudaEngine:
         """(windows, losses, launches) of an evaluation of so many pairs."""
         forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
         weights, packed, overlay = self._weights, self._packed, self._overlay
+<<<<<<< HEAD
         windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
         cut = self._cutting(windows) if self._tokens is not None else None
+=======
+        cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
+>>>>>>> v
 
         def enqueue():
             if cut:
