@@ -61,8 +61,10 @@ def test_wide_rows_compile(compiled_kernels):
 
 
 @pytest.mark.parametrize("cc", CARDS, ids=str)
-def test_every_shape_fits_every_card(cc):
+def test_every_shape_fits_every_card(cc, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB."""
+    for decorator in "device", "written_out":                # nothing is compiled
+        monkeypatch.setattr(transformer, decorator, lambda function: function)
     for H in range(64, 1025, 32):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
             cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
