@@ -647,12 +647,8 @@ class CudaEngine:
         """(windows, losses, launches) of an evaluation of so many pairs."""
         forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
         weights, packed, overlay = self._weights, self._packed, self._overlay
-<<<<<<< HEAD
         windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
-        cut = self._cutting(windows) if self._tokens is not None else None
-=======
         cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
->>>>>>> v
 
         def enqueue():
             if cut:
