@@ -39,6 +39,7 @@ from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
+TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
@@ -146,22 +147,31 @@ def load4(nz):
 class Shape(SimpleNamespace):
     """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP
     inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
-    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights. Bytes:
+    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights; `turns`:
+    a stage is for one column group, so that they take turns with the tensor cores and with their epilogues. Bytes:
     `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
 
     def columns(self):
         """Columns of the matrix, with those that pad it."""
         return self.passes * self.CG * self.N
 
+    def steps(self):
+        """(steps of a tile, steps from one column group to the next)."""
+        pieces = self.K // self.KP
+        return self.passes * pieces * (self.CG if self.turns else 1), pieces if self.turns else 0
+
     def traffic(self):
-        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there."""
+        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
+        for epilogues beside which the tensor cores rest."""
         weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
-        return weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        bytes_ = weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
 
-def _shapes(budget, K, CG, N, passes, together, pieced=False):
+def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough."""
+    enough. turns: column groups may take turns where the rows stay for several
+    passes."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -169,28 +179,31 @@ def _shapes(budget, K, CG, N, passes, together, pieced=False):
             stage = (CG * N + (64 * RG if stream else 0)) * KP
             steps = passes * K // KP
             resident = not stream and steps <= 12 and rows + steps * stage <= budget
+            alternate = turns and CG > 1 and passes > 1 and not stream and not resident
+            if alternate:
+                stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
                 rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
                 found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
-                                          together=together, pieced=pieced, stream=stream,
+                                          together=together, pieced=pieced, stream=stream, turns=alternate,
                                           resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
     return found
 
 
-def wide_shape(budget, K, columns):
+def wide_shape(budget, K, columns, turns=False):
     """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
     fits."""
-    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False)]
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
     return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
 
-def full_shape(budget, K, H, unit=16):
+def full_shape(budget, K, H, unit=16, turns=False):
     """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
     found = []
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
-        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H)
+        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
@@ -214,10 +227,13 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
     apart by as much as the ring holds.
     """
-    BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
+    BULK, K, KP, RG, CG, N = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, COLUMNS, PIECED, PER = K // KP, CG * N, shape.pieced, PASSES // matrices
-    ALL_COLUMNS = PER * COLUMNS
+    PIECES, PIECED, TURNS = K // KP, shape.pieced, shape.turns
+    # of a stage: its columns, the warps that read it
+    COLUMNS, READERS = (N, 4 * RG) if TURNS else (CG * N, THREADS // 32)
+    ALL_COLUMNS = shape.columns() // matrices
+    PER = ALL_COLUMNS // COLUMNS
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
@@ -269,7 +285,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         """The copies of a step: beside bulk copies by one thread, else by all."""
         stage = split(step, STAGES)[1]
         passes, piece = split(step, PIECES)
-        tiles, ahead = split(passes, PASSES)
+        tiles, ahead = split(passes, PER * matrices)
         to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
         if BULK:
             ptx.barrier_expect(full, STAGE)
@@ -339,7 +355,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
                 empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
                 if not BULK:
                     ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, THREADS // 32 - 1) == THREADS // 32 - 1 and step + STAGES < steps:
+                elif ptx.count_round(empty, READERS - 1) == READERS - 1 and int32(step + STAGES) < int32(steps):
                     fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
             if not BULK:
                 old = int32(step - LAG)
@@ -355,7 +371,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         turn, stage = split(step, STAGES)
         wait(bar + 8 * stage, 0 if RESIDENT else turn & 1)
         ring = base + AT_RING + stage * STAGE
-        b = ring + A_PART + (group % CG) * (N * KP)
+        b = ring + A_PART + (0 if TURNS else (group % CG) * (N * KP))
         if STREAM:
             return ring + (group // CG) * (64 * KP), b
         return base + (group // CG) * (64 * K) + piece * A_PIECE, b
@@ -392,13 +408,18 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
-        step = int32(step)
+        step, group = int32(step), t >> 7
+        if TURNS and step > 0:
+            # also because only who has waited for a stage last time may wait for it now
+            ptx.named_barrier(TURN + group, 256)
         for piece in range(int32(PIECES - 1)):
             start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
             done(acc)
             leave(base, bar, step, steps, first, every, x, w, at, t)
             step = int32(step + 1)
         start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
+        if TURNS:                                            # after the last step for nobody: a branch would cost more
+            ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
         return step
 
     @card.device
@@ -407,7 +428,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         leave(base, bar, step, steps, first, every, x, w, at, t)
         if last:
             leave_rows(base, bar, more, turn, coming, x, t)
-        return int32(step + 1)
+        return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
     return init, rows, wait_rows, fill, multiply, finish
 
@@ -451,14 +472,14 @@ def _up_kernel(cfg, nz, card, KP):
     # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
     for COPIES in 32, 8, 4:
         GELUS = 257 * COPIES
-        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
-        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP >= H):
+        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
+        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG, CG, PASSES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
+    RG, CG, PASSES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
-    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
+    PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
     noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
@@ -554,7 +575,7 @@ def _up_kernel(cfg, nz, card, KP):
         base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         first, every, p = cuda.blockIdx.x, cuda.gridDim.x, call * PLAN
         count = (tiles - 1 - first) // every + 1
-        steps = count * (PASSES * PIECES)
+        steps = count * STEPS
         init(bar, t)
         for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
             sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
@@ -577,14 +598,14 @@ def _up_kernel(cfg, nz, card, KP):
         s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
-        step, odd = int32(0), 0
+        step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
             wait_rows(bar, turn, t)
             sums[0], sums[1] = 0, 0
             for ahead in range(PASSES):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
-                to = (int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256
+                to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 last = ahead == PASSES - 1
                 step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
@@ -672,12 +693,12 @@ def _full_kernel(cfg, nz, card, kind):
     ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
     SLOTS = members_of(64, LENGTH)
     BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
-    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H, turns=card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     BIAS, TABLE = CG * BIAS, CG * TABLE
     GROUP = 2 * SLOTS * TABLE
-    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
+    (STEPS, APART), STAGES, RAGGED, ACC = shape.steps(), shape.stages, shape.columns() != H, N // 2
     place = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
@@ -689,10 +710,10 @@ def _full_kernel(cfg, nz, card, kind):
 
     @card.device
     def prepare(sm, at, c, columns, member, plan, p, weights, overlay, job, seed):
-        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
+        """Tables, from word `at` on, of the members that this warpgroup's rows touch, for its column c from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
         used."""
-        col, mask = min(columns + min(c, CG * N - 1), H - 1), int32(job[2])
+        col, mask = min(columns + min(c, N - 1), H - 1), int32(job[2])
         for slot in range(SLOTS):
             mine = uint32(seed + uint32((member + slot) >> 1))
             stream = uint32(mine + uint32(plan[p + 1]))
@@ -730,7 +751,7 @@ def _full_kernel(cfg, nz, card, kind):
 
     @card.device
     def scales(tops, sm, side, mine, q, barrier):
-        """amax_scale of the two rows; `mine`: the first one's number in the block."""
+        """amax_scale of the two rows; `mine`: where the first one's is among those of this tile and the next."""
         top0 = quad_max(int32(max(tops[0], int32(-tops[1]))))
         top1 = quad_max(int32(max(tops[2], int32(-tops[3]))))
         if CG > 1:
@@ -785,14 +806,14 @@ def _full_kernel(cfg, nz, card, kind):
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
-        q, side, rg, c = lane & 3, group % CG, group // CG, t % (CG * 128)
+        q, side, rg, c = lane & 3, group % CG, group // CG, t & 127
         base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         which, first, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
         p, at = call * PLAN + which * 8, at + which * MATRIX_WORDS
         count = 0
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
-        steps = count * (PASSES * PIECES)
+        steps = count * STEPS
         init(bar, t)
         if ROPE_SHARED:
             for i in range(t, LENGTH * D, THREADS):
@@ -807,7 +828,7 @@ def _full_kernel(cfg, nz, card, kind):
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
-        step = int32(0)
+        step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
             row, member, slot, sign = place(tile, t)
@@ -819,14 +840,14 @@ def _full_kernel(cfg, nz, card, kind):
                 tops[i] = 0
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
-                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE)
+                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE) + side * 128
                 step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
                 # while the tensor cores work
-                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, job, seed)
-                ptx.named_barrier(1 + rg, CG * 128)
+                prepare(sm, buffer, c, col, member, plan, p, weights, overlay, job, seed)
+                ptx.named_barrier(1 + group, 128)
                 step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
                               first, every, x, packed, at, t)
-                at_noise, shift = base + 4 * (buffer + slot * TABLE + side * N) + q * 16, job_shift(job)
+                at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = four(at_noise + j * 64)
@@ -855,7 +876,7 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
                                    acc[i + 3])
-            scale0, scale1 = scales(tops, sm, side, rg * 64 + ((t & 127) >> 5) * 16 + (lane >> 2), q, 1 + rg)
+            scale0, scale1 = scales(tops, sm, side, ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2), q, 5 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
@@ -912,12 +933,12 @@ def head_kernel(cfg, nz, card, like=None):
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
-    shape = wide_shape(budget, H, V)
+    shape = wide_shape(budget, H, V, card.wgmma)
     if NATS:                                                 # one column group, if possible with the packing of `like`
         found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
         shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
-    RG, CG, TILES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
-    RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
+    RG, CG, TILES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
@@ -1113,7 +1134,7 @@ def head_kernel(cfg, nz, card, like=None):
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
-        step = int32(0)
+        step = int32(side * APART)
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
