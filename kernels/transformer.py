@@ -1077,7 +1077,7 @@ def head_kernel(cfg, nz, card, like=None):
         """What follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
-            return windows[window * (SKIP + length + 1) + SKIP + min(position, length - 1) + 1]
+            return windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
         return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
