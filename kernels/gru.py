@@ -215,7 +215,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
     STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
-    init, rows, wait_rows, fill, _, multiply, finish = transformer.product_functions(card, shape)
+    init, rows, wait_rows, fill, multiply, finish = transformer.product_functions(card, shape)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     as_row, as_column, begin, quotients, pairs = quotient_functions(
@@ -390,7 +390,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    init, _, _, fill, go_through, _, _ = transformer.product_functions(card, shape, matrices=2)
+    init, _, _, fill, multiply, finish = transformer.product_functions(card, shape, matrices=2)
     noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     as_row, as_column, begin_acc, _, pairs = quotient_functions(cfg, nz, H)
@@ -486,7 +486,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     else:
                         n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
-        go_through(acc, base, bar, step, steps, PIECES, which * PAST, 0, 1, packed, packed, at, t)
+        step = multiply(acc, base, bar, step, steps, 0, 1, packed, packed, at, t, which * PAST)
+        finish(acc, base, bar, step, steps, False, False, 0, 0, 0, 1, packed, packed, at, t)
 
     @registers
     def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
@@ -867,7 +868,7 @@ class Forward(products.Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
-        before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+        before, width = cfg.STATE_TOKENS, cfg.WINDOW
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
         end = token_bytes + state_bytes
         tokens, states, work = scratch[:token_bytes], scratch[token_bytes:end], scratch[end:]
