@@ -30,8 +30,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, floor_constants,
-                           ntt_functions, pack4, pack_quad, quad_max, quad_sum, quad_sum64, vector_function,
+from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, quad_sum64, quotient_function, vector_function,
                            wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
 from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
@@ -945,32 +945,19 @@ def head_kernel(cfg, nz, card, like=None):
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE = 0 if SILENT else BASE
-    if PAIRED:
-        D = parameters.divisor(cfg, H)
-        START, A, C = floor_constants(D, MAGIC)
-        BASE = START if BASE or SILENT else 0
-        LEAST, HIGHEST = BASE - 127 * D, BASE + 127 * D + D - 1
+    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or SILENT) if PAIRED
+                      else (0 if SILENT else BASE, None))
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
 
-    if PAIRED:
-        @device
-        def quotient(a):
-            """BITS + the logit of an accumulator."""
-            a = int32(min(max(int32(a), int32(LEAST)), int32(HIGHEST)) + int32(START - BASE))
-            return ptx.float_bits(ptx.fma_down(ptx.bits_float(a), float32(A), float32(C)))
-
-        @device
-        def pair_place(tile, t, length):
-            """As `place`, of pairs instead of members."""
-            first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
-            g = int32((t & 31) >> 2)
-            unit = int32(uint32(first) // uint32(length))
-            mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
-            return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
-    else:
-        quotient = pair_place = None
+    @device
+    def pair_place(tile, t, length):
+        """As `place`, of pairs instead of members."""
+        first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
+        g = int32((t & 31) >> 2)
+        unit = int32(uint32(first) // uint32(length))
+        mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
+        return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
 
     @card.device
     def begin_tile(acc, at, s0, s1, shift):
