@@ -235,24 +235,16 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     PER = ALL_COLUMNS // COLUMNS
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
-    EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
+    EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
-    assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
+    assert 2 * (STAGES + RG) <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
     @device
     def split(i, n):
         """i // n and i % n of an int32 that is not negative, n a constant."""
         return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
-
-    @card.device
-    def fetch_columns(to, w, at, full, t):
-        if BULK:
-            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
-        else:
-            for i in range(t, COLUMNS * KP // 16, THREADS):
-                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
 
     @card.device
     def fetch_piece(to, x, tile, piece, full, t):
@@ -270,7 +262,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def fetch_rows(base, bar, group, tile, x, t):
-        full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+        full, to, at = bar + 8 * (STAGES + group), base + group * (64 * K), int64(tile * RG + group) * (16 * K)
         if BULK:
             ptx.barrier_expect(full, 64 * K)
             ptx.copy_bulk(to, x, at, 64 * K, full)
@@ -293,25 +285,23 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         if matrices > 1:
             matrix, ahead = split(ahead, PER)
             at = at + matrix * (ALL_COLUMNS * K // 4)
-        fetch_columns(to + A_PART, w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
-        if not BULK:
+        to, at = to + A_PART, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4)
+        if BULK:
+            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+        else:
+            for i in range(t, COLUMNS * KP // 16, THREADS):
+                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
             ptx.copy_arrive(full)
 
     @card.device
     def init(bar, t):
         if t == 0:
-            for i in range(STAGES):
-                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
+            for i in range(STAGES + RG):
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
                 if BULK:
                     ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
                 else:
-                    ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
-            for i in range(RG):
-                ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
-                if BULK:
-                    ptx.store_shared(int32(bar + ROWS_EMPTY + 8 * i), 0)
-                else:
-                    ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+                    ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
             if BULK:
                 ptx.barrier_fence()
 
@@ -323,21 +313,26 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     @card.device
     def wait_rows(bar, turn, t):
         if not STREAM:
-            wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
+            wait(bar + 8 * (STAGES + t // ROW_THREADS), turn & 1)
+
+    @card.device
+    def last_to_leave(bar, i, warps, t):
+        """This warp has done with stage i. Whether this thread is to fill it: one thread of the last of `warps` warps; none
+        beside cp.async, where all wait for that."""
+        if t & 31 == 0:
+            if BULK:
+                return ptx.count_round(int32(bar + EMPTY + 8 * i), warps - 1) == warps - 1
+            ptx.barrier_arrive(bar + EMPTY + 8 * i)
+        return False
 
     @card.device
     def leave_rows(base, bar, more, turn, coming, x, t):
-        """This warp has done with the rows of a tile; their place is for those of the `coming` one, if there is one."""
         if not STREAM:
             group = t // ROW_THREADS
-            empty = int32(bar + ROWS_EMPTY + 8 * group)
-            if t & 31 == 0:
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, ROW_THREADS // 32 - 1) == ROW_THREADS // 32 - 1 and more:
-                    fetch_rows(base, bar, group, coming, x, t)
+            if last_to_leave(bar, STAGES + group, ROW_THREADS // 32, t) and more:
+                fetch_rows(base, bar, group, coming, x, t)
             if not BULK and more:
-                wait(empty, turn & 1)
+                wait(bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(base, bar, group, coming, x, t)
 
     @card.device
@@ -350,12 +345,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
             cuda.syncwarp()
-            if t & 31 == 0:
-                empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, READERS - 1) == READERS - 1 and int32(step + STAGES) < int32(steps):
-                    fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if last_to_leave(bar, split(step, STAGES)[1], READERS, t) and int32(step + STAGES) < int32(steps):
+                fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
             if not BULK:
                 old = int32(step - LAG)
                 if old >= 0 and old + STAGES < steps:
@@ -875,7 +866,8 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
                                    acc[i + 3])
-            scale0, scale1 = scales(tops, sm, side, ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2), q, 5 + rg)
+            mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
+            scale0, scale1 = scales(tops, sm, side, mine, q, 5 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
