@@ -117,6 +117,24 @@ def begin_functions(cfg, nz, inputs, most=0):
     return row, column, begin, 0x4B400000 if FITS else 0
 
 
+def begin_tile_function(card, nz, begin, base, at_bias=0):
+    """Device function (acc, at, s0, s1, shift): 128 columns of accumulators before the product, with the noise of their
+    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further."""
+    four = load4(nz)
+
+    @card.device
+    def begin_tile(acc, at, s0, s1, shift):
+        for j in range(8):
+            n = four(at + j * 64)
+            if at_bias:
+                b = ptx.load_shared4(at + j * 64 + at_bias)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                c = b[k] if at_bias else int32(base)
+                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
+    return begin_tile
+
+
 def masked_vector(cfg, nz):
     """vector_function, with the noise masked by `mask`: job[2] as int32, -1 or, for validation, 0."""
     vector = vector_function(cfg, nz)
@@ -472,27 +490,17 @@ def _up_kernel(cfg, nz, card, KP):
     PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
-    noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
+    noise, scaled, factor, whole_factor, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
                                                      256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    begin_tile = begin_tile_function(card, nz, begin, 0, 4 * BIAS if BASE else 0)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
-        address."""
-        for j in range(8):
-            n, b = four(at + j * 64), ptx.load_shared4(at + j * 64 + 4 * BIAS)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                c = b[k] if BASE else int32(0)
-                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
 
     @card.device
     def unit_address(a, bias, at):
@@ -933,7 +941,7 @@ def head_kernel(cfg, nz, card, like=None):
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
     if PAIRED:
@@ -942,6 +950,7 @@ def head_kernel(cfg, nz, card, like=None):
         BASE = START if BASE or SILENT else 0
         LEAST, HIGHEST = BASE - 127 * D, BASE + 127 * D + D - 1
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
 
     if PAIRED:
@@ -961,15 +970,6 @@ def head_kernel(cfg, nz, card, like=None):
             return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
     else:
         quotient = pair_place = None
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: the noise of their columns, at a shared address."""
-        for j in range(8):
-            n = four(at + j * 64)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE), shift), begin(s1, n[k], int32(BASE), shift)
 
     @card.device
     def slot_of(c):
