@@ -335,8 +335,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def last_to_leave(bar, i, warps, t):
-        """This warp has done with stage i. Whether this thread is to fill it: one thread of the last of `warps` warps; none
-        beside cp.async, where all wait for that."""
+        """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
+        warps; none beside cp.async, where all wait for that."""
         if t & 31 == 0:
             if BULK:
                 return ptx.count_round(int32(bar + EMPTY + 8 * i), warps - 1) == warps - 1
