@@ -30,10 +30,11 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, MAGIC, PLAN, amax_scale, blocks, byte, clip, floor_constants, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
-from kernels.rules import build_noise, device, divide, loss_function, loudest
+from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, floor_constants,
+                           ntt_functions, pack4, pack_quad, quad_max, quad_sum, quad_sum64, vector_function,
+                           wgmma_descriptor, written_out)
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
+from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
 
@@ -918,6 +919,7 @@ def head_kernel(cfg, nz, card, like=None):
     LOGIT, ONES, SILENT, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent, cfg.MODEL == "gru"
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
+    TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
@@ -1027,6 +1029,12 @@ def head_kernel(cfg, nz, card, like=None):
         return int32(int32(top | int32(ONES)) + table)
 
     @device
+    def distance(top, z, table):
+        """TARGETS times the highest logit less the target's, of quotients."""
+        more = (TARGETS - 1) * (int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY) if TARGETS > 1 else 0
+        return int32(int32(top - z) // ENTRY + more)
+
+    @device
     def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table, count, length):
         if PAIRED and NATS:
             losses[2 * unit * length + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
@@ -1034,17 +1042,17 @@ def head_kernel(cfg, nz, card, like=None):
                 losses[(2 * unit + 1) * length + position] = (math.log(totals[1] + totals[3])
                                                               + float(int32(top1 - z1)) / SCALE)
         elif PAIRED:
-            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], int32(top0 - z0) // ENTRY, 0))
-            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], int32(top1 - z1) // ENTRY, 0))
+            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], distance(top0, z0, table), 0))
+            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], distance(top1, z1, table), 0))
         elif NATS:
             losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
             if position + 8 < T:
                 losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
         else:
             less = int32(table + int32(BASE))
-            loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            loss = position_loss(totals[0], int32(TARGETS * int32(int32(top0 - less) >> int32(LOGIT))), z0)
             if position + 8 < T:
-                loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
+                loss += position_loss(totals[1], int32(TARGETS * int32(int32(top1 - less) >> int32(LOGIT))), z1)
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
@@ -1062,7 +1070,7 @@ def head_kernel(cfg, nz, card, like=None):
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
             return windows[window * (SKIP + length + 1) + SKIP + min(position, length - 1) + 1]
-        return windows[unit * (T + 1) + min(position + 8 * half, T - 1) + 1]
+        return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -1188,6 +1196,69 @@ def head_kernel(cfg, nz, card, like=None):
     return head, 4 * (AT_PARTS + PARTS), shape
 
 
+def drawn_kernel(cfg, nz, card):
+    """Takes the logits of the drawn targets (SPEC 7) from losses int64 [pairs, 2], to which the head adds all else.
+    Launch 4 threads a position of both members, which have the same targets; blocks of 256. plan, windows, count: as of
+    `head_kernel`; at_columns: words of the embedding, or the head, packed as ROWS."""
+    H, T, DRAWN, PAIRED = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.TARGETS - 1, cfg.MODEL == "gru"
+    LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
+    LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
+    TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
+    noise, scaled, job_shift, quotient, D = nz.noise, nz.scaled, nz.shift, NORMS.quotient, parameters.divisor(cfg, H)
+    RECIPROCAL = float(np.float32(1) / np.float32(D))
+
+    @device
+    def multiply(total, w, low, high):
+        """total + the products of a chunk of 16 bytes, whose four words are 0, 4, 1, 5 or 2, 6, 3, 7 of eight."""
+        total = ptx.dp4a(int32(w[0] ^ int32(SIGNS)), low[0], total)
+        total = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), high[0], total)
+        total = ptx.dp4a(int32(w[2] ^ int32(SIGNS)), low[1], total)
+        return ptx.dp4a(int32(w[3] ^ int32(SIGNS)), high[1], total)
+
+    @device
+    def logit(dot, s, n, shift):
+        total = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
+        return quotient(total, int32(D), float32(RECIPROCAL)) if PAIRED else int32(total >> int32(LOGIT))
+
+    @cuda.jit(launch_bounds=256)
+    @card.written
+    def drawn(call, at_columns, plan, packed, overlay, windows, count, job, offset, x, sb, losses):
+        t = cuda.threadIdx.x
+        q, here = t & 3, cuda.blockIdx.x * 64 + (t >> 2)
+        place = int32(min(here, count * LENGTH - 1))         # all threads of a warp go on
+        unit = int32(uint32(place) // uint32(LENGTH))
+        position = int32(place - unit * LENGTH)
+        row = int64((place >> 3) * 16 + (place & 7) if PAIRED else place + unit * LENGTH)
+        tokens = cuda.local.array(DRAWN, int32)
+        even, odd = cuda.local.array(DRAWN, int32), cuda.local.array(DRAWN, int32)
+        for i in range(DRAWN):
+            tokens[i] = windows[int64(unit) * WIDTH + FIRST + min(position, T - 1) * DRAWN + i]
+            even[i], odd[i] = 0, 0
+        for piece in range((CHUNKS + 3) // 4):
+            chunk = piece * 4 + q
+            if CHUNKS % 4 == 0 or chunk < CHUNKS:
+                at = (row >> 3) * (2 * H) + (row & 7) * 4 + (chunk >> 1) * 64 + (chunk & 1) * 2
+                to_odd = at + TO_ODD * (H // 4)
+                a, b = ptx.load2(x, at), ptx.load2(x, at + 32)
+                c, d = ptx.load2(x, to_odd), ptx.load2(x, to_odd + 32)
+                for i in range(DRAWN):
+                    w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
+                    even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
+        at_overlay, shift = plan[call * PLAN + 2], job_shift(job)
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
+        s0, s1 = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)])
+        z0, z1 = int32(0), int32(0)
+        for i in range(DRAWN):
+            n = scaled(noise(stream, tokens[i]), overlay[at_overlay + tokens[i]], stream, tokens[i])
+            z0 = int32(z0 + logit(even[i], s0, n, shift))
+            z1 = int32(z1 + logit(odd[i], s1, n, shift))
+        if q == 0 and here < count * LENGTH and position < T:
+            cuda.atomic.add(losses, 2 * unit, int64(-UNIT * z0))
+            cuda.atomic.add(losses, 2 * unit + 1, int64(-UNIT * z1))
+
+    return drawn
+
+
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz, card, clean):
@@ -1195,7 +1266,7 @@ def _embed_kernel(cfg, nz, card, clean):
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector = vector_function(cfg, nz)
+    vector, WIDTH = vector_function(cfg, nz), T + 1 if clean else cfg.WINDOW
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
@@ -1218,8 +1289,8 @@ def _embed_kernel(cfg, nz, card, clean):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            at_window = (2 * unit if clean else unit) * (T + 1)
-            at_other = min(2 * unit + 1, count - 1) * (T + 1)
+            at_window = (2 * unit if clean else unit) * WIDTH
+            at_other = min(2 * unit + 1, count - 1) * WIDTH
             token = windows[at_window + min(position, T - 1)]
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
             at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
@@ -1615,6 +1686,7 @@ class Members(Pass):
         self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
         self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(head_kernel(cfg, nz, card))
+        self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
         of_step, self.kernels = self.kernels, shared
         self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
         self.clean_head = add(head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
@@ -1629,6 +1701,7 @@ class Members(Pass):
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
                 self.at_clean = packing.add(t, order, shape.columns(), self.clean_head.shape.KP)
+                self.at_columns = packing.add(t, ROWS, t.cols, t.rows) if self.drawn else None
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1672,6 +1745,8 @@ class Members(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
+        if self.drawn and not clean:
+            self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
              exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])
