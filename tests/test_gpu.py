@@ -202,6 +202,7 @@ def no_gpu(monkeypatch):
     empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
     for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card,
                             stream=lambda: stream, device_array=empty,
+                            device_array_like=lambda array: empty(array.shape, array.dtype),
                             to_device=lambda x, stream=None: np.array(x).view(HostArray),
                             pinned_array=np.zeros,
                             event=lambda timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
