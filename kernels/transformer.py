@@ -1063,8 +1063,8 @@ def head_kernel(cfg, nz, card, like=None):
     def target(windows, unit, position, half, count, length):
         """What follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
-            at = min(2 * unit + half, count - 1) * (length + 1) if NATS else unit * WIDTH + SKIP
-            return windows[at + min(position, length - 1) + 1]
+            window = min(2 * unit + half, count - 1) if NATS else unit
+            return windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
         return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
