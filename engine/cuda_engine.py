@@ -37,7 +37,7 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -269,17 +269,26 @@ A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, ty
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    return {
-        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
-        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    tokens, (cut_windows, draw_windows) = types.Array(token_type, 1, "C"), _windows_kernels(cfg)
+    made = {"digest": (_digest_kernel(), (W1, W1, S1, W1)), "cut_windows": (cut_windows, (tokens, I1, A1)),
+            "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1))}
+    if cfg.SOFT_TARGETS:
+        made["draw_windows"] = draw_windows, (tokens, I1, U1, U1, U1, tokens, A1)
+    return made
 
 
-def _windows_kernel(cfg):
+def _windows_kernels(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start = device(rules.window_start)
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
+    all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
+
+    @device
+    def place_of(place, row, k, size):
+        """Where in the data, of so many tokens, the k-th of a window is."""
+        stride = int64(0) if same else size // groups
+        start = window_start(place[0], place[1] + row, per_group, stride, size - T)
+        return (start + k - before) % size
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
@@ -287,11 +296,23 @@ def _windows_kernel(cfg):
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
-            stride = int64(0) if same else tokens.size // groups
-            start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
-            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+            windows[i] = int32(tokens[place_of(place, row, i - row * width, tokens.size)])
 
-    return cut_windows
+    def draw_windows(tokens, place, job, first, size, followers, windows):
+        """The same with the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
+        followers: soft_targets.Followers."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // all_of_it
+            k = i - row * all_of_it
+            if k < width:
+                windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
+            else:
+                at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
+                random = hash32(uint32(job[0] + uint32(place[1] + row)), uint32(rules.TARGET_STREAM + k - width))
+                windows[i] = int32(followers[first[at] + random % size[at]])
+
+    return cut_windows, draw_windows
 
 
 def _choose_kernel(cfg):
@@ -430,6 +451,28 @@ def _driver(result):
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
+def data_on_device(cfg, tokens, name):
+    """(tokens, [room for their soft_targets.Followers]) on the device; (None, []) where they do not fit easily."""
+    if tokens is None:
+        return None, []
+    kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
+    need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
+    if need <= cuda.current_context().get_memory_info().free // 4:
+        return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
+    if kinds:
+        tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
+             "than the GPU has to spare: the processor cuts the windows, which takes longer\n")
+    return None, []
+
+
+def send_followers(known, tokens, arrays, stream):
+    """Copies Followers to the device; without context (None) every token follows itself alone."""
+    n = tokens.size
+    themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(tokens)
+    for array, values in zip(arrays, known or themselves):
+        array.copy_to_device(values, stream)
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -486,10 +529,10 @@ class CudaEngine:
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        self._tokens = None
-        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
-            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+        self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
+        self._tables, self._known = soft_targets.Tables(cfg, self.tokens), () if cfg.SOFT_TARGETS else None
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
+        self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
@@ -503,7 +546,7 @@ class CudaEngine:
         self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
                                                digest[blocks, BLOCK, stream](*words, overlay, sums)])
         self._rate = None                                    # the learning rate that is on the device
-        self._evaluations = {}                               # launches of so many pairs
+        self._evaluations = {}                               # of so many pairs
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -558,17 +601,21 @@ class CudaEngine:
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        pairs, width = count // 2, self.cfg.WINDOW
         if not self._evaluations:
             self._reserve_evaluation(width)
-        windows, losses = self._windows[:pairs * width], self._losses[:count]
         if pairs not in self._evaluations:
-            self._evaluations[pairs] = self._evaluation(pairs, width, windows, losses)
+            self._evaluations[pairs] = self._evaluation(pairs, width)
+        windows, losses, run = self._evaluations[pairs]
         self._set_job(first)
+        known = self._tables.of(self.step)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            cut = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2, pairs)
             windows.copy_to_device(cut.ravel(), self.stream)
-        self._evaluations[pairs]()
+        elif known is not self._known:
+            send_followers(known, self.tokens, self._followers, self.stream)
+            self._known = known
+        run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
 
@@ -580,10 +627,11 @@ class CudaEngine:
         job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
-    def _cutting(self, windows):
-        """A launch that fills int32 `windows`, flat, with those of the pairs of the job."""
-        tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
-        return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+    def _cutting(self, windows, drawn=False):
+        """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
+        given = self._tokens, self._place, *((self._job, *self._followers) if drawn else ())
+        kernel, stream = self._kernels["draw_windows" if drawn else "cut_windows"], self.stream
+        return lambda: kernel[-(-windows.size // BLOCK), BLOCK, stream](*given, windows)
 
     def _reserve_evaluation(self, width):
         """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
@@ -594,11 +642,12 @@ class CudaEngine:
             raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
         self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
 
-    def _evaluation(self, pairs, width, windows, losses):
-        """The launches of an evaluation of so many pairs."""
+    def _evaluation(self, pairs, width):
+        """(windows, losses, launches) of an evaluation of so many pairs."""
         forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        cut = self._cutting(windows) if self._tokens is not None else None
+        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
+        cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
 
         def enqueue():
             if cut:
@@ -607,7 +656,7 @@ class CudaEngine:
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return Replay(stream, enqueue)
+        return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
@@ -650,8 +699,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
-        fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        self._fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
