@@ -431,10 +431,9 @@ class CudaEngine:
         self._given = cuda.device_array(32, np.uint8)        # see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        # losses of two evaluations, the second begun before the first is here; digest; number of changed weights
+        # losses of two evaluations that are begun, digest, number of changed weights
         self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
-        self._expected = None                                # (first, count)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
@@ -460,15 +459,17 @@ class CudaEngine:
 
     def load(self, state):
         """Takes over a State (copied)."""
-        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.step, self.seed = state.step, state.seed
+        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.stream.synchronize()
 
     def _set_state(self, arrays):
         for array, values in zip(self._state, arrays):
             array.copy_to_device(values, self.stream)
         self._forward.pack(self.stream, self._weights, self._packed)
-        self._begun, self._update_begun, self._digested = None, None, False
+        # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
+        # after that update
+        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
 
     def state(self):
         """A copy of the State."""
@@ -492,25 +493,23 @@ class CudaEngine:
         self._digest.fetch(self._sums, self.stream)
         self._digested = True
 
-    def expect(self, first, count):
-        """The next `evaluate` but one, or the one after the next `update`, will probably be of these members: it is
-        enqueued before that call waits for its results, so that the GPU is not idle."""
-        self._expected = first, count
-
-    def _begin_expected(self):
-        self._begun, self._expected = self._expected and (*self._expected, self._enqueue(*self._expected)), None
+    def begin(self, first, count):
+        """Begins with an evaluation of this step or, after `begin_update`, of the next one, so that the GPU is not idle
+        until it is asked for. Two may be begun."""
+        if (key := (self._at, first, count)) not in self._begun:
+            if len(self._begun) > 1:
+                del self._begun[next(iter(self._begun))]
+            self._begun[key] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        self._ready("step")
         self._take_back()
-        begun = self._begun and self._begun[:2] == (first, count)
-        losses = self._begun[2] if begun else self._enqueue(first, count)
-        self._begin_expected()
-        return losses.wait().copy()
+        self.begin(first, count)
+        return self._begun.pop((self._at, first, count)).wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
+        self._ready("step")
         pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
         if not self._evaluations:
             self._reserve_evaluation(width)
@@ -519,18 +518,17 @@ class CudaEngine:
         windows, losses, run = self._evaluations[pairs]
         self._set_job(first)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            cut = rules.windows(self.cfg, self.tokens, self._at[0], first // 2, pairs)
             windows.copy_to_device(cut.ravel(), self.stream)
         run()
-        self._fetched.reverse()
-        return self._fetched[0].fetch(losses, self.stream)
+        return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
 
     def _set_job(self, first=0):
         """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
         mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
-        cfg, pair = self.cfg, first // 2
-        start = self.step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
+        cfg, pair, (step, seed) = self.cfg, first // 2, self._at
+        start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
+        job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
     def _cutting(self, windows):
@@ -565,42 +563,40 @@ class CudaEngine:
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
-        if self._update_begun is None or not np.array_equal(self._update_begun[0], fitness):
+        if not self._is_begun(fitness):
             self._take_back()
             self._enqueue_update(fitness)
-        (_, (self.step, self.seed)), self._update_begun = self._update_begun, None
+        (self.step, self.seed), self._fitness = self._at, None
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
-        """Begins with the update that will probably follow, as `expect` does with an evaluation. Any other call than
-        `update` with this fitness takes it back. Does nothing where there is no memory for a copy of the state."""
+        """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
+        step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._copies is None:
             fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
-        if self._copies:
+        if self._copies and not self._is_begun(fitness):
             self._take_back()
             for copy, array in zip(self._copies, self._state):
                 copy.copy_to_device(array, self.stream)
             self._enqueue_update(fitness)
+        return bool(self._copies)
+
+    def _is_begun(self, fitness):
+        return self._fitness is not None and np.array_equal(self._fitness, fitness)
 
     def _take_back(self):
-        """Returns to the state before an update that is only begun."""
-        if self._update_begun:
+        if self._fitness is not None:
             self._set_state(self._copies)
 
     def _enqueue_update(self, fitness):
-        """Begins an update, then the digest if somebody has asked for one before, then the expected evaluation."""
         self._ready("step")
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        before = self.step, self.seed
-        self.step, self.seed = self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
-        if "digest" not in self._waiting:
+        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
-        self._begin_expected()
-        self._update_begun = fitness, (self.step, self.seed)
-        self.step, self.seed = before
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
