@@ -510,15 +510,12 @@ class CudaEngine:
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
         self._ready("step")
-        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
-        if not self._evaluations:
-            self._reserve_evaluation(width)
-        if pairs not in self._evaluations:
-            self._evaluations[pairs] = self._evaluation(pairs, width)
-        windows, losses, run = self._evaluations[pairs]
+        if count not in self._evaluations:
+            self._evaluations[count] = self._evaluation(count // 2)
+        windows, losses, run = self._evaluations[count]
         self._set_job(first)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self._at[0], first // 2, pairs)
+            cut = rules.windows(self.cfg, self.tokens, self._at[0], first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
         run()
         return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
@@ -536,20 +533,20 @@ class CudaEngine:
         tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
         return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
 
-    def _reserve_evaluation(self, width):
-        """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
-        pairs, scratch_bytes = self.cfg.CHUNK_SIZE // 2, self._forward.scratch_bytes
-        self._windows, self._losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
-        self._slice = largest(scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
-        if not self._slice:
-            raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-        self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
-
-    def _evaluation(self, pairs, width):
-        """(windows, losses, launches) of an evaluation of so many pairs."""
-        forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
+    def _evaluation(self, pairs):
+        """(windows, losses, launches) of an evaluation of `pairs` pairs. The first one reserves device memory for a
+        chunk, in slices whose scratch takes at most half of what is free."""
+        forward, stream, job, chunk = self._forward, self.stream, self._job, self.cfg.CHUNK_SIZE // 2
+        width = self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        if not self._evaluations:
+            most = largest(forward.scratch_bytes, chunk, cuda.current_context().get_memory_info().free // 2)
+            if not most:
+                raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
+            self._buffers = (most, cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8),
+                             cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
+        most, scratch, windows, losses = self._buffers
+        windows, losses = windows[:pairs * width], losses[:2 * pairs]
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
         cut = self._cutting(windows) if self._tokens is not None else None
 
         def enqueue():
