@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 import egg_config
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest, transforms
+from model import (integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, transforms)
 from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
@@ -75,7 +75,8 @@ class CpuEngine:
             gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=0,
             vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
             up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
-            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"), log_unit=integer_tables.log_unit(cfg),
+            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
+            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS,
             ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
             gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
             divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)
@@ -87,7 +88,7 @@ class CpuEngine:
             self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
                                              t.overlay_b, t.rows, t.cols)
             packed, corrections = packed + t.rows * padded, corrections + padded
-        self._sizes = packed, corrections
+        self._sizes, self._followers = (packed, corrections), soft_targets.Tables(cfg, tokens)
         self.load(parameters.initial_state(cfg))
 
     def load(self, state):
@@ -137,12 +138,12 @@ class CpuEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
         losses = np.zeros((count // 2, 2), np.int64)
-        shift = self.cfg.noise_shift(self.step)
+        shift, known = self.cfg.noise_shift(self.step), self._followers.of(self.step)
 
         def work(a, b):
-            self._model.evaluate(self._w, windows[a:b], self.seed, shift, first // 2 + a, losses[a:b])
+            windows = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2 + a, b - a)
+            self._model.evaluate(self._w, windows, self.seed, shift, first // 2 + a, losses[a:b])
 
         self._spread(count // 2, work, together=self._model.together)
         return losses.ravel()
@@ -159,7 +160,7 @@ class CpuEngine:
             row = self._table[t.param, t.layer]
             if t.matrix:
                 votes = self._matrix_votes(t, row, seeds, signs)
-                if t.by_token and cfg.SEEN_VOTES > 1:
+                if t.seen and cfg.SEEN_VOTES > 1:
                     self._spread(t.rows, functools.partial(seen_votes, self._constants, row, seeds, signs, windows,
                                                            cfg.SEEN_VOTES - 1, votes), t.rows * windows.size)
             else:

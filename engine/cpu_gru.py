@@ -196,7 +196,8 @@ def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_gro
     and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group of
     per_group (pair i of the step is in group i // per_group). Else it is read by the unperturbed model. state int8 [L,
     members * n padded to ROWS, H] goes on."""
-    n, T, H, members = windows.shape[0], windows.shape[1] - 1 - before, c.H, 2 if noisy else 1
+    n, H, members = windows.shape[0], c.H, 2 if noisy else 1
+    T = (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
     tokens, z = empty((n, T + 1), i32), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     if before:
         first = first_pair // per_group

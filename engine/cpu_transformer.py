@@ -328,9 +328,9 @@ def logits(c, w, noisy, side_a, side_b, T, first, x, count, z):
 def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats):
     """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
     [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
-    members of pair seed S + i, else by the unperturbed model. keys, values int8 [1 or L, members * (start + T), H]: the
-    caches, see `hidden`."""
-    T, members = windows.shape[1] - 1 - start, 2 if noisy else 1
+    members of pair seed S + i, else by the unperturbed model; drawn targets follow it. keys, values int8 [1 or L,
+    members * (start + T), H]: the caches, see `hidden`."""
+    T, members = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1), 2 if noisy else 1
     x, z = empty((members * T, c.H), np.uint8), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     for i in range(windows.shape[0]):
         tokens, seed = windows[i], u32(S + i)
@@ -352,7 +352,7 @@ class Transformer:
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
     def evaluate(self, w, windows, seed, shift, first_pair, losses):
-        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.rules.windows;
+        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.soft_targets;
         seed, shift: of the step and its noise."""
         self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
                   shift=shift, losses=losses)

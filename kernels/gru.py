@@ -890,7 +890,7 @@ class Forward(products.Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
-        before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+        before, width = cfg.STATE_TOKENS, cfg.WINDOW
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
         end = token_bytes + state_bytes
         tokens, states, work = scratch[:token_bytes], scratch[token_bytes:end], scratch[end:]

@@ -426,7 +426,7 @@ def _head_kernel(cfg, nz, cc, size):
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     AT_LN, PAD, MASKED = 128 * VB, 32 * VB - V, 0x01010101
-    job_shift, AT_Z = nz.shift, AT_LN + 16 * H + input_bytes(cfg, H, 4)
+    job_shift, AT_Z, TARGETS = nz.shift, AT_LN + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
@@ -467,6 +467,13 @@ def _head_kernel(cfg, nz, cc, size):
         for e in range(4):
             total = int32(total + weight(d, e, exps))
         return total
+
+    @device
+    def shown(bytes_, mine, lane, member, token):
+        """A token's logit, + 128: its byte is in the word of lane 4 g + (token / 4) % 4."""
+        at = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
+              + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
+        return int32(int32(bytes_[at + member * 4 + (token & 3)]) & int32(255))
 
     @cuda.jit(launch_bounds=THREADS)
     def head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x,
@@ -532,10 +539,10 @@ def _head_kernel(cfg, nz, cc, size):
                     if PAD:
                         padding = ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))
                         total = int32(total - int32(int32(PAD) * padding))
-                    # the target's byte is in the word of lane 4 g + (token / 4) % 4
-                    at_target = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
-                                 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
-                    distance = int32(top - int32(int32(bytes_[at_target + member * 4 + (token & 3)]) & int32(255)))
+                    distance = int32(TARGETS * top - shown(bytes_, mine, lane, member, token))
+                    for k in range(TARGETS - 1):
+                        drawn = tokens[int64(unit) * width + skip + T + 1 + (TARGETS - 1) * position + k]
+                        distance = int32(distance - shown(bytes_, mine, lane, member, drawn))
                     some = first + g < T
                 if (first >> 3) & 1 or first + 8 >= T:
                     if some:

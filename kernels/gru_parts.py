@@ -18,9 +18,9 @@ from numba import cuda, float32, int8, int32, int64, uint32
 from kernels import ptx
 from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, TILE, blocks, byte, clip, floor_constants, quad_sum,
                            vector_function)
-from kernels.products import PLAIN, QUADS, Pass, ranges
+from kernels.products import PLAIN, QUADS, ROWS, Pass, ranges
 from kernels.rules import device, loudest
-from kernels.transformer import TALLEST, THREADS, Shape, head_kernel
+from kernels.transformer import TALLEST, THREADS, Shape, drawn_kernel, head_kernel
 from model import parameters
 
 
@@ -464,7 +464,11 @@ class RecurrentPass(Pass):
         like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
         self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, rows))
         self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
-        self.at_head = packing.add(tensor(cfg, "head"), PLAIN, self.head.shape.columns(), self.head.shape.KP)
+        t = tensor(cfg, "head")
+        self.at_head = packing.add(t, PLAIN, self.head.shape.columns(), self.head.shape.KP)
+        self.drawn = None
+        if cfg.TARGETS > 1 and not clean:
+            self.drawn, self.at_columns = self.add(drawn_kernel(cfg, nz, card)), packing.add(t, ROWS, t.cols, t.rows)
 
     def score(self, plan, given, units):
         """Enqueues them. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
@@ -472,6 +476,9 @@ class RecurrentPass(Pass):
         rows = blocks(units * n, 8) * 16
         self.norm_f((units, blocks(n, 64)), 256, given, call=plan.norm_f, first=0, stride=rows, out=normed,
                     sb=given["candidates"])
+        if self.drawn:
+            self.drawn(blocks(units * n, 64), 256, given, call=plan.head, windows=given["tokens"], x=normed,
+                       sb=given["candidates"], at_columns=self.at_columns)
         self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
                   windows=given["tokens"], x=normed, sb=given["candidates"], length=n)
 
