@@ -209,11 +209,11 @@ def quick_numba():
                 for label, block in blocks.items()}
 
     def find_singly_assigned_variable(self):
-        used = analysis.compute_use_defs(self.blocks).usemap.values()
-        used = set().union(*used, lowering.must_use_alloca(self.blocks))
+        elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
         assigned = collections.Counter(statement.target.name for block in self.blocks.values()
                                        for statement in block.body if isinstance(statement, ir.assign_types))
-        self._singly_assigned_vars = {name for name, count in assigned.items() if count == 1} - used
+        once = {name for name, count in assigned.items() if count == 1}
+        self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
     live = numba_analysis.compute_live_map
@@ -451,6 +451,28 @@ def _driver(result):
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
+def data_on_device(cfg, tokens, name):
+    """(tokens, [room for their soft_targets.Followers]) on the device; (None, []) where they do not fit easily."""
+    if tokens is None:
+        return None, []
+    kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
+    need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
+    if need <= cuda.current_context().get_memory_info().free // 4:
+        return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
+    if kinds:
+        tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
+             "than the GPU has to spare: the processor cuts the windows, which takes longer\n")
+    return None, []
+
+
+def send_followers(known, tokens, arrays, stream):
+    """Copies Followers to the device; without context (None) every token follows itself alone."""
+    n = tokens.size
+    themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(tokens)
+    for array, values in zip(arrays, known or themselves):
+        array.copy_to_device(values, stream)
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -506,7 +528,8 @@ class CudaEngine:
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        self._upload_tokens()
+        self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
+        self._tables, self._known = soft_targets.Tables(cfg, self.tokens), () if cfg.SOFT_TARGETS else None
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
         self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
@@ -523,32 +546,6 @@ class CudaEngine:
                                                digest[blocks, BLOCK, stream](*words, overlay, sums)])
         self._rate = None                                    # the learning rate that is on the device
         self._evaluations = {}                               # of so many pairs
-
-    def _upload_tokens(self):
-        """Copies the data to the device, with room for its soft_targets.Followers, if they fit easily."""
-        self._tokens, self._followers, self._known = None, (), ()
-        if self.tokens is None:
-            return
-        n, kind, soft = self.tokens.size, self.tokens.dtype, self.cfg.SOFT_TARGETS
-        self._tables = soft_targets.Tables(self.cfg, self.tokens)
-        need = n * (2 * kind.itemsize + 8 if soft else kind.itemsize)
-        if need <= cuda.current_context().get_memory_info().free // 4:
-            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
-            if soft:
-                self._followers = [cuda.device_array(n, type_) for type_ in (np.uint32, np.uint32, kind)]
-        elif soft:
-            tell(f"egg: {self.name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, "
-                 "more than the GPU has to spare: the processor cuts the windows, which takes longer\n")
-
-    def _set_followers(self):
-        """Sends those of the step's context to the device, if others are there. Without context every token follows
-        itself alone."""
-        known, n = self._tables.of(self._at[0]), self.tokens.size
-        if known is not self._known:
-            themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
-            for there, here in zip(self._followers, known or themselves):
-                there.copy_to_device(here, self.stream)
-            self._known = known
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -607,12 +604,13 @@ class CudaEngine:
             self._evaluations[count] = self._evaluation(count // 2)
         windows, losses, run = self._evaluations[count]
         self._set_job(first)
+        (step, seed), known = self._at, self._tables.of(self._at[0])
         if self._tokens is None:
-            step, seed = self._at
-            cut = soft_targets.windows(self.cfg, self.tokens, self._tables.of(step), step, seed, first // 2, count // 2)
+            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
-        elif self._followers:
-            self._set_followers()
+        elif known is not self._known:
+            send_followers(known, self.tokens, self._followers, self.stream)
+            self._known = known
         run()
         return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
 

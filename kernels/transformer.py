@@ -30,8 +30,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, floor_constants,
-                           ntt_functions, pack4, pack_quad, quad_max, quad_sum, quad_sum64, vector_function,
+from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, quad_sum64, quotient_function, vector_function,
                            wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
 from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
@@ -116,6 +116,24 @@ def begin_functions(cfg, nz, inputs, most=0):
         return int32(c + ptx.shift_right(int32(s * n), shift))
 
     return row, column, begin, 0x4B400000 if FITS else 0
+
+
+def begin_tile_function(card, nz, begin, base, at_bias=0):
+    """Device function (acc, at, s0, s1, shift): 128 columns of accumulators before the product, with the noise of their
+    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further."""
+    four = load4(nz)
+
+    @card.device
+    def begin_tile(acc, at, s0, s1, shift):
+        for j in range(8):
+            n = four(at + j * 64)
+            if at_bias:
+                b = ptx.load_shared4(at + j * 64 + at_bias)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                c = b[k] if at_bias else int32(base)
+                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
+    return begin_tile
 
 
 def masked_vector(cfg, nz):
@@ -236,24 +254,16 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     PER = ALL_COLUMNS // COLUMNS
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
-    EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
+    EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
-    assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
+    assert 2 * (STAGES + RG) <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
     @device
     def split(i, n):
         """i // n and i % n of an int32 that is not negative, n a constant."""
         return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
-
-    @card.device
-    def fetch_columns(to, w, at, full, t):
-        if BULK:
-            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
-        else:
-            for i in range(t, COLUMNS * KP // 16, THREADS):
-                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
 
     @card.device
     def fetch_piece(to, x, tile, piece, full, t):
@@ -271,7 +281,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def fetch_rows(base, bar, group, tile, x, t):
-        full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+        full, to, at = bar + 8 * (STAGES + group), base + group * (64 * K), int64(tile * RG + group) * (16 * K)
         if BULK:
             ptx.barrier_expect(full, 64 * K)
             ptx.copy_bulk(to, x, at, 64 * K, full)
@@ -294,25 +304,23 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         if matrices > 1:
             matrix, ahead = split(ahead, PER)
             at = at + matrix * (ALL_COLUMNS * K // 4)
-        fetch_columns(to + A_PART, w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
-        if not BULK:
+        to, at = to + A_PART, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4)
+        if BULK:
+            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+        else:
+            for i in range(t, COLUMNS * KP // 16, THREADS):
+                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
             ptx.copy_arrive(full)
 
     @card.device
     def init(bar, t):
         if t == 0:
-            for i in range(STAGES):
-                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
+            for i in range(STAGES + RG):
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
                 if BULK:
                     ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
                 else:
-                    ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
-            for i in range(RG):
-                ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
-                if BULK:
-                    ptx.store_shared(int32(bar + ROWS_EMPTY + 8 * i), 0)
-                else:
-                    ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+                    ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
             if BULK:
                 ptx.barrier_fence()
 
@@ -324,21 +332,26 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     @card.device
     def wait_rows(bar, turn, t):
         if not STREAM:
-            wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
+            wait(bar + 8 * (STAGES + t // ROW_THREADS), turn & 1)
+
+    @card.device
+    def last_to_leave(bar, i, warps, t):
+        """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
+        warps; none beside cp.async, where all wait for that."""
+        if t & 31 == 0:
+            if BULK:
+                return ptx.count_round(int32(bar + EMPTY + 8 * i), warps - 1) == warps - 1
+            ptx.barrier_arrive(bar + EMPTY + 8 * i)
+        return False
 
     @card.device
     def leave_rows(base, bar, more, turn, coming, x, t):
-        """This warp has done with the rows of a tile; their place is for those of the `coming` one, if there is one."""
         if not STREAM:
             group = t // ROW_THREADS
-            empty = int32(bar + ROWS_EMPTY + 8 * group)
-            if t & 31 == 0:
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, ROW_THREADS // 32 - 1) == ROW_THREADS // 32 - 1 and more:
-                    fetch_rows(base, bar, group, coming, x, t)
+            if last_to_leave(bar, STAGES + group, ROW_THREADS // 32, t) and more:
+                fetch_rows(base, bar, group, coming, x, t)
             if not BULK and more:
-                wait(empty, turn & 1)
+                wait(bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(base, bar, group, coming, x, t)
 
     @card.device
@@ -351,12 +364,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
             cuda.syncwarp()
-            if t & 31 == 0:
-                empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, READERS - 1) == READERS - 1 and int32(step + STAGES) < int32(steps):
-                    fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if last_to_leave(bar, split(step, STAGES)[1], READERS, t) and int32(step + STAGES) < int32(steps):
+                fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
             if not BULK:
                 old = int32(step - LAG)
                 if old >= 0 and old + STAGES < steps:
@@ -482,27 +491,17 @@ def _up_kernel(cfg, nz, card, KP):
     PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
-    noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
+    noise, scaled, factor, whole_factor, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
                                                      256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    begin_tile = begin_tile_function(card, nz, begin, 0, 4 * BIAS if BASE else 0)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
-        address."""
-        for j in range(8):
-            n, b = four(at + j * 64), ptx.load_shared4(at + j * 64 + 4 * BIAS)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                c = b[k] if BASE else int32(0)
-                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
 
     @card.device
     def unit_address(a, bias, at):
@@ -876,7 +875,8 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
                                    acc[i + 3])
-            scale0, scale1 = scales(tops, sm, side, ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2), q, 5 + rg)
+            mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
+            scale0, scale1 = scales(tops, sm, side, mine, q, 5 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
@@ -943,43 +943,22 @@ def head_kernel(cfg, nz, card, like=None):
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE = 0 if SILENT else BASE
-    if PAIRED:
-        D = parameters.divisor(cfg, H)
-        START, A, C = floor_constants(D, MAGIC)
-        BASE = START if BASE or SILENT else 0
-        LEAST, HIGHEST = BASE - 127 * D, BASE + 127 * D + D - 1
+    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or SILENT) if PAIRED
+                      else (0 if SILENT else BASE, None))
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
 
-    if PAIRED:
-        @device
-        def quotient(a):
-            """BITS + the logit of an accumulator."""
-            a = int32(min(max(int32(a), int32(LEAST)), int32(HIGHEST)) + int32(START - BASE))
-            return ptx.float_bits(ptx.fma_down(ptx.bits_float(a), float32(A), float32(C)))
-
-        @device
-        def pair_place(tile, t, length):
-            """As `place`, of pairs instead of members."""
-            first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
-            g = int32((t & 31) >> 2)
-            unit = int32(uint32(first) // uint32(length))
-            mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
-            return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
-    else:
-        quotient = pair_place = None
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: the noise of their columns, at a shared address."""
-        for j in range(8):
-            n = four(at + j * 64)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE), shift), begin(s1, n[k], int32(BASE), shift)
+    @device
+    def pair_place(tile, t, length):
+        """As `place`, of pairs instead of members."""
+        first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
+        g = int32((t & 31) >> 2)
+        unit = int32(uint32(first) // uint32(length))
+        mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
+        return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
 
     @card.device
     def slot_of(c):
@@ -1077,7 +1056,7 @@ def head_kernel(cfg, nz, card, like=None):
         """What follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
-            return windows[window * (SKIP + length + 1) + SKIP + min(position, length - 1) + 1]
+            return windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
         return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)

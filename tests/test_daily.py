@@ -209,8 +209,9 @@ def warmed(preset, defines, verbs):
 
 
 @pytest.mark.parametrize("preset, defines", [
-    ("laptop", []), ("laptop", ["NTT_MODE=1", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
-    ("best", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"]), ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+    ("laptop", []), ("laptop", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
+    ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
+    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
     assert warmed(preset, defines, STEP + REPORT)[1] == []
 
@@ -394,7 +395,7 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
     assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
-        args = egg.parser().parse_args(["train", *prepare.training_on(directory, size, plain, gpu)])
+        args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
         egg_config.load(args.preset, args.defines, environ={})
 
 

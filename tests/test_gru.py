@@ -479,6 +479,7 @@ EXTREMES = (
     # noise of three sizes, on every path
     dict(FAST, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 3), (2, 4))),
     *(dict(shape, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 0), (2, 6))) for shape in (SMALL, STREAMED, WIDE)),
+    *(dict(shape, SOFT_TARGETS=((0, 2), (1, 0), (2, 1))) for shape in (FAST, FAST_STREAMED, SMALL, STREAMED, WIDE)),
 )
 
 
@@ -514,9 +515,9 @@ def test_debugging_is_the_transformers():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("constants, seed", [pytest.param(constants, i, id=f"random{i}")
-                                             for i, constants in enumerate(random_configurations(22))])
+                                             for i, constants in enumerate(random_configurations(27))])
 def test_random_configurations_against_the_cpu_engine(compared):
-    """22 configurations: losses, three updates, validation, generation."""
+    """27 configurations: losses, three updates, validation, generation."""
     assert compared == ""
 
 
