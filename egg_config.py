@@ -135,8 +135,8 @@ TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 
 PRESETS = {
     # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as
     # the transformer of that size and reads more of them a second. The overlay is off: it would end the noise of norms
-    # within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so
-    # few members SEEN_VOTES, small initial weights and little momentum help as well.
+    # and biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are
+    # needed. With so few members SEEN_VOTES, small initial weights and little momentum help as well.
     "laptop": dict(
         MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
         POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
