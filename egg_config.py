@@ -165,7 +165,7 @@ PRESETS = {
         SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
         LR_SCHEDULE=((0, 1.0), (60, 0.7), (150, 0.5), (300, 0.35), (600, 0.25), (1500, 0.15), (4000, 0.08),
                      (8000, 0.04)), ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0,
-        VALIDATE_WINDOW=448, SAMPLE_EVERY=100),
+        VALIDATE_WINDOW=448, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
 }
 # The best found for bytes: nano-egg's model with one layer learns as much from a token and sees five times as many.
 PRESETS["best-bytes"] = {

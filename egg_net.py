@@ -218,13 +218,13 @@ class Worker:
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
-        data, total = bytearray(), 1
+        data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
         while len(data) < total:
             link.send(link.frame(wire.SNAPSHOT_REQUEST, wire.BLOCK_REQUEST.pack(step, len(data))))
             payload = link.next(wire.SNAPSHOT_DATA)
             its_step, total, offset = wire.BLOCK_HEAD.unpack_from(payload)
-            if ((its_step, offset) != (step, len(data)) or total > snapshots.most_bytes(self.cfg)
-                    or len(payload) == wire.BLOCK_HEAD.size and total):
+            empty = len(payload) == wire.BLOCK_HEAD.size
+            if (its_step, offset) != (step, len(data)) or total > most or empty and total:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
             data += payload[wire.BLOCK_HEAD.size:]
         try:

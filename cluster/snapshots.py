@@ -157,7 +157,8 @@ class Upload:
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
         self.remembered, self._raw, self._data, self._overlay = remember, bytearray(), b"", b""
-        self._cfg, self._size, self._got, self._unpacked = cfg, sum(sizes(cfg)), 0, 0        # _got: bytes of the body
+        self._cfg, self._sizes, self._most = cfg, sizes(cfg), most_bytes(cfg)
+        self._size, self._got, self._unpacked = sum(self._sizes), 0, 0       # _got: bytes of the body
         self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
         self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
         if not remember:
@@ -168,8 +169,7 @@ class Upload:
         """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
         if self.total is None:
             self.total = total
-        most = most_bytes(self._cfg)
-        if total != self.total or offset != self._got or not data or offset + len(data) > total or total > most:
+        if total != self.total or offset != self._got or not data or not offset + len(data) <= total <= self._most:
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self._got} of "
                              f"{self.total}")
         if self._file:
@@ -187,7 +187,7 @@ class Upload:
         if left >= 0:
             for digest in self._digests:
                 digest.update(raw)
-            self._overlay += raw[max(sum(sizes(self._cfg)[:2]) - self._unpacked, 0):]
+            self._overlay += raw[max(sum(self._sizes[:2]) - self._unpacked, 0):]
             if self.remembered:
                 self._raw += raw
         self._unpacked += len(raw)

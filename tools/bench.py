@@ -210,13 +210,13 @@ def bench_steps(cfg, tokens, device, threads):
 # --- what both use ----------------------------------------------------------------------------------------------------
 
 def _whole_step(cfg, tokens, device, threads, seconds):
-    """(seconds of a step, None without two; what was found) in a training of 3 times `seconds`, after the first third
-    of its steps, in which the slices of a worker are small."""
+    """(seconds of a step, None without two; what was found) in a training of 3 times `seconds`, without validations,
+    samples and snapshots, after the first third of its steps, in which the slices of a worker are small."""
     with tempfile.TemporaryDirectory() as directory:
         data, log = pathlib.Path(directory) / "tokens.bin", pathlib.Path(directory) / "log.jsonl"
         kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
         (np.asarray(tokens, np.uint32) % cfg.VOCAB_SIZE).astype(kind).tofile(data)
-        quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+        quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, SNAPSHOT_EVERY=0,
                      DEVICE=device.partition(":")[0])
         train.train(egg_config.make(**{**cfg.constants(), **quiet}), minutes=seconds / 20, save_dir=directory,
                     threads=threads, console=egg_net.Console(quiet=True), log_json=str(log))
