@@ -166,6 +166,43 @@ def _new_array(cleared):
 empty, zeros = _new_array(False), _new_array(True)
 
 
+def _on_stack(context, builder, kind, shapes):
+    """An array of type `kind` in the stack frame of the function that is being compiled; shapes: int64 values."""
+    array, strides = arrayobj.make_array(kind)(context, builder), [I64(kind.dtype.bitwidth // 8)]
+    for size in reversed(shapes):
+        strides.insert(0, builder.mul(strides[0], size))
+    memory = builder.alloca(I8, strides[0])
+    memory.align = 64
+    arrayobj.populate_array(array, builder.bitcast(memory, array.data.type), shapes, strides[1:], strides[-1], None)
+    return array._getvalue()
+
+
+@intrinsic
+def local(ctx, shape, dtype):
+    """np.empty that ends with the calling function, without malloc and references: for what is small, outside of
+    loops. It must not be returned."""
+    def codegen(context, builder, sig, args):
+        shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+        return _on_stack(context, builder, sig.return_type, shapes)
+    return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+
+
+def locals_of(record, *arrays):
+    """An intrinsic (sizes...) that makes a NamedTuple `record` of `local` arrays. arrays: for each of them its type of
+    element and the indices of its sizes among the arguments."""
+    kinds = [types.Array(dtype, len(sizes), "C") for dtype, sizes in arrays]
+
+    @intrinsic
+    def new(ctx, a, b, c, d):
+        def codegen(context, builder, sig, args):
+            made = [_on_stack(context, builder, kind, [args[i] for i in sizes])
+                    for kind, (_, sizes) in zip(kinds, arrays)]
+            return context.make_tuple(builder, sig.return_type, made)
+        i = types.int64
+        return types.NamedTuple(kinds, record)(i, i, i, i), codegen
+    return new
+
+
 def _accumulate(builder, count, begin, left, right, step, out, stride):
     """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
     begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
