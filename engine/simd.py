@@ -84,6 +84,11 @@ def _at(builder, pointer, stride, row, column):
     return builder.gep(pointer, [builder.add(builder.mul(stride, row), column)])
 
 
+def _opaque(builder, pointer):
+    """The pointer, which LLVM will not take apart: else it adds the stride of the rows again in every round."""
+    return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], False)
+
+
 def _all(vector, n):
     return ir.Constant(vector, [n] * vector.count)
 
@@ -215,7 +220,7 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
         with cgutils.for_range(builder, count, intp=I64) as loop:
             parts = [right(loop.index, I64(column + LANES * j)) for j in range(TILE_VECTORS)]
             for r in range(TILE_ROWS):
-                factor = left(loop.index, I64(group + r))
+                factor = left(loop.index, group + r)
                 for j, part in enumerate(parts):
                     builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
         for (r, j), cell in cells.items():
@@ -234,8 +239,9 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
     def codegen(context, builder, sig, args):
         x_stride, init_stride, out_stride, k4 = (args[i] for i in (2, 7, 10, 11))
         xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
+        rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
         begin = lambda r, c: _load(builder, _at(builder, ip, init_stride, r, c), _vector(I32, LANES))
-        four = lambda k, r: _load(builder, _at(builder, xp, x_stride, r, builder.mul(k, I64(4))), I32)
+        four = lambda k, r: _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))))
         _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
         return context.get_dummy_value()
@@ -254,7 +260,7 @@ def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
         xp, op = (_pointer(context, builder, sig, args, i) for i in (0, 4))
         wp = _pointer(context, builder, sig, args, 3, I64(0))
         fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
-        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, r, k)), LANES)
+        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, I64(r), k)), LANES)
         panel = lambda k, c: _load(builder, _at(builder, wp, k, I64(PANEL), c), vector)
         _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
                     lambda acc, a, b: builder.call(fma, [a, b, acc]), op, out_stride)
