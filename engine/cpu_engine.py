@@ -66,7 +66,7 @@ class CpuEngine:
         if threads is not None and not 1 <= threads <= limit:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
-        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        self._helpers = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
         exp = integer_tables.exp_table(cfg)
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
@@ -102,13 +102,29 @@ class CpuEngine:
         self._pack()
 
     def _spread(self, n, work, cost=1 << 30, together=1):
-        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results.
+        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock), this one among
+        them; the results, in any order.
         cost: elementary operations of the whole, so that what is shorter than a hand-over is done here. together: what
         is not to be cut apart."""
-        step = max(1, -(-n // (4 * self.threads * together))) * together
         if self.threads == 1 or n <= 1 or cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
+        step = max(1, -(-n // (4 * self.threads * together))) * together
+        parts, results = iter(range(0, n, step)), []
+
+        def drain():
+            for first in parts:
+                results.append(work(first, min(n, first + step)))
+
+        helpers = [self._helpers.submit(drain) for _ in range(min(self.threads, -(-n // step)) - 1)]
+        try:
+            drain()
+        finally:
+            for _ in parts:
+                """After an interruption nobody begins another part."""
+        for helper in helpers:
+            if not helper.cancel():                          # it has begun
+                helper.result()
+        return results
 
     def _pack(self):
         """What is derived from the weights."""
