@@ -8,9 +8,9 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 import numpy as np
 
 from model import parameters
-from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, SEED_A, draw_sides, hidden_side, i64, inlined, leaf,
-                                mean_sizes, member, new_sides, njit, noise, noised, perturbed, product, project, score,
-                                sign)
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, OVER_A, SEED_A, draw_sides, hidden_side, i64, inlined, inner,
+                                leaf, mean_sizes, member, new_sides, njit, noise, noised, perturbed, product, project,
+                                score, sign)
 from engine.cpu_rules import (clip, f32, factor, gate, gated, i32, next_state, quotient, shift_right, table_term, u32)
 from engine.simd import PANEL, ROWS, empty, local, zeros
 
@@ -202,40 +202,52 @@ def losses_of(c, w, exp, windows, q, rows, S, noisy, before, T, exp64, unit, los
         score(c, exp, noisy, z, windows, q, at, count, before, T, exp64, unit, losses, nats)
 
 
-@njit
-def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats):
-    """Evaluates windows int32 [n, before + T + 1] with `score`; int32 [GROUP, V padded], whose row (T - 1) % GROUP has
-    the logits after the last token of a single window. noisy: window i is read by the two members of pair seed S + i,
-    and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group of
-    per_group (pair i of the step is in group i // per_group). Else it is read by the unperturbed model. state int8 [L,
-    members * n padded to ROWS, H] goes on."""
+@inner
+def run_together(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats, z):
+    """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
     n, T, H, members = windows.shape[0], windows.shape[1] - 1 - before, c.H, 2 if noisy else 1
-    tokens, z = empty((n, T + 1), i32), empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     if before:
         first = first_pair // per_group
         groups = (first_pair + n - 1) // per_group - first + 1
-        some = empty((groups, before), i32)
+        some, size = empty((groups, before), i32), (groups * before, H)
         for i in range(n):
             for t in range(before):
                 some[(first_pair + i) // per_group - first, t] = windows[i, t]
         theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, H), np.int8)
-        size = groups * before, H
         read(c, w, u32(0), CLEAN, some, before, theirs, empty(size, np.int8), empty(size, np.int8),
              empty(size, np.int8))
         for layer in range(c.L):
             for s in range(2 * n):
                 for i in range(H):
                     state[layer, s, i] = theirs[layer, (first_pair + s // 2) // per_group - first, i]
+    tokens, size = empty((n, T + 1), i32), (members * n * T, H)
     for i in range(n):
         for t in range(T + 1):
             tokens[i, t] = windows[i, before + t]
-    size = members * n * T, H
     x = empty(size, np.int8)
     read(c, w, S, noisy, tokens, T, state, empty(size, np.int8), empty(size, np.int8), x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
         losses_of(c, w, exp, windows, q, rows, u32(S + q), noisy, before, T, exp64, unit, losses, nats,
                   x[q * rows:(q + 1) * rows], z)
+
+
+@njit
+def run_windows(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats):
+    """Evaluates windows int32 [n, before + T + 1] with `score`; int32 [GROUP, V padded], whose row (T - 1) % GROUP has
+    the logits after the last token of a single window. noisy: window i is read by the two members of pair seed S + i,
+    and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group of
+    per_group (pair i of the step is in group i // per_group). Else it is read by the unperturbed model. state int8 [L,
+    members * windows padded to ROWS, H] goes on; of more windows than that has room for, so many go through the
+    positions together, each from a state of 0."""
+    z = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
+    together = state.shape[1] // (2 if noisy else 1)
+    for at in range(0, windows.shape[0], together):
+        if at:
+            state[:] = 0
+        end = min(at + together, windows.shape[0])
+        run_together(c, w, exp, windows[at:end], before, state, u32(S + at), noisy, first_pair + at, per_group, exp64,
+                     unit, losses[at:end], nats[at:end], z)
     return z
 
 
@@ -247,28 +259,24 @@ class Gru:
         self.together = TOGETHER
 
     def evaluate(self, w, windows, seed, shift, first_pair, losses):
-        for at in range(0, len(windows), TOGETHER):
-            some, first = windows[at:at + TOGETHER], first_pair + at
-            self._run(w, some, self._state(2 * len(some)), self.cfg.STATE_TOKENS, seed + first & 0xFFFFFFFF, 1, first,
-                      shift, losses=losses[at:at + TOGETHER])
+        self._run(w, windows, 2 * min(TOGETHER, len(windows)), before=self.cfg.STATE_TOKENS,
+                  seed=seed + first_pair & 0xFFFFFFFF, noisy=1, first_pair=first_pair, shift=shift, losses=losses)
 
     def validate(self, w, windows, exp64, unit, nats):
-        for at in range(0, len(windows), 2 * TOGETHER):
-            some = windows[at:at + 2 * TOGETHER]
-            self._run(w, some, self._state(len(some)), exp64=exp64, unit=unit, nats=nats[at:at + 2 * TOGETHER])
+        self._run(w, windows, min(2 * TOGETHER, len(windows)), exp64=exp64, unit=unit, nats=nats)
 
-    def _run(self, w, windows, state, before=0, seed=0, noisy=0, first_pair=0, shift=0, exp64=NONE, unit=0.0,
-             losses=NO_LOSSES, nats=NONE):
+    def _run(self, w, windows, sequences, state=None, before=0, seed=0, noisy=0, first_pair=0, shift=0, exp64=NONE,
+             unit=0.0, losses=NO_LOSSES, nats=NONE):
+        if state is None:
+            state = np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
         return run_windows(self._constants._replace(matrix_shift=shift), w, self._exp, windows, before, state,
                            np.uint32(seed), noisy, first_pair, self.cfg.GROUP_SIZE // 2, exp64, unit, losses, nats)
 
-    def _state(self, sequences):
-        return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
-
     def reader(self, w, total):
-        state = self._state(1)
+        state = np.zeros((self.cfg.N_LAYERS, ROWS, self.cfg.HIDDEN_DIM), np.int8)
 
         def more(tokens):
-            return self._run(w, np.append(tokens, 0)[None].astype(np.int32), state)[(len(tokens) - 1) % GROUP]
+            windows = np.append(tokens, 0)[None].astype(np.int32)
+            return self._run(w, windows, 1, state)[(len(tokens) - 1) % GROUP]
 
         return more
