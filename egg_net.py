@@ -47,14 +47,16 @@ class Worker:
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
     digest = None                          # (step, digest of the state then)
-    speed, slice = None, FIRST_SLICE       # members a second, at a time
+    speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     expected = None, 0                     # (first member, members) of the next evaluation
+    own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
+    begun = -1                             # the step whose update was begun before the coordinator's answer
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight = Foresight(cfg)
+        self.foresight, self.expect, self.prepared = Foresight(cfg), getattr(engine, "expect", None), set()
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -100,20 +102,26 @@ class Worker:
             self._report(link)
             self.reported_step = self.engine.step
         self.foresight.handed_out(self.engine.step, first)
-        losses = np.empty(self.cfg.CHUNK_SIZE, np.int64)
-        done, count = 0, self.expected[1] if self.expected[0] == first else self._slice_size(losses.size)
+        parts, done, size = [], 0, self.cfg.CHUNK_SIZE
+        count = self.expected[1] if self.expected[0] == first else self._slice_size(size)
         while count:
-            left = losses.size - done - count
+            left = size - done - count
             if left:
                 self._expect(first + done + count, left)
             elif (following := self.foresight.following(self.engine.step)) > first:
-                self._expect(following, losses.size)
-            started = time.perf_counter()
-            losses[done:done + count] = self.engine.evaluate(first + done, count)
-            self._measure(count, time.perf_counter() - started)
+                self._expect(following, size)
+            sizes, started = {count, self.expected[1]} if self.expect else set(), time.perf_counter()
+            parts.append(self.engine.evaluate(first + done, count))
+            if sizes <= self.prepared:
+                self._measure(count, time.perf_counter() - started)
+            self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             done, count = done + count, self.expected[1] if left else 0
-            link.check()
-        packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
+            if left:
+                link.check()
+        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        fitness = fitness_digits.chunk_fitness(losses, self.cfg)
+        self._begin_update(first, fitness)
+        packed = fitness_digits.pack_ternary(fitness)
         head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                                      len(packed))
         self.changed, self.rebuilt = 0, False
@@ -122,11 +130,25 @@ class Worker:
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
         return link.frame(wire.RESULT, head, packed)
 
+    def _begin_update(self, first, fitness):
+        """Notes the fitness of a chunk. When this worker has done the whole step, the update can only be of what it has
+        noted, unless a result is disputed: an engine that can take an update back begins with it at once."""
+        step, chunks = self.engine.step, self.own[1] if self.own[0] == self.engine.step else {}
+        self.own, chunks[first] = (step, chunks), fitness
+        if len(chunks) == self.cfg.N_CHUNKS and hasattr(self.engine, "begin_update"):
+            self._expect_after_update()
+            self.begun = step
+            self.engine.begin_update(np.concatenate([chunks[k] for k in sorted(chunks)]))
+
+    def _expect_after_update(self):
+        if (following := self.foresight.following(self.engine.step)) >= 0:
+            self._expect(following, self.cfg.CHUNK_SIZE)
+
     def _expect(self, first, left):
         """Tells an engine that can begin ahead what comes next: members first.. first + left - 1, a slice at a time."""
         self.expected = first, self._slice_size(left)
-        if expect := getattr(self.engine, "expect", None):
-            expect(*self.expected)
+        if self.expect:
+            self.expect(*self.expected)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
@@ -139,14 +161,17 @@ class Worker:
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
-        if (following := self.foresight.following(self.engine.step)) >= 0:
-            self._expect(following, self.cfg.CHUNK_SIZE)
+        if self.begun != self.engine.step:
+            self._expect_after_update()
         self.changed = self.engine.update(fitness)
 
     def _slice_size(self, left):
-        """An even number of members: equal slices of what is left, each expected to take SLICE_SECONDS at most."""
-        slices = -(-left // self.slice)
-        return min(left, -(-left // slices) + 1 & ~1)
+        """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
+        engine has few sizes to prepare for."""
+        size = self.cfg.CHUNK_SIZE
+        while size > self.slice:
+            size = size // 2 + 1 & ~1
+        return min(left, size)
 
     def _measure(self, count, seconds):
         self.speed = count / max(seconds, 1e-9)
@@ -177,7 +202,7 @@ class Worker:
 
     def _load(self, state):
         self.engine.load(state)
-        self.changed, self.reported_step, self.digest = 0, -1, None
+        self.changed, self.reported_step, self.digest, self.own, self.begun = 0, -1, None, (-1, {}), -1
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""

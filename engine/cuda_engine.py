@@ -9,6 +9,7 @@ import contextlib
 import copy
 import fcntl
 import gc
+import os
 import pathlib
 import pickle
 import subprocess
@@ -46,7 +47,7 @@ SHARE = 8                   # operands of an update take at most one part in so 
 OPERANDS = 1 << 30          # ... and at most so many bytes
 COMPILERS = 8               # most processes that compile kernels at once
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_share()"
+COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_some()"
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
@@ -76,11 +77,12 @@ class Kernel(NamedTuple):
 
 def compile_all(every, capability, what, job):
     """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
-    stderr says what is compiled, and a terminal shows how far it is. job: what compile_share needs to build the same
+    stderr says what is compiled, and a terminal shows how far it is. job: what compile_some needs to build the same
     kernels."""
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
     missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
+    missing.sort(key=lambda one: -every[one[0]].shared)      # those with tiles in shared memory take longest
     if missing:
         where = kernel_cache.directory()
         tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
@@ -88,7 +90,7 @@ def compile_all(every, capability, what, job):
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _share_out([(i, path) for i, path in missing if not path.exists()], job)
+                _compile_together([(i, path) for i, path in missing if not path.exists()], job)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
     with quick_numba():
@@ -105,17 +107,18 @@ def compile_all(every, capability, what, job):
     return seconds
 
 
-def _share_out(missing, job):
-    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core."""
+def _compile_together(missing, job):
+    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core. Each
+    takes the next number of a kernel from a pipe, its input, when it has compiled one."""
     count = min(COMPILERS, hardware.cores(), len(missing))
     if count < 2:
         return
-    compilers = []
-    for share in range(count):
-        process = subprocess.Popen([sys.executable, "-c", COMPILER], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        process.stdin.write(pickle.dumps((job, missing[share::count])))
-        process.stdin.close()
-        compilers.append(process)
+    numbers, all_of_them = os.pipe()
+    os.write(all_of_them, bytes(range(len(missing))))
+    os.close(all_of_them)
+    command = [sys.executable, "-c", COMPILER, pickle.dumps((job, missing)).hex()]
+    compilers = [subprocess.Popen(command, stdin=numbers, stderr=subprocess.DEVNULL) for _ in range(count)]
+    os.close(numbers)
     started = time.monotonic()
     while any(process.poll() is None for process in compilers):
         time.sleep(0.1)
@@ -128,17 +131,18 @@ def _progress(done=0, total=0, started=0.0):
         tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
 
-def compile_share():
-    """A compiling process: its share comes pickled through stdin. If a kernel fails here, the engine compiles it and
-    reports the error. A file whose name is not that of the kernel built here was meant for other sources: it is
-    left."""
-    (cfg, device, token_type, silent, verbs), share = pickle.load(sys.stdin.buffer)
+def compile_some():
+    """A compiling process: what it needs is in its argument, what it compiles in its input. If a kernel fails here, the
+    engine compiles it and reports the error. A file whose name is not that of the kernel built here was meant for other
+    sources: it is left."""
+    (cfg, device, token_type, silent, verbs), missing = pickle.loads(bytes.fromhex(sys.argv[1]))
     cuda.select_device(device)
     gpu, known = cuda.get_current_device(), {}
     of_verb = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu), getattr(types, token_type), silent)[2]
     every = [kernel for verb in verbs for kernel in of_verb[verb]]
     with quick_numba():
-        for i, path in share:
+        while number := os.read(sys.stdin.fileno(), 1):
+            i, path = missing[number[0]]
             name, dispatcher, signature, _ = every[i]
             if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
                 dispatcher._cache = kernel_cache.CudaCache(path)
@@ -382,10 +386,10 @@ class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. Raises
-    ValueError (one line) where the device is missing or too small."""
+    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
+    engine.engines.make. Raises ValueError (one line) where the device is missing or too small."""
 
-    def __init__(self, cfg, tokens=None, device=0, silent=False):
+    def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -398,7 +402,7 @@ class CudaEngine:
         self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
                                                               token_type, silent)
         self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
-        self._ready("load", *(["step"] if tokens is not None else []))
+        self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
         self.load(parameters.initial_state(cfg))
@@ -409,10 +413,6 @@ class CudaEngine:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
             what, job = f"{self.name}: {', '.join(verbs)}", (*self._built, verbs)
             self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
-
-    def warm_up(self, verbs):
-        """Compiles or loads the kernels of some verbs (engine.cpu_engine.VERBS) ahead of their first use."""
-        self._ready(*dict.fromkeys("step" if verb in ("evaluate", "update") else verb for verb in verbs))
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
@@ -427,44 +427,58 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._job, self._place = cuda.device_array(4, np.uint32), cuda.device_array(2, np.int64)
+        self._state, self._copies = (self._weights, self._moments, self._overlay), None
+        self._given = cuda.device_array(32, np.uint8)        # see _set_job
+        self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        # fetched without waiting: losses of two evaluations, the second begun before the first is here; digest; number
-        # of changed weights
+        # losses of two evaluations, the second begun before the first is here; digest; number of changed weights
         self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
-        self._digest, self._changed, self._digested = Fetched(2, np.uint64), Fetched(1, np.int32), False
-        self._expected = self._begun = None                  # (first, count), (first, count, Fetched)
+        self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
+        self._expected = None                                # (first, count)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        steps = self._votes.launches(stream, self._job, weights, self._moments, self._overlay)
-        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
-        self._update_steps = steps
-        self._update = Replay(stream, lambda: [launch() for _, launch in steps])
-        self._rate = None                                    # the learning rate that is on the device
         self._tokens = None
         if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
             self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
-        self._evaluations = {}
+        votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
+        steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
+        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
+            steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
+        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
+        self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
+                                               *(launch() for _, launch in steps)])
+        words = [array.ravel().view(np.uint64) for array in (weights, self._moments)]
+        sums, overlay, digest = self._sums, self._overlay, self._kernels["digest"]
+        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
+        self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
+                                               digest[blocks, BLOCK, stream](*words, overlay, sums)])
+        self._rate = None                                    # the learning rate that is on the device
+        self._evaluations = {}                               # launches of so many pairs
 
     def load(self, state):
         """Takes over a State (copied)."""
-        self._begun, self._digested = None, False
-        self._weights.copy_to_device(np.ascontiguousarray(state.weights))
-        self._moments.copy_to_device(np.ascontiguousarray(state.moments))
-        self._overlay.copy_to_device(np.ascontiguousarray(state.overlay))
+        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.step, self.seed = state.step, state.seed
-        self._forward.pack(self.stream, self._weights, self._packed)
         self.stream.synchronize()
+
+    def _set_state(self, arrays):
+        for array, values in zip(self._state, arrays):
+            array.copy_to_device(values, self.stream)
+        self._forward.pack(self.stream, self._weights, self._packed)
+        self._begun, self._update_begun, self._digested = None, None, False
 
     def state(self):
         """A copy of the State."""
-        arrays = (array.copy_to_host() for array in (self._weights, self._moments, self._overlay))
+        self._take_back()
+        arrays = (array.copy_to_host() for array in self._state)
         return parameters.State(self.cfg, *arrays, self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
         prepares the next."""
+        self._take_back()
         if not self._digested:
             self._ready("digest")
             self._enqueue_digest()
@@ -473,10 +487,7 @@ class CudaEngine:
         return digest.digest()
 
     def _enqueue_digest(self):
-        words = [array.ravel().view(np.uint64) for array in (self._weights, self._moments)]
-        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
-        self._sums.copy_to_device(np.zeros(2, np.uint64), self.stream)
-        self._kernels["digest"][blocks, BLOCK, self.stream](*words, self._overlay, self._sums)
+        self._add_up()
         self._digest.fetch(self._sums, self.stream)
         self._digested = True
 
@@ -491,68 +502,103 @@ class CudaEngine:
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._ready("step")
-        begun = self._begun if self._begun and self._begun[:2] == (first, count) else None
-        losses = begun[2] if begun else self._enqueue(first, count)
+        self._take_back()
+        begun = self._begun and self._begun[:2] == (first, count)
+        losses = self._begun[2] if begun else self._enqueue(first, count)
         self._begin_expected()
         return losses.wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        if count not in self._evaluations:
-            self._evaluations[count] = self._evaluation(count // 2)
-        windows, losses, run = self._evaluations[count]
+        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        if not self._evaluations:
+            self._reserve_evaluation(width)
+        windows, losses = self._windows[:pairs * width], self._losses[:count]
+        if pairs not in self._evaluations:
+            self._evaluations[pairs] = self._evaluation(pairs, width, windows, losses)
         self._set_job(first)
-        self._set_windows(windows, first // 2, count // 2)
-        run()
+        if self._tokens is None:
+            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            windows.copy_to_device(cut.ravel(), self.stream)
+        self._evaluations[pairs]()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
 
-    def _set_job(self, first):
-        job = self.seed, first // 2, NOISY, self.cfg.noise_shift(self.step)
-        self._job.copy_to_device(np.array(job, np.uint32), self.stream)
+    def _set_job(self, first=0):
+        """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
+        mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
+        cfg, pair = self.cfg, first // 2
+        start = self.step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
+        job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
+        self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
-    def _set_windows(self, windows, first, pairs):
-        """Fills int32 `windows`, flat, with those of this step's pairs, or sets what cut_windows does it from."""
-        if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first, pairs)
-            windows.copy_to_device(cut.ravel(), self.stream)
-        else:
-            start = self.step * self.cfg.SEQ_LEN % (self.tokens.size - self.cfg.SEQ_LEN)
-            self._place.copy_to_device(np.array([start, first], np.int64), self.stream)
+    def _cutting(self, windows):
+        """A launch that fills int32 `windows`, flat, with those of the pairs of the job."""
+        tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
+        return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
 
-    def _evaluation(self, pairs):
-        """(windows, losses, launches) of jobs of `pairs` pairs, in slices whose scratch takes at most half of the free
-        memory."""
-        forward, stream, width = self._forward, self.stream, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
-        weights, packed, overlay = self._weights, self._packed, self._overlay
-        tokens, place, job, cut_windows = self._tokens, self._place, self._job, self._kernels["cut_windows"]
-        windows, losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
-        most = largest(forward.scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
-        if not most:
+    def _reserve_evaluation(self, width):
+        """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
+        pairs, scratch_bytes = self.cfg.CHUNK_SIZE // 2, self._forward.scratch_bytes
+        self._windows, self._losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
+        self._slice = largest(scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
+        if not self._slice:
             raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-        scratch = cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8)
+        self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
+
+    def _evaluation(self, pairs, width, windows, losses):
+        """The launches of an evaluation of so many pairs."""
+        forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
+        weights, packed, overlay = self._weights, self._packed, self._overlay
+        cut = self._cutting(windows) if self._tokens is not None else None
 
         def enqueue():
-            if tokens is not None:
-                cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+            if cut:
+                cut()
             for at in range(0, pairs, most):
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return windows, losses, Replay(stream, enqueue)
+        return Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        if self._update_begun is None or not np.array_equal(self._update_begun[0], fitness):
+            self._take_back()
+            self._enqueue_update(fitness)
+        (_, (self.step, self.seed)), self._update_begun = self._update_begun, None
+        return int(self._changed.wait()[0])
+
+    def begin_update(self, fitness):
+        """Begins with the update that will probably follow, as `expect` does with an evaluation. Any other call than
+        `update` with this fitness takes it back. Does nothing where there is no memory for a copy of the state."""
+        if self._copies is None:
+            fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
+            self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
+        if self._copies:
+            self._take_back()
+            for copy, array in zip(self._copies, self._state):
+                copy.copy_to_device(array, self.stream)
+            self._enqueue_update(fitness)
+
+    def _take_back(self):
+        """Returns to the state before an update that is only begun."""
+        if self._update_begun:
+            self._set_state(self._copies)
+
+    def _enqueue_update(self, fitness):
+        """Begins an update, then the digest if somebody has asked for one before, then the expected evaluation."""
         self._ready("step")
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
-        self.step += 1
-        if "digest" not in self._waiting:                    # somebody has asked for one
+        before = self.step, self.seed
+        self.step, self.seed = self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        if "digest" not in self._waiting:
             self._enqueue_digest()
         self._begin_expected()
-        return int(self._changed.wait()[0])
+        self._update_begun = fitness, (self.step, self.seed)
+        self.step, self.seed = before
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
@@ -565,19 +611,18 @@ class CudaEngine:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        votes.changed.copy_to_device(np.zeros(1, np.int32), self.stream)
         if cfg.SEEN_VOTES > 1:
             optimizers.need_data(cfg, self.tokens)
-            self._set_windows(votes.windows, 0, cfg.N_PAIRS)
-            if self._tokens is not None:
-                grid = -(-votes.windows.size // BLOCK)
-                self._kernels["cut_windows"][grid, BLOCK, self.stream](self._tokens, self._place, votes.windows)
-        self._set_job(0)
+            if self._tokens is None:
+                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
+                votes.windows.copy_to_device(cut.ravel(), self.stream)
+        self._set_job()
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
         [n, SEQ_LEN + 1] windows (gru: of any length)."""
         self._ready("validate")
+        self._take_back()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
         free = cuda.current_context().get_memory_info().free
@@ -599,6 +644,7 @@ class CudaEngine:
 
         The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
         self._ready("generate")
+        self._take_back()
         cfg, forward, stream = self.cfg, self._forward, self.stream
         s, prompt = sampling.settings(cfg, temp, min_p, penalty), sampling.checked_prompt(cfg, prompt)
         total = len(prompt) + count

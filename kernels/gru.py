@@ -13,11 +13,10 @@ Columns  Rows of x, gates and candidates lie in the order in which threads hold 
 
 Where rows are narrow, kernels.gru_narrow has the noisy pass. """
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float32, float64, int32, int64, types, uint32
+from numba import cuda, float32, int32, int64, types, uint32
 
 from kernels import gru_hopper
 from kernels import gru_narrow
@@ -25,11 +24,12 @@ from kernels import gru_parts
 from kernels import products
 from kernels import ptx
 from kernels import transformer
-from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_max, quad_sum,
-                           quad_sum64, unrolled, vector_function, weight, weights, written_out)
-from kernels.products import Kernel, block_sum, matrix_vector, ranges
-from kernels.rules import NORMS, build_noise, device, loss_function
-from kernels.transformer import BARRIER_WORDS, GROUPS, TALLEST, THREADS, members_of
+from kernels.gru_parts import padded_rows, row_of
+from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, floor_constants, pack4,
+                           quad_sum, unrolled, vector_function, written_out)
+from kernels.products import QUADS, Kernel, block_sum, matrix_vector, ranges
+from kernels.rules import NORMS, build_noise, device
+from kernels.transformer import BARRIER_WORDS, GROUPS, THREADS, members_of
 from model import parameters
 
 # bytes of activations that pass from a product to the next; the pass is cut into slices of so many
@@ -63,23 +63,17 @@ def _registers(card, long=False):
     return device if card.unrolls else lambda function: device(written_out(function, {"i", "j"}))
 
 
-@device
-def row_of(place):
-    """The even member's row of P; the odd member's is 8 further."""
-    return (int64(place >> 3) << 4) + (place & 7)
-
-
-def quotient_functions(cfg, nz, inputs, add=0, lowest=-127):
+def quotient_functions(cfg, nz, inputs, lowest=-127):
     """Device functions, in this order, of a product over `inputs` whose accumulators begin with their noise:
 
     row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
     begin(s, n, shift)          the accumulator before the product
-    word(acc, i)                four columns from acc[i] on as bytes: add + the quotient, rounded down and clipped
+    word(acc, i)                four columns from acc[i] on as bytes: the quotients, rounded down and clipped
     pairs(acc, i)               the same as two words of two int16
     """
     D = parameters.divisor(cfg, inputs)
     row, column, begun, FLOATS = transformer.begin_functions(cfg, nz, inputs)
-    START, A, C = gru_parts.floor_constants(D, add)
+    START, A, C = floor_constants(D, gru_parts.BASE)
     BASE = START if FLOATS or nz.silent else 0
     LEAST, MOST = BASE + lowest * D, BASE + 127 * D + D - 1
 
@@ -188,64 +182,11 @@ def _embed_kernel(cfg, nz, clean):
     return embed
 
 
-def _norm_kernel(cfg, nz, cc, streams):
-    """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
-    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. out and sb begin with pair
-    `first`.
-
-    plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
-    H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
-    SIZE = gru_parts.input_bytes(cfg, H, 4)
-    fill_norm, _ = gru_parts.norm_functions(cfg, nz, cc, 0 if SILENT else streams)
-    normed, (_, add) = gru_parts.normed_function(cfg, cc), gru_parts.input_functions(cfg, nz, H, 4)
-
-    @cuda.jit(launch_bounds=256)
-    def norm(call, plan, weights, overlay, job, offset, first, n, stride, x, out, sb):
-        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, types.int8)
-        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
-        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first + unit))
-        for i in range(t, H, 256):
-            fill_norm(words, bytes_, 0, weights, overlay, plan, p, seed, i)
-        cuda.syncthreads()
-        inside = int32(1) if position < n else int32(0)
-        position = min(position, n - 1)
-        here = int64(unit) * n + position
-        at_x, to = row_of(here + int64(first) * n) * (H // 4) + q * 2, row_of(here)
-        for member in range(2):
-            total = int32(0)
-            for b in range(STEPS):
-                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
-                total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
-            mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
-            reciprocal = ptx.reciprocal(float32(mean))
-            sum0, sum1 = int32(0), int32(0)
-            at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
-            for b in range(STEPS):
-                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
-                for i in range(2):
-                    k = 2 * b + i
-                    v = normed(word[i], member, k, base, q, reciprocal)
-                    if not SILENT:
-                        sum0 = add(v, int32(base + 16 * H), k, q, sum0)
-                        if streams > 1:
-                            sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
-                    if ptx.keep_in_loop(inside) != 0:
-                        out[at_n + k * 32] = v
-            if not SILENT:
-                sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
-                if q == 0 and inside != 0:
-                    sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
-                    sb[2 * stride + to + 8 * member] = 0
-
-    return norm, 16 * H + streams * SIZE
-
-
 # --- products over all positions --------------------------------------------------------------------------------------
 
 def _columns(cfg, kind):
     """Columns of a product."""
-    return {"inner": 4 * cfg.HIDDEN_DIM, "logits": cfg.VOCAB_SIZE}.get(kind, cfg.HIDDEN_DIM)
+    return (4 if kind == "inner" else 1) * cfg.HIDDEN_DIM
 
 
 def _slots(cfg):
@@ -261,38 +202,33 @@ def _table(cfg, kind):
 def _shapes(cfg, card):
     """{kind: Shape} of the products over all positions, with and without noise."""
     H, out = cfg.HIDDEN_DIM, {}
-    for kind in "gates", "inner", "down", "logits":
+    for kind in "gates", "inner", "down":
         budget = card.shared - 4 * GROUPS * 2 * _slots(cfg) * _table(cfg, kind) - 1024
         out[kind] = (transformer.full_shape(budget, 4 * H, H, 32) if kind == "down"
                      else transformer.wide_shape(budget, H, _columns(cfg, kind)))
     return out
 
 
-def line_of(cfg):
-    """Bytes of a row of logits."""
-    return blocks(cfg.VOCAB_SIZE, 16) * 16
-
-
 def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     """A product over all positions of some pairs from `first` on, divided and clipped. "gates": out, of the second
     matrix `beyond` words further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
     columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
-    H. "logits": out = q + 128, rows of line_of(cfg) bytes in the order of the columns.
+    H.
 
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
     plan, 4 entries a matrix: 0 packed words, 1 seed A, 2 overlay A; call_sums: 0 seed B, 1 overlay B of w_down. sb:
     [3][stride], 0 and 1 of the inputs, 2 of u. places: pairs times positions."""
     H, N, RG, CG, PASSES = cfg.HIDDEN_DIM, shape.N, shape.RG, shape.CG, shape.passes
-    GATES, INNER, DOWN, LOGITS = (kind == name for name in ("gates", "inner", "down", "logits"))
+    GATES, INNER, DOWN = (kind == name for name in ("gates", "inner", "down"))
     MATRICES, COLUMNS, K = 2 if GATES else 1, _columns(cfg, kind), shape.K
     SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
     STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
-    AT_TABLES, BUFFER, SB_AT, LINE = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0, line_of(cfg) // 4
-    init, rows, wait_rows, fill, _, multiply, finish = transformer.product_functions(card, shape)
+    AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
+    init, rows, wait_rows, fill, multiply, finish = transformer.product_functions(card, shape)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     as_row, as_column, begin, quotients, pairs = quotient_functions(
-        cfg, nz, K, 128 if LOGITS else 0, 0 if INNER and cfg.MLP_RELU else -127)
+        cfg, nz, K, 0 if INNER and cfg.MLP_RELU else -127)
     added, registers = gru_parts.added_function(cc), _registers(card, cfg.ADAPTIVE_NOISE_MODE == 2)
 
     @card.device
@@ -333,13 +269,6 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                         ptx.store2(out, at, added(old[0], y, z), added(old[1], v, w))
                     else:
                         ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
-
-    @card.device
-    def store_logits(acc, out, row, col, q):
-        for j in range(N // 16):
-            if not RAGGED or col + 16 * j < COLUMNS:
-                for half in range(2):
-                    out[(row + 8 * half) * LINE + (col + 16 * j) // 4 + q] = quotients(acc, 8 * j + 2 * half)
 
     @registers
     def store_inner(acc, out, row, col, q, at_noise, sums):
@@ -410,8 +339,6 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 if ptx.keep_in_loop(int32(place)) < places:  # the branch stays out of the loop of products
                     if INNER:
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
-                    elif LOGITS:
-                        store_logits(acc, out, int64(row), col, q)
                     else:
                         store_rows(acc, out, to * (H // 4) + which * beyond, col, q)
                 odd = 1 - odd
@@ -424,88 +351,6 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                         cuda.atomic.add(sb, 2 * stride + row + 8 * half, total)
 
     return product, 4 * (AT_TABLES + (0 if SILENT else GROUPS * 2 * BUFFER))
-
-
-def _losses_kernel(cfg, cc):
-    """Adds the losses of rows of logits, bytes z + 128 in rows of `line` words from pair `first` on, to losses int64
-    [pairs, 2]. The target of position p is tokens[... + skip + p + 1]. Launch [blocks], 256 threads; a warp takes eight
-    rows of a member at a time, four lanes a row."""
-    V, TABLE = cfg.VOCAB_SIZE, 256 * 32
-    position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
-
-    @device
-    def larger(tops, word):
-        return max2(max2(tops, ptx.byte_permute(word, 0, 0x4140)), ptx.byte_permute(word, 0, 0x4342))
-
-    @cuda.jit(launch_bounds=256)
-    def position_losses(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
-        table = cuda.shared.array(TABLE, int32)              # [entry][lane]: a look-up has no bank conflicts
-        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        q, at = lane & 3, ptx.shared_address(table, lane)
-        for i in range(cuda.threadIdx.x, TABLE, 256):
-            table[i] = exps[i >> 5]
-        cuda.syncthreads()
-        for eight in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 2, cuda.gridDim.x * 8):
-            place, member, row = (eight >> 1) * 8 + (lane >> 2), eight & 1, int64(eight * 8 + (lane >> 2)) * line
-            unit = int32(uint32(min(place, places - 1)) // uint32(n))
-            tops, rest = int32(0), V // 16 * 16 + q
-            for i in range(q, V // 16, 4):
-                word = ptx.load4(z, row + 4 * i)
-                tops = larger(larger(larger(larger(tops, word[0]), word[1]), word[2]), word[3])
-            for v in range(rest, V, 4):
-                tops = max2(tops, int32(int32(bytes_[4 * row + v]) & int32(255)))
-            top = quad_max(max(int32(tops & int32(0xFFFF)), int32(uint32(tops) >> uint32(16))))
-            most, total = ptx.byte_permute(top, 0, 0), int64(0)
-            for i in range(q, V // 16, 4):
-                word = ptx.load4(z, row + 4 * i)
-                total += int64(weights(int32(most - word[0]), at)) + int64(weights(int32(most - word[1]), at))
-                total += int64(weights(int32(most - word[2]), at)) + int64(weights(int32(most - word[3]), at))
-            for v in range(rest, V, 4):
-                total += int64(weight(int32(top - int32(int32(bytes_[4 * row + v]) & int32(255))), 0, at))
-            total = quad_sum64(total)
-            position = min(place, places - 1) - unit * n
-            token = tokens[(first + unit) * width + skip + position + 1]
-            loss = int64(0)
-            if q == 0 and place < places:
-                target = int32(int32(bytes_[4 * row + token]) & int32(255))
-                loss = position_loss(total, int32(top - target), 0)
-            to = 2 * (int64(first) + unit) + member
-            if cuda.all_sync(0xFFFFFFFF, unit == cuda.shfl_sync(0xFFFFFFFF, unit, 0)):
-                for k in (4, 8, 16):
-                    loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
-                if lane == 0:
-                    cuda.atomic.add(losses, to, loss)
-            elif q == 0:
-                cuda.atomic.add(losses, to, loss)
-
-    return position_losses
-
-
-def _nats_kernel(cfg):
-    """losses float64 [count, n] = the cross-entropies of rows of logits in nats; arguments as of _losses_kernel, tokens
-    of `count` windows, exps float64. Launch [blocks], 256 threads; a warp takes a row at a time."""
-    V, SCALE = cfg.VOCAB_SIZE, float(cfg.SOFTMAX_EXP_SCALE)
-
-    @cuda.jit(launch_bounds=256)
-    def position_nats(z, bytes_, line, exps, tokens, width, skip, n, first, places, count, losses):
-        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        for row in range(cuda.blockIdx.x * 8 + warp, (places + 7) // 8 * 16, cuda.gridDim.x * 8):
-            place = (row >> 4) * 8 + (row & 7)
-            window, position = 2 * (first + place // n) + ((row >> 3) & 1), place % n
-            if place < places and window < count:
-                at, top, total = int64(row) * (4 * line), int32(0), float64(0)
-                for v in range(lane, V, 32):
-                    top = max(top, int32(int32(bytes_[at + v]) & int32(255)))
-                top = ptx.warp_max(top)
-                for v in range(lane, V, 32):
-                    total += exps[int32(top - int32(int32(bytes_[at + v]) & int32(255)))]
-                for k in (16, 8, 4, 2, 1):
-                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, k)
-                if lane == 0:
-                    target = int32(int32(bytes_[at + tokens[window * width + skip + position + 1]]) & int32(255))
-                    losses[int64(window) * n + position] = math.log(total) + float(int32(top - target)) / SCALE
-
-    return position_nats
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
@@ -554,7 +399,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    init, _, _, fill, go_through, _, _ = transformer.product_functions(card, shape, matrices=2)
+    init, _, _, fill, multiply, finish = transformer.product_functions(card, shape, matrices=2)
     noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     as_row, as_column, begin_acc, _, pairs = quotient_functions(cfg, nz, H)
@@ -653,7 +498,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     else:
                         n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
-        go_through(acc, base, bar, step, steps, PIECES, which * PAST, 0, 1, packed, packed, at, t)
+        step = multiply(acc, base, bar, step, steps, 0, 1, packed, packed, at, t, which * PAST)
+        finish(acc, base, bar, step, steps, False, False, 0, 0, 0, 1, packed, packed, at, t)
 
     @registers
     def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
@@ -892,9 +738,6 @@ def _token_kernel(cfg):
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")       # w_h lies behind w_f, u_h behind u_f
-
-
 class _Plan(products.Plan):
     """The calls of a forward pass."""
 
@@ -929,9 +772,14 @@ class _Plan(products.Plan):
         return self._add(entries + [0] * (16 - len(entries)) + [self._tensors[ln, layer].weights])
 
 
-def padded_rows(places):
-    """Rows of `places` pairs times positions, with those that fill the tallest tile."""
-    return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST
+def _word_function(cfg):
+    """`word` of gru_parts.RecurrentPass.add_head."""
+    H = cfg.HIDDEN_DIM
+
+    @device
+    def word(unit, n, position, member, q):
+        return (row_of(int64(unit) * n + position) + 8 * member) * (H // 4) + q * 2
+    return word
 
 
 class Rows(gru_parts.RecurrentPass):
@@ -942,41 +790,35 @@ class Rows(gru_parts.RecurrentPass):
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
-        self.embed, self.norm_one = add(_embed_kernel(cfg, nz, clean), losses=losses), add(_norm_kernel(cfg, nz, cc, 1))
-        self.norm_two = self.norm_one if nz.silent else add(_norm_kernel(cfg, nz, cc, 2))
+        rows = _word_function(cfg), gru_parts.two_words
+        self.embed = add(_embed_kernel(cfg, nz, clean), losses=losses)
+        self.add_head(nz, cc, card, packing, rows, clean)
+        self.norm_two = self.norm_f if nz.silent else add(gru_parts.norm_kernel(cfg, nz, cc, 2, rows))
         self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP))
                          for kind, of in self.shapes.items()}
-        self.recur = add(_recur_kernel(cfg, nz, card, cc, clean))
-        self.losses = add(_nats_kernel(cfg) if clean else _losses_kernel(cfg, cc), exps=AF64 if clean else A32,
-                          losses=losses)
-        self.at = packing.placed if hasattr(packing, "placed") else self._pack(packing, shape)
-        packing.placed = self.at
-
-    def _pack(self, packing, recur):
-        of = dict(w_up=self.shapes["inner"], w_down=self.shapes["down"], head=self.shapes["logits"],
-                  w_f=self.shapes["gates"], w_h=self.shapes["gates"])
-        at, tensors = {}, [t for t in parameters.tensors(self.cfg) if t.name in MATRICES]
-        for t in sorted(tensors, key=lambda t: (t.layer, MATRICES.index(t.name))):
-            columns, width = (of[t.name].columns(), of[t.name].KP) if t.name in of else (recur.columns() // 2, recur.KP)
-            at[t.name, t.layer] = packing.add(t, products.QUADS, columns, width)
-        return at
+        self.recur, self.at = add(_recur_kernel(cfg, nz, card, cc, clean)), {}
+        of = dict(w_up=self.shapes["inner"], w_down=self.shapes["down"], w_f=self.shapes["gates"],
+                  w_h=self.shapes["gates"])
+        for t in gru_parts.matrices(cfg):
+            columns, width = ((of[t.name].columns(), of[t.name].KP) if t.name in of
+                              else (shape.columns() // 2, shape.KP))
+            self.at[t.name, t.layer] = packing.add(t, QUADS, columns, width)
 
     def layout(self, units, n):
-        """Byte ranges of the scratch arrays of `units` pairs of n positions, pairs of a slice, of a slice of logits,
-        rows of a slice, and last the total of bytes."""
-        H, rows, line = self.cfg.HIDDEN_DIM, padded_rows(units * n), line_of(self.cfg)
+        """Byte ranges of the scratch arrays of `units` pairs of n positions, pairs and rows of a slice, and last the
+        total of bytes."""
+        H, rows = self.cfg.HIDDEN_DIM, padded_rows(units * n)
         some = max(1, min(units, SLICE // (10 * n * H)))
-        few = max(1, min(some, SLICE // (2 * n * line)))
         padded = padded_rows(some * n)
         own = 4 if self.resident else blocks(units, self.state_rows // 2) * self.own_bytes
         out, end = ranges(dict(x=rows * H, gates=rows * H, candidates=rows * H, normed=padded * H, sb=12 * padded,
-                               own=own, u=max(padded * 4 * H, padded_rows(few * n) * line)))
-        return out, some, few, padded, end
+                               own=own, u=4 * padded * H))
+        return out, some, padded, end
 
     def launch(self, plan, tables, units, scratch, **given):
-        cfg, n, losses = self.cfg, given["n"], given["losses"]
+        n, losses = given["n"], given["losses"]
         processors = cuda.get_current_device().MULTIPROCESSOR_COUNT
-        layout, some, few, stride, _ = self.layout(units, n)
+        layout, some, stride, _ = self.layout(units, n)
         at, candidates = layout["gates"][0], layout["candidates"]
         given = self.arguments(given, tables, layout, scratch, units=units, stride=stride,
                                beyond=(candidates[0] - at) // 4)
@@ -984,9 +826,7 @@ class Rows(gru_parts.RecurrentPass):
         if self.clean:
             given["exps"] = tables.clean_exps
 
-        def slices(size):
-            for first in range(0, units, size):
-                yield first, min(size, units - first)
+        slices = [(first, min(some, units - first)) for first in range(0, units, some)]
 
         def norm(kernel, call, first, pairs):
             kernel((pairs, blocks(n, 64)), 256, given, call=call, first=first, out=normed)
@@ -999,20 +839,17 @@ class Rows(gru_parts.RecurrentPass):
         self.embed((units, blocks(n, 64)), 256, given, call=plan.embed,
                    losses=(tables.no_floats if self.clean else tables.no_ints) if losses is None else losses)
         for i, layer in enumerate(plan.layers):
-            for first, pairs in slices(some):
+            for first, pairs in slices:
                 norm(self.norm_two, layer.norm_1, first, pairs)
                 product("gates", layer.gates, "w_f", i, first, pairs, normed, both_gates)
             self.recur(blocks(units, self.state_rows // 2), THREADS, given, call=layer.recur, at=self.at["u_f", i],
                        states=self.states(given, i))
-            for first, pairs in slices(some):
-                norm(self.norm_one, layer.norm_2, first, pairs)
+            for first, pairs in slices:
+                norm(self.norm_f, layer.norm_2, first, pairs)
                 product("inner", layer.inner, "w_up", i, first, pairs, normed, given["u"], layer.sums)
                 product("down", layer.down, "w_down", i, first, pairs, given["u"], given["x"])
-        for first, pairs in slices(few) if losses is not None else ():
-            norm(self.norm_one, plan.norm_f, first, pairs)
-            product("logits", plan.head, "head", 0, first, pairs, normed, given["u"])
-            self.losses(min(blocks(2 * pairs * n, 64), 8 * processors), 256, given, z=given["u"], first=first,
-                        bytes_=scratch[slice(*layout["u"])], line=line_of(cfg) // 4, places=pairs * n)
+        if losses is not None:
+            self.score(plan, given, units)
 
 
 class Forward(products.Forward):
@@ -1024,9 +861,9 @@ class Forward(products.Forward):
         self._plan, self._gather = _Plan(cfg, self._packing), Kernel(_gather_kernel())
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
-            self._noisy = gru_hopper.Hopper(cfg, self._packing, silent)
+            self._noisy = gru_hopper.Hopper(cfg, card, self._packing, silent)
         elif gru_narrow.fits(cfg, cc, shared_limit):
-            self._noisy = gru_narrow.Narrow(cfg, cc, shared_limit, self._packing, silent)
+            self._noisy = gru_narrow.Narrow(cfg, cc, card, self._packing, silent)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
         self._clean = Rows(cfg, cc, card, self._packing, True)

@@ -14,7 +14,7 @@ noise, divisor 2^D and noise shift N: the upper half of a word, and two of them 
 from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
-from kernels import gru_head, gru_parts, ptx
+from kernels import gru_parts, ptx
 from kernels.parts import wgmma_descriptor as _descriptor
 from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function, weight
 from kernels.rules import build_noise, device, loss_function, loudest
@@ -68,6 +68,19 @@ def load_rows(x, source, row, q):
             r = ptx.load4(source, int64(row + 8 * half) * (H // 4) + w * 16 + q * 4)
             for k in range(4):
                 x[8 * w + 2 * k + half] = r[k]
+
+
+@device
+def _word(unit, n, position, member, q):
+    """`word` of gru_parts.RecurrentPass.add_head."""
+    return (int64(unit) * (2 * n) + member * n + position) * (H // 4) + q * 4
+
+
+@device
+def _two_words(x, at, b):
+    """`two` of the same."""
+    word = ptx.load2(x, at + (b >> 1) * 16 + (b & 1) * 2)
+    return int32(word[0] ^ int32(SIGNS)), int32(word[1] ^ int32(SIGNS))
 
 
 def _norm_function(streams):
@@ -634,33 +647,19 @@ def _mlp_kernel(cfg, nz):
     return mlp, AT_TABLES + GROUPS * SIZE
 
 
-def _load_tile(cfg):
-    """What gru_head.head_kernel loads rows with."""
-    T = cfg.SEQ_LEN
-
-    @device
-    def load_tile(x, source, unit, position, q):
-        for m in range(2):
-            for w in range(4):
-                r = ptx.load4(source, (int64(unit) * (2 * T) + m * T + position) * (H // 4) + w * 16 + q * 4)
-                for k in range(4):
-                    x[8 * w + 2 * k + m] = int32(r[k] ^ int32(SIGNS))
-    return load_tile
-
-
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
 class Hopper(gru_parts.RowsPass):
     """The noisy forward pass."""
 
-    def __init__(self, cfg, packing, silent):
-        super().__init__(cfg, packing, 128, PAIRS)
+    def __init__(self, cfg, card, packing, silent):
+        super().__init__(cfg, packing, 128, PAIRS, cfg.VOCAB_SIZE == H)     # then logits stay in registers
         nz, add = build_noise(cfg, silent), self.add
         self.embed, self.gates = add(_embed_kernel(cfg, nz)), add(_wide_kernel(cfg, nz, False))
-        # 256 logits stay in registers
-        self.stream = gru_head.size_of(cfg, SHARED) if cfg.VOCAB_SIZE != 256 else None
-        self.head = add(gru_head.head_kernel(cfg, nz, (9, 0), self.stream, _load_tile(cfg)) if self.stream
-                        else _wide_kernel(cfg, nz, True))
+        if self.own_head:
+            self.head = add(_wide_kernel(cfg, nz, True))
+        else:
+            self.add_head(nz, (9, 0), card, packing, (_word, _two_words))
         self.recur, self.mlp = add(_recur_kernel(cfg, nz)), add(_mlp_kernel(cfg, nz))
 
     def launch(self, plan, tables, units, scratch, **given):
@@ -679,7 +678,6 @@ class Hopper(gru_parts.RowsPass):
                        states=self.states(given, i))
             over_tiles(self.mlp, MLP, "w_up", i, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
                        call_sums=layer.sums)
-        if self.stream is None:
-            return over_tiles(self.head, WIDE, "head", 0, call_norm=plan.norm_f, call=plan.head)
-        self.spread(self.head, self.stream, units * self.stream.tasks, given, call_norm=plan.norm_f, call=plan.head,
-                    at=self.at["head", 0])
+        if not self.own_head:
+            return self.score(plan, given, units)
+        over_tiles(self.head, WIDE, "head", 0, call_norm=plan.norm_f, call=plan.head)

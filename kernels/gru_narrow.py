@@ -16,15 +16,16 @@ from types import SimpleNamespace
 
 from numba import cuda, float32, int8, int32, int64, uint32
 
-from kernels import gru_head, gru_parts, ptx
-from kernels.gru_parts import BITS, OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
-from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_sum, unrolled, vector_function, weight
+from kernels import gru_parts, ptx
+from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
+from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, unrolled, vector_function,
+                           weight)
 from kernels.products import ROWS
 from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
 WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
-LARGEST_V = 1024                            # logits that a warp keeps; beyond, kernels.gru_head
+LARGEST_V = 1024                            # logits that a warp keeps; beyond, the head of kernels.transformer
 
 
 def fits(cfg, cc, shared_limit):
@@ -33,7 +34,7 @@ def fits(cfg, cc, shared_limit):
         return False
     try:
         for inputs in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM):
-            gru_parts.floor_constants(parameters.divisor(cfg, inputs), 0)
+            floor_constants(parameters.divisor(cfg, inputs), gru_parts.BASE)
     except ValueError:
         return False
     return all(part.warps > 0 for part in _sizes(cfg, shared_limit).values())
@@ -45,14 +46,14 @@ def row_of(unit, position, T):
     return (int64(unit >> 3) * T + position) * 16 + (unit & 7)
 
 
-def _load_tile(cfg):
-    """What gru_head.head_kernel loads rows with."""
-    T, H, (load_rows, _) = cfg.SEQ_LEN, cfg.HIDDEN_DIM, row_functions(cfg.HIDDEN_DIM)
+def _word_function(cfg):
+    """`word` of gru_parts.RecurrentPass.add_head."""
+    H = cfg.HIDDEN_DIM
 
     @device
-    def load_tile(x, source, unit, position, q):
-        load_rows(x, source, row_of(unit, position, T) * (H // 4), q)
-    return load_tile
+    def word(unit, n, position, member, q):
+        return (row_of(unit, position, n) + 8 * member) * (H // 4) + q * 2
+    return word
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -76,10 +77,8 @@ def _sizes(cfg, limit):
         at = (weights if resident else 0) + more
         warps = min(most, (free - at) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
-        out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps, tasks=1, at=at,
+        out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps, at=at,
                                     bytes=at + warps * table)
-    if cfg.VOCAB_SIZE > LARGEST_V:
-        out["head"] = gru_head.size_of(cfg, limit)
     return out
 
 
@@ -555,23 +554,26 @@ def _head_kernel(cfg, nz, cc, size):
 class Narrow(gru_parts.RowsPass):
     """The noisy forward pass."""
 
-    def __init__(self, cfg, cc, shared_limit, packing, silent):
-        super().__init__(cfg, packing, 32, 8)
-        nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, shared_limit), self.add
-        embedding = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
-        self.rows_at = packing.add(embedding, ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
+    def __init__(self, cfg, cc, card, packing, silent):
+        super().__init__(cfg, packing, 32, 8, cfg.VOCAB_SIZE <= LARGEST_V)
+        nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, card.shared), self.add
+        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
         self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first)) for first in firsts]
         self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]))
         self.mlp = add(_mlp_kernel(cfg, nz, cc, self.sizes["mlp"]))
-        self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]) if cfg.VOCAB_SIZE <= LARGEST_V
-                        else gru_head.head_kernel(cfg, nz, cc, self.sizes["head"], _load_tile(cfg)))
+        if self.own_head:
+            self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]))
+        else:
+            self.add_head(nz, cc, card, packing, (_word_function(cfg), gru_parts.two_words))
 
     def launch(self, plan, tables, units, scratch, **given):
         given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
 
         def run(name, work, kernel=None, **own):
-            self.spread(kernel or getattr(self, name), self.sizes[name], work, given, **own)
+            warps = self.sizes[name].warps
+            grid = min(cuda.get_current_device().MULTIPROCESSOR_COUNT, blocks(work, warps))
+            (kernel or getattr(self, name))(grid, 32 * warps, given, **own)
 
         for i, layer in enumerate(plan.layers):
             run("gates", units, self.gates[min(i, 1)], call_embed=plan.embed, call_norm=layer.norm_1, call=layer.gates,
@@ -579,4 +581,6 @@ class Narrow(gru_parts.RowsPass):
             run("recur", blocks(units, 8), call=layer.recur, at=self.at["u_f", i], states=self.states(given, i))
             run("mlp", units, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
                 call_sums=layer.sums, at=self.at["w_up", i])
-        run("head", units * self.sizes["head"].tasks, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])
+        if not self.own_head:
+            return self.score(plan, given, units)
+        run("head", units, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])

@@ -1,5 +1,5 @@
 """What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
-(kernels.gru_narrow, kernels.gru_hopper, kernels.gru_head): quotients, input noise, norms, products with mma.sync.
+(kernels.gru_narrow, kernels.gru_hopper): quotients, input noise, norms, products with mma.sync.
 
 A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
 accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
@@ -13,15 +13,17 @@ than LIMIT_K inputs), integers add the noise first.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import SIGNS, blocks, byte, clip, quad_sum, vector_function
-from kernels.products import QUADS, Pass
+from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, TILE, blocks, byte, clip, floor_constants, quad_sum,
+                           vector_function)
+from kernels.products import PLAIN, QUADS, Pass, ranges
 from kernels.rules import device, loudest
+from kernels.transformer import TALLEST, THREADS, Shape, head_kernel
 from model import parameters
 
-MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
+
 BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
 # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
 LIMIT_K = 260
@@ -38,22 +40,6 @@ def both(x):
 def stream_of(plan, at, seed):
     """The noise stream whose offset from the seed of a pair is plan[at]."""
     return uint32(seed + uint32(plan[at]))
-
-
-def floor_constants(d, add):
-    """(bits, a, c): for the float m with these bits, floor((m + y) * a + c) = BASE + add + floor(y / d) for every whole
-    y within 130 d. a, c: float32 values. Raises ValueError where there are none."""
-    near, scale = np.float32(1 / d), 1 << 40                 # a and c are multiples of 2^-40
-    critical = [(k * d - less, BASE + add + k - less) for k in range(-129, 131) for less in (0, 1)]
-    for shift in range(64):
-        for a in (near, np.nextafter(near, np.float32(1)), np.nextafter(near, np.float32(0))):
-            middle = np.float32(BASE + add - (MAGIC + shift) * float(a) + 0.5 / d)
-            for c in (middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))):
-                whole_a, whole_c = float(a) * scale, float(c) * scale
-                if whole_a % 1 == 0 and whole_c % 1 == 0 and all(
-                        ((MAGIC + shift + y) * int(whole_a) + int(whole_c)) // scale == want for y, want in critical):
-                    return BITS + shift, float(a), float(c)
-    raise ValueError(f"no constants for a divisor of {d}")
 
 
 def clip_functions(cc, within):
@@ -104,7 +90,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     MOST = 130 * D
     floats = MODE != 2 and inputs <= LIMIT_K
     beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
-    START, A, C = floor_constants(D, add)
+    START, A, C = floor_constants(D, BASE + add)
     middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
     clipped, noise, scaled = middle(add + lowest, add + 127), nz.noise, nz.scaled
 
@@ -371,16 +357,90 @@ def begin_with(start, value):
         start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
 
 
+@device
+def row_of(place):
+    """The even member's row of P; the odd member's is 8 further."""
+    return (int64(place >> 3) << 4) + (place & 7)
+
+
+@device
+def two_words(x, at, b):
+    """`two` of RecurrentPass.add_head where 32 columns of a thread are 8 bytes."""
+    return ptx.load2(x, at + b * 8)
+
+
+def norm_kernel(cfg, nz, cc, streams, rows):
+    """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
+    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. out and sb begin with pair
+    `first`. rows: (word, two) as of RecurrentPass.
+
+    plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
+    H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
+    SIZE, (word_of, two_words) = input_bytes(cfg, H, 4), rows
+    fill_norm, _ = norm_functions(cfg, nz, cc, 0 if SILENT else streams)
+    normed, (_, add) = normed_function(cfg, cc), input_functions(cfg, nz, H, 4)
+
+    @cuda.jit(launch_bounds=256)
+    def norm(call, plan, weights, overlay, job, offset, first, n, stride, x, out, sb):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first + unit))
+        for i in range(t, H, 256):
+            fill_norm(words, bytes_, 0, weights, overlay, plan, p, seed, i)
+        cuda.syncthreads()
+        inside = int32(1) if position < n else int32(0)
+        position = min(position, n - 1)
+        to = row_of(int64(unit) * n + position)
+        for member in range(2):
+            at_x = word_of(first + unit, n, position, member, q)
+            total = int32(0)
+            for b in range(STEPS):
+                word = two_words(x, at_x, b)
+                total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
+            mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
+            reciprocal = ptx.reciprocal(float32(mean))
+            sum0, sum1 = int32(0), int32(0)
+            at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
+            for b in range(STEPS):
+                word = two_words(x, at_x, b)
+                for i in range(2):
+                    k = 2 * b + i
+                    v = normed(word[i], member, k, base, q, reciprocal)
+                    if not SILENT:
+                        sum0 = add(v, int32(base + 16 * H), k, q, sum0)
+                        if streams > 1:
+                            sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
+                    if ptx.keep_in_loop(inside) != 0:
+                        out[at_n + k * 32] = v
+            if not SILENT:
+                sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+                if q == 0 and inside != 0:
+                    sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
+                    sb[2 * stride + to + 8 * member] = 0
+
+    return norm, 16 * H + streams * SIZE
+
+
 # --- the frame of a pass ----------------------------------------------------------------------------------------------
 
-# in this order: what a kernel uses lies together
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down", "head")
-STAGE = 64                                  # columns of a stage of kernels.gru_head
+# in this order: what a kernel uses lies together; w_h lies behind w_f, u_h behind u_f
+MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down")
 
 
-def columns(cfg):
-    """Columns of the packed head: those beyond the vocabulary are zeros."""
-    return blocks(cfg.VOCAB_SIZE, STAGE) * STAGE
+def matrices(cfg):
+    """Those of all layers."""
+    found = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
+    return sorted(found, key=lambda t: (t.layer, MATRICES.index(t.name)))
+
+
+def tensor(cfg, name):
+    return next(t for t in parameters.tensors(cfg) if t.name == name)
+
+
+def padded_rows(places):
+    """Rows of `places` pairs times positions, with those that fill the tallest tile."""
+    return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST
 
 
 class RecurrentPass(Pass):
@@ -396,25 +456,38 @@ class RecurrentPass(Pass):
         size = given["states"].size // self.cfg.N_LAYERS
         return given["states"][layer * size:(layer + 1) * size].view(np.int32)
 
+    def add_head(self, nz, cc, card, packing, rows, clean=False):
+        """The last norm, and the head of kernels.transformer, for validation with the packing for look-ups. rows: how x
+        lies, two device functions: word(unit, n, position, member, q), and two(x, word, b) -> (columns 32 b + 4 q...,
+        those 16 further), as bytes + 128."""
+        cfg = self.cfg
+        like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
+        self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, rows))
+        self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
+        self.at_head = packing.add(tensor(cfg, "head"), PLAIN, self.head.shape.columns(), self.head.shape.KP)
+
+    def score(self, plan, given, units):
+        """Enqueues them. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
+        n, normed = given["n"], given["gates"]
+        rows = blocks(units * n, 8) * 16
+        self.norm_f((units, blocks(n, 64)), 256, given, call=plan.norm_f, first=0, stride=rows, out=normed,
+                    sb=given["candidates"])
+        self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
+                  windows=given["tokens"], x=normed, sb=given["candidates"], length=n)
+
 
 class RowsPass(RecurrentPass):
     """A noisy pass that keeps rows in registers. depth: inputs of a packed piece of w_down; together: pairs that a
-    block of the recurrence has."""
+    block of the recurrence has; own_head: whether it has a head of its own."""
 
-    def __init__(self, cfg, packing, depth, together):
+    def __init__(self, cfg, packing, depth, together, own_head):
         super().__init__(cfg)
-        self.together, self.at = together, {}
-        tensors = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
-        for t in sorted(tensors, key=lambda t: (t.layer, MATRICES.index(t.name))):
-            padded, width = columns(cfg) if t.name == "head" else t.cols, depth if t.name == "w_down" else t.rows
-            self.at[t.name, t.layer] = packing.add(t, QUADS, padded, width)
+        self.together, self.own_head, self.at = together, own_head, {}
+        for t in matrices(cfg) + ([tensor(cfg, "head")] if own_head else []):
+            self.at[t.name, t.layer] = packing.add(t, QUADS, blocks(t.cols, 32) * 32,
+                                                   depth if t.name == "w_down" else t.rows)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
-        size = blocks(units, self.together) * self.together * 2 * n * self.cfg.HIDDEN_DIM
-        return {name: (i * size, (i + 1) * size) for i, name in enumerate(("x", "gates", "candidates"))}, 3 * size
-
-    def spread(self, kernel, size, work, given, **own):
-        """Enqueues a kernel whose warps share out so much work; `size` has the warps of a block."""
-        grid = min(cuda.get_current_device().MULTIPROCESSOR_COUNT, blocks(work, size.warps))
-        kernel(grid, 32 * size.warps, given, **own)
+        size = padded_rows(blocks(units, self.together) * self.together * n) * self.cfg.HIDDEN_DIM
+        return ranges(dict(x=size, gates=size, candidates=size))

@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 
+import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32
 
 from kernels import ptx
@@ -118,12 +119,6 @@ def weight(d, k, exps):
 
 
 @device
-def weights(d, exps):
-    """The sum over all four bytes of d."""
-    return int32(int32(weight(d, 0, exps) + weight(d, 1, exps)) + int32(weight(d, 2, exps) + weight(d, 3, exps)))
-
-
-@device
 def quantise(v, scale):
     """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is
     nothing to clip."""
@@ -144,6 +139,27 @@ def wgmma_descriptor(K=256):
     def descriptor(address):
         return ((int64(address) & int64(0x3FFFF)) >> int64(4)) | int64(STRIDES)
     return descriptor
+
+
+# --- quotients by the float units ------------------------------------------------------------------------------------
+
+MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
+
+
+def floor_constants(d, base):
+    """(bits, a, c): for the float m with these bits, floor((m + y) * a + c) = base + floor(y / d) for every whole
+    y within 130 d. a, c: float32 values. Raises ValueError where there are none."""
+    near, scale = np.float32(1 / d), 1 << 40                 # a and c are multiples of 2^-40
+    critical = [(k * d - less, base + k - less) for k in range(-129, 131) for less in (0, 1)]
+    for shift in range(max(64, d + 2)):
+        for a in (near, np.nextafter(near, np.float32(1)), np.nextafter(near, np.float32(0))):
+            middle = np.float32(base - (MAGIC + shift) * float(a) + 0.5 / d)
+            for c in (middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))):
+                whole_a, whole_c = float(a) * scale, float(c) * scale
+                if whole_a % 1 == 0 and whole_c % 1 == 0 and all(
+                        ((MAGIC + shift + y) * int(whole_a) + int(whole_c)) // scale == want for y, want in critical):
+                    return BITS + shift, float(a), float(c)
+    raise ValueError(f"no constants for a divisor of {d}")
 
 
 # --- parameters as the members see them ------------------------------------------------------------------------------

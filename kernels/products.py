@@ -129,15 +129,17 @@ class Packing:
     adds. And the kernel that packs them."""
 
     def __init__(self, cfg):
-        self.at, self.copies, self.bytes = {}, [], 0
+        self.at, self.copies, self.bytes, self._added = {}, [], 0, {}
         self.kernel = Kernel(_pack_kernel(cfg.HIDDEN_DIM), weights=A32)
         for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
                 self.at[t.name, t.layer] = 4 * self.add(t, PLAIN, blocks(t.cols, TILE) * TILE, t.rows)
 
     def add(self, t, order, columns, width):
-        """Appends the matrix of a tensor; the word at which it begins."""
+        """Appends the matrix of a tensor, if it is not there already; the word at which it begins."""
         at, size = self.bytes // 4, t.rows * columns // 4
+        if (found := self._added.setdefault((t.weights, order, columns, width), at)) != at:
+            return found
         self.copies.append(dict(source=t.weights // 4, target=at, order=order, n=t.cols, columns=columns, width=width,
                                 size=size))
         self.bytes += 4 * size

@@ -306,6 +306,8 @@ copy_wait_but_one = _instruction("cp.async.wait_group 1;", effect=MEMORY)      #
 barrier_init = _instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, (int32,) * 2, MEMORY)
 barrier_arrive = _instruction("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", void, (int32,),
                               MEMORY)
+# f(address, most): counts at a shared address, after `most` from 0 again; the number before
+count_round = _instruction("atom.shared::cta.inc.u32 $0, [$1], $2;", int32, (int32,) * 2, MEMORY)
 # one arrival when the copies that this thread has started have landed
 copy_arrive = _instruction("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", void, (int32,), MEMORY)
 # f(address, parity): waits until the phase of this parity is complete; barrier_wait: cc >= 9.0
@@ -347,6 +349,9 @@ copy_bulk = _instruction("cp.async.bulk.shared::cluster.global.mbarrier::complet
                          void, (int32, POINTER, int32, int32), MEMORY)
 # before the first product that reads accumulators just touched
 wgmma_fence = _instruction("wgmma.fence.sync.aligned;", effect=MEMORY)
+# the products issued are a group; waits for all groups but the newest
+wgmma_commit = _instruction("wgmma.commit_group.sync.aligned;", effect=MEMORY)
+wgmma_wait_but_one = _instruction("wgmma.wait_group.sync.aligned 1;", effect=MEMORY)
 
 
 def wgmma_descriptor_strides(k_bytes):

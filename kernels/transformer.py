@@ -30,8 +30,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, PLAN, amax_scale, blocks, byte, clip, ntt_functions, pack4, pack_quad, quad_max,
-                           quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
+from kernels.parts import (AF64, MAGIC, PLAN, amax_scale, blocks, byte, clip, floor_constants, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
 from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
 from kernels.rules import build_noise, device, divide, loss_function, loudest
 from model import integer_tables
@@ -202,31 +202,38 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     wait_rows(bar, turn, t)                             turn: how many tiles came before
     fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
                                                         tiles)
-    go_through(acc, ..., step, steps, count, piece, ...)    acc += the product of `count` pieces, which lie in the rows
-                                                        from `piece` on; with `fresh` acc = it. Returns the next step
-    multiply(acc, ..., step, steps, ...)                all pieces of a pass; the tensor cores may still work on the
-                                                        last, whose step it returns
+    multiply(acc, ..., step, steps, ..., t, from_piece) acc += the product of all pieces of a pass, with `fresh` acc =
+                                                        it; the rows lie in the pieces from from_piece on. The tensor
+                                                        cores may still work on the last, whose step it returns
     finish(acc, ..., step, steps, last, more, turn, coming, ...)
                                                         acc may be read; the stage is filled again, and the rows if this
                                                         was the `last` pass of a tile and `more` tiles follow, next
                                                         `coming`. Returns the next step
+
+    Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
+    apart by as much as the ring holds.
     """
     BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
     PIECES, COLUMNS, PIECED, PER = K // KP, CG * N, shape.pieced, PASSES // matrices
     ALL_COLUMNS = PER * COLUMNS
-    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)      # steps by which warps may drift, about
+    # steps by which warps may drift beside cp.async, about
+    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
     EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
+    @device
+    def split(i, n):
+        """i // n and i % n of an int32 that is not negative, n a constant."""
+        return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
+
     @card.device
     def fetch_columns(to, w, at, full, t):
         if BULK:
-            if t == 0:
-                ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
         else:
             for i in range(t, COLUMNS * KP // 16, THREADS):
                 ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
@@ -239,39 +246,63 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         else:
             at, each, apart = int64(tile) * (16 * RG * K) + piece * (2 * KP), 8 * KP, 2 * K
         if BULK:
-            for i in range(t, 64 * RG * KP // each, 32):
+            for i in range(64 * RG * KP // each):
                 ptx.copy_bulk(to + i * each, x, at + i * apart, each, full)
         else:
             for i in range(t, 4 * RG * KP, THREADS):
                 ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
 
     @card.device
+    def fetch_rows(base, bar, group, tile, x, t):
+        full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+        if BULK:
+            ptx.barrier_expect(full, 64 * K)
+            ptx.copy_bulk(to, x, at, 64 * K, full)
+        else:
+            for i in range(t % ROW_THREADS, 4 * K, ROW_THREADS):
+                ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
+            ptx.copy_arrive(full)
+
+    @card.device
+    def fetch(base, bar, step, first, every, x, w, at, t):
+        """The copies of a step: beside bulk copies by one thread, else by all."""
+        stage = split(step, STAGES)[1]
+        passes, piece = split(step, PIECES)
+        tiles, ahead = split(passes, PASSES)
+        to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
+        if BULK:
+            ptx.barrier_expect(full, STAGE)
+        if STREAM:
+            fetch_piece(to, x, first + split(tiles, repeat)[0] * every, piece, full, t)
+        if matrices > 1:
+            matrix, ahead = split(ahead, PER)
+            at = at + matrix * (ALL_COLUMNS * K // 4)
+        fetch_columns(to + A_PART, w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
+        if not BULK:
+            ptx.copy_arrive(full)
+
+    @card.device
     def init(bar, t):
         if t == 0:
             for i in range(STAGES):
                 ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
-                ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
+                if BULK:
+                    ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
+                else:
+                    ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
             for i in range(RG):
                 ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
-                ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+                if BULK:
+                    ptx.store_shared(int32(bar + ROWS_EMPTY + 8 * i), 0)
+                else:
+                    ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
             if BULK:
                 ptx.barrier_fence()
 
     @card.device
     def rows(base, bar, turn, tile, x, t):
-        if not STREAM:
-            group, mine = t // ROW_THREADS, t % ROW_THREADS
-            full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
-            if not BULK or mine == 0:
-                if turn > 0:
-                    wait(bar + ROWS_EMPTY + 8 * group, (turn - 1) & 1)
-                if BULK:
-                    ptx.barrier_expect(full, 64 * K)
-                    ptx.copy_bulk(to, x, at, 64 * K, full)
-                else:
-                    for i in range(mine, 4 * K, ROW_THREADS):
-                        ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
-                    ptx.copy_arrive(full)
+        if not STREAM and (not BULK or t % ROW_THREADS == 0):
+            fetch_rows(base, bar, t // ROW_THREADS, tile, x, t)
 
     @card.device
     def wait_rows(bar, turn, t):
@@ -279,46 +310,49 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
 
     @card.device
-    def leave_rows(bar, t):
-        if not STREAM and t & 31 == 0:
-            ptx.barrier_arrive(bar + ROWS_EMPTY + 8 * (t // ROW_THREADS))
+    def leave_rows(base, bar, more, turn, coming, x, t):
+        """This warp has done with the rows of a tile; their place is for those of the `coming` one, if there is one."""
+        if not STREAM:
+            group = t // ROW_THREADS
+            empty = int32(bar + ROWS_EMPTY + 8 * group)
+            if t & 31 == 0:
+                if not BULK:
+                    ptx.barrier_arrive(empty)
+                elif ptx.count_round(empty, ROW_THREADS // 32 - 1) == ROW_THREADS // 32 - 1 and more:
+                    fetch_rows(base, bar, group, coming, x, t)
+            if not BULK and more:
+                wait(empty, turn & 1)
+                fetch_rows(base, bar, group, coming, x, t)
 
     @card.device
     def fill(base, bar, step, first, every, x, w, at, t):
-        if not BULK or t < 32:
-            stage, piece, ahead = step % STAGES, step % PIECES, step // PIECES % PASSES
-            to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
-            if BULK:
-                if t == 0:
-                    ptx.barrier_expect(full, STAGE)
-                cuda.syncwarp()
-            if STREAM:
-                tile = first + step // (PIECES * PASSES * repeat) * every
-                fetch_piece(to, x, tile, piece, full, t)
-            if matrices > 1:
-                at, ahead = at + ahead // PER * (ALL_COLUMNS * K // 4), ahead % PER
-            fetch_columns(to + A_PART, w, at + (int64(piece) * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
-            if not BULK:
-                ptx.copy_arrive(full)
+        if not BULK or t == 0:
+            fetch(base, bar, step, first, every, x, w, at, t)
 
     @card.device
-    def refill(base, bar, step, steps, first, every, x, w, at, t):
+    def leave(base, bar, step, steps, first, every, x, w, at, t):
+        """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
-            old = step - LAG
-            if (not BULK or t < 32) and old >= 0 and old + STAGES < steps:
-                wait(bar + EMPTY + 8 * (old % STAGES), old // STAGES & 1)
-                fill(base, bar, old + STAGES, first, every, x, w, at, t)
+            cuda.syncwarp()
+            if t & 31 == 0:
+                empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
+                if not BULK:
+                    ptx.barrier_arrive(empty)
+                elif ptx.count_round(empty, THREADS // 32 - 1) == THREADS // 32 - 1 and step + STAGES < steps:
+                    fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if not BULK:
+                old = int32(step - LAG)
+                if old >= 0 and old + STAGES < steps:
+                    turn, stage = split(old, STAGES)
+                    wait(bar + EMPTY + 8 * stage, turn & 1)
+                    fetch(base, bar, int32(old + STAGES), first, every, x, w, at, t)
 
     @card.device
     def operands(base, bar, step, piece, t):
         """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
         group = t >> 7
-        if RESIDENT:
-            stage = step % STAGES
-            wait(bar + 8 * stage, 0)
-        else:
-            stage = step % STAGES
-            wait(bar + 8 * stage, step // STAGES & 1)
+        turn, stage = split(step, STAGES)
+        wait(bar + 8 * stage, 0 if RESIDENT else turn & 1)
         ring = base + AT_RING + stage * STAGE
         b = ring + A_PART + (group % CG) * (N * KP)
         if STREAM:
@@ -356,40 +390,25 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             pass
 
     @card.device
-    def leave(bar, step, t):
-        if not RESIDENT:
-            cuda.syncwarp()
-            if t & 31 == 0:
-                ptx.barrier_arrive(bar + EMPTY + 8 * (step % STAGES))
-
-    @card.device
-    def go_through(acc, base, bar, step, steps, count, first_piece, first, every, x, w, at, t):
-        for piece in range(count):
-            start(acc, base, bar, step, first_piece + piece, piece if fresh else 1, t)
+    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
+        step = int32(step)
+        for piece in range(int32(PIECES - 1)):
+            start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
             done(acc)
-            leave(bar, step, t)
-            refill(base, bar, step, steps, first, every, x, w, at, t)
-            step += 1
-        return step
-
-    @card.device
-    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t):
-        step = go_through(acc, base, bar, step, steps, PIECES - 1, 0, first, every, x, w, at, t)
-        start(acc, base, bar, step, PIECES - 1, PIECES - 1 if fresh else 1, t)
+            leave(base, bar, step, steps, first, every, x, w, at, t)
+            step = int32(step + 1)
+        start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
         return step
 
     @card.device
     def finish(acc, base, bar, step, steps, last, more, turn, coming, first, every, x, w, at, t):
         done(acc)
-        leave(bar, step, t)
+        leave(base, bar, step, steps, first, every, x, w, at, t)
         if last:
-            leave_rows(bar, t)
-            if more:
-                rows(base, bar, turn + 1, coming, x, t)
-        refill(base, bar, step, steps, first, every, x, w, at, t)
-        return step + 1
+            leave_rows(base, bar, more, turn, coming, x, t)
+        return int32(step + 1)
 
-    return init, rows, wait_rows, fill, go_through, multiply, finish
+    return init, rows, wait_rows, fill, multiply, finish
 
 
 def _place_function(cfg, RG):
@@ -440,7 +459,7 @@ def _up_kernel(cfg, nz, card, KP):
     # blocks and words of a piece or a block; 16 columns
     PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape)
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
     noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
@@ -557,7 +576,7 @@ def _up_kernel(cfg, nz, card, KP):
         s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
-        step, odd = 0, 0
+        step, odd = int32(0), 0
         for turn in range(count):
             tile = first + turn * every
             wait_rows(bar, turn, t)
@@ -663,7 +682,7 @@ def _full_kernel(cfg, nz, card, kind):
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, fresh=True)
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, fresh=True)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
@@ -787,7 +806,7 @@ def _full_kernel(cfg, nz, card, kind):
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
-        step = 0
+        step = int32(0)
         for turn in range(count):
             tile = first + turn * every
             row, member, slot, sign = place(tile, t)
@@ -858,10 +877,15 @@ def _full_kernel(cfg, nz, card, kind):
 
 # --- head -------------------------------------------------------------------------------------------------------------
 
-def _head_kernel(cfg, nz, card, like=None):
-    """The output head: no logit reaches memory; tiles of the vocabulary pass by twice, for the row maxima and for the
-    sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512 threads. plan: 0 words
-    packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product.
+def head_kernel(cfg, nz, card, like=None):
+    """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
+    maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
+    threads. plan: 0 words packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product; length:
+    positions of a window.
+
+    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or two windows, at one position, as in
+    kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
+    quotients there, times the distance of two entries of EXP.
 
     like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
     each position; `count` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
@@ -870,17 +894,20 @@ def _head_kernel(cfg, nz, card, like=None):
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
-    LOGIT, ONES, SILENT = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent
+    LOGIT, ONES, SILENT, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent, cfg.MODEL == "gru"
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
-    SUMS, MEMBERS = (4, 0) if NATS else (2, 1)               # of a thread; shift from a member to its window
+    SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
+    if PAIRED:
+        MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
     FARTHEST = (MOST << LOGIT) + ONES
     # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
     # from 2^31)
-    PLACED = 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024 and cfg.NOISE_SHIFTS[0] > 1
+    PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
+              and cfg.NOISE_SHIFTS[0] > 1)
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = 1 if NATS else (MOST + 1) * STRIDE
-    SLOTS = members_of(64, LENGTH)
+    SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
     shape = wide_shape(budget, H, V)
@@ -891,13 +918,36 @@ def _head_kernel(cfg, nz, card, like=None):
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
-    place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, _, multiply, finish = product_functions(card, shape, 2)
+    place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
+    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE = 0 if SILENT else BASE
+    if PAIRED:
+        D = parameters.divisor(cfg, H)
+        START, A, C = floor_constants(D, MAGIC)
+        BASE = START if BASE or SILENT else 0
+        LEAST, HIGHEST = BASE - 127 * D, BASE + 127 * D + D - 1
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     position_loss = loss_function(cfg)
+
+    if PAIRED:
+        @device
+        def quotient(a):
+            """BITS + the logit of an accumulator."""
+            a = int32(min(max(int32(a), int32(LEAST)), int32(HIGHEST)) + int32(START - BASE))
+            return ptx.float_bits(ptx.fma_down(ptx.bits_float(a), float32(A), float32(C)))
+
+        @device
+        def pair_place(tile, t, length):
+            """As `place`, of pairs instead of members."""
+            first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
+            g = int32((t & 31) >> 2)
+            unit = int32(uint32(first) // uint32(length))
+            mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
+            return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
+    else:
+        quotient = pair_place = None
 
     @card.device
     def begin_tile(acc, at, s0, s1, shift):
@@ -920,12 +970,14 @@ def _head_kernel(cfg, nz, card, like=None):
             known = v if not RAGGED or v < V else V - 1
             entry = overlay[uint64(at_overlay + known)]
             for m in range(SLOTS):
-                stream = uint32(seed + uint32((member + m) >> 1))
+                stream = uint32(seed + uint32((member + m) >> MEMBERS))
                 sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
 
     @card.device
     def weight(top, a, last, at):
         """EXP of the distance from level a to the highest level with the highest logit."""
+        if PAIRED:
+            return ptx.load_shared(int32(top - int32(quotient(a) * int32(ENTRY))))
         below = min(uint32(int32(top - a)), uint32(last))
         if PLACED:
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
@@ -940,8 +992,8 @@ def _head_kernel(cfg, nz, card, like=None):
             for j in range(8):
                 for e in range(2):
                     i = 32 * g + 4 * j + e
-                    d0 = int32(top0 - int32(acc[i] >> int32(LOGIT)))
-                    d1 = int32(top1 - int32(acc[i + 2] >> int32(LOGIT)))
+                    d0 = int32(top0 - (quotient(acc[i]) if PAIRED else int32(acc[i] >> int32(LOGIT))))
+                    d1 = int32(top1 - (quotient(acc[i + 2]) if PAIRED else int32(acc[i + 2] >> int32(LOGIT))))
                     w0 = exps[uint64(min(uint32(d0), uint32(CLEAN_EXPS - 1)))]
                     w1 = exps[uint64(min(uint32(d1), uint32(CLEAN_EXPS - 1)))]
                     if RAGGED:
@@ -955,13 +1007,23 @@ def _head_kernel(cfg, nz, card, like=None):
     @device
     def settled(top, table):
         """The highest logit of validation; of members the highest level with the same logit."""
+        if PAIRED:
+            return quotient(top) if NATS else int32(int32(quotient(top) * int32(ENTRY)) + table)
         if NATS:
             return int32(top >> int32(LOGIT))
         return int32(int32(top | int32(ONES)) + table)
 
     @device
-    def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table):
-        if NATS:
+    def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table, count, length):
+        if PAIRED and NATS:
+            losses[2 * unit * length + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
+            if 2 * unit + 1 < count:
+                losses[(2 * unit + 1) * length + position] = (math.log(totals[1] + totals[3])
+                                                              + float(int32(top1 - z1)) / SCALE)
+        elif PAIRED:
+            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], int32(top0 - z0) // ENTRY, 0))
+            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], int32(top1 - z1) // ENTRY, 0))
+        elif NATS:
             losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
             if position + 8 < T:
                 losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
@@ -973,20 +1035,25 @@ def _head_kernel(cfg, nz, card, like=None):
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(packed, at, x, at_x, token, s, shift, overlay, at_overlay, stream, q):
+    def target_logit(packed, at, x, at_x, token, s, shift, overlay, at_overlay, stream, table, q):
         dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
         for piece in range(H // 16):
             dot = ptx.dp4a(x[uint64(at_x + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
         n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        return int32(int32(quad_sum(dot) + int32(int32(s * n) >> shift)) >> int32(LOGIT))
+        z = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
+        return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
 
     @card.device
-    def target(windows, unit, position):
-        return windows[unit * (T + 1) + min(position, T - 1) + 1]
+    def target(windows, unit, position, half, count, length):
+        """What follows the position of a thread's first or (half = 1) second row."""
+        if PAIRED:
+            window = min(2 * unit + half, count - 1) if NATS else unit
+            return windows[window * (SKIP + length + 1) + SKIP + min(position, length - 1) + 1]
+        return windows[unit * (T + 1) + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
-    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses):
+    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
@@ -1003,27 +1070,33 @@ def _head_kernel(cfg, nz, card, like=None):
         rows(base, bar, 0, tile, x, t)
         for i in range(min(STAGES, STEPS)):
             fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
-        row, member, slot, sign = place(tile, t)
-        unit, position = (member + slot) >> MEMBERS, row % LENGTH
-        s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * sign)
+        row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
+        unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
+        if PAIRED:                                           # rows beyond the last pair go with it
+            units = (count + 1) >> 1 if NATS else count
+            unit = min(unit, units - 1)
+            position = (row >> 4) * 8 + (row & 7) - unit * length
+        s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * (-sign if PAIRED else sign))
         seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
         z0, z1, shift = int32(0), int32(0), job_shift(job)
-        if unit < count:
+        at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
+        if not PLACED:
+            at_exp, table = int32(at_exp + table), int32(0)
+        if PAIRED:
+            table = at_exp
+        if unit < units:
             at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position), s0, shift, overlay, at_overlay,
-                              stream, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position + 8), s1, shift, overlay,
-                              at_overlay, stream, q)
+            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position, 0, count, length), s0, shift,
+                              overlay, at_overlay, stream, table, q)
+            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position, 1, count, length), s1, shift,
+                              overlay, at_overlay, stream, table, q)
         top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
         acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
         for k in range(SUMS):
             totals[k] = 0
         for i in range(64):
             acc[i] = 0
-        here, at_exp, table = AT_TABLES + group * (2 * SLOTS * 128), int32((lane & (COPIES - 1))
-                                                                           * 4), ptx.shared_address(exp, 0)
-        if not PLACED:
-            at_exp, table = int32(at_exp + table), int32(0)
+        here = AT_TABLES + group * (2 * SLOTS * 128)
         last = int32(table + int32(FARTHEST))
         s0, s1 = as_row(s0, shift), as_row(s1, shift)
         my_slot = slot_of(c)
@@ -1032,7 +1105,7 @@ def _head_kernel(cfg, nz, card, like=None):
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
-        step = 0
+        step = int32(0)
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
@@ -1080,8 +1153,10 @@ def _head_kernel(cfg, nz, card, like=None):
                     for j in range(16):
                         for e in range(2):
                             hidden += 1 if j * 8 + e >= limit else 0
-                    totals[0] -= int64(hidden) * exp[MOST * STRIDE]
-                    totals[1] -= int64(hidden) * exp[MOST * STRIDE]
+                    totals[0] -= int64(hidden) * (weight(top0, int32(HIDDEN), last, at_exp) if PAIRED
+                                                  else exp[MOST * STRIDE])
+                    totals[1] -= int64(hidden) * (weight(top1, int32(HIDDEN), last, at_exp) if PAIRED
+                                                  else exp[MOST * STRIDE])
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1, shift)
         for k in range(SUMS):
             totals[k] = quad_sum64(totals[k])
@@ -1094,8 +1169,8 @@ def _head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 totals[0] += wide[mine + k]
                 totals[1] += wide[mine + 8 * CG + k]
-        if q == 0 and side == 0 and unit < count and position < T:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table)
+        if q == 0 and side == 0 and unit < units and position < (length if PAIRED else T):
+            store_loss(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 
@@ -1526,10 +1601,10 @@ class Members(Pass):
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
-        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(_head_kernel(cfg, nz, card))
+        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(head_kernel(cfg, nz, card))
         of_step, self.kernels = self.kernels, shared
         self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
-        self.clean_head = add(_head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
+        self.clean_head = add(head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
         self.kernels, self.clean_kernels = of_step, self.kernels
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
@@ -1540,8 +1615,7 @@ class Members(Pass):
             order, shape = used[t.name][0], used[t.name][1].shape
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
-                KP = self.clean_head.shape.KP
-                self.at_clean = (self.at[t.name, 0] if KP == shape.KP else packing.add(t, order, shape.columns(), KP))
+                self.at_clean = packing.add(t, order, shape.columns(), self.clean_head.shape.KP)
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1586,5 +1660,5 @@ class Members(Pass):
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
-             exps=tables.clean_exps if clean else tables.exps,
+             exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])

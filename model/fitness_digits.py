@@ -1,5 +1,7 @@
 """From losses to fitness digits, and their packed form (SPEC 8)."""
 
+import math
+
 import numpy as np
 
 
@@ -10,16 +12,24 @@ def chunk_fitness(losses, cfg):
     if cfg.FAST_FITNESS:
         return np.sign(d).astype(np.int8)
     if cfg.CHUNK_MEAN_FILTER:
-        m = float(np.mean(d, dtype=np.float64)) / cfg.LOSS_SCALE
+        m = _mean(d) / cfg.LOSS_SCALE
         if m != 0:
             m = (1.0 if m > 0 else -1.0) * abs(m) ** cfg.CHUNK_MEAN_EXPONENT
         d = d + int(m * cfg.LOSS_SCALE)
     if not cfg.USE_ADAPTIVE_THRESHOLD:
         return np.sign(d).astype(np.int8)
-    threshold = float(np.mean(np.abs(d), dtype=np.float64)) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
+    threshold = _mean(np.abs(d)) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
     if threshold > 0:
-        return (d >= threshold).view(np.int8) - (d <= -threshold).view(np.int8)
+        least = math.ceil(threshold)                         # integers are compared in half the time
+        return (d >= least).view(np.int8) - (d <= -least).view(np.int8)
     return np.where(d > 0, 1, -1).astype(np.int8)
+
+
+def _mean(x):
+    """float: the mean of int64 `x` in float64; by integers, in half the time, where float64 holds every sum of them."""
+    if max(-int(x.min()), int(x.max())) * x.size < 1 << 53:
+        return int(x.sum()) / x.size
+    return float(np.mean(x, dtype=np.float64))
 
 
 def pack_ternary(fitness):

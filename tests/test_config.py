@@ -3,7 +3,6 @@ needed."""
 
 import ast
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -341,12 +340,14 @@ def fakes(names, factor=1):
     return made
 
 
-# a process that compiles: it writes the files of its share, and leaves out a kernel that "fails" there
+# a process that compiles: it writes files, each once, and leaves out a kernel that "fails" there
 FAKE_COMPILER = """
 import pickle, sys
-job, share = pickle.load(sys.stdin.buffer)
+job, missing = pickle.loads(bytes.fromhex(sys.argv[1]))
 assert job == ("a job",)
-for number, path in share:
+while number := sys.stdin.buffer.read1(1):
+    path = missing[number[0]][1]
+    assert not path.exists()
     if "fails" not in path.name:
         path.write_bytes(pickle.dumps("another process"))
 """
@@ -391,11 +392,14 @@ def test_a_compiling_process_leaves_kernels_of_other_sources_alone(tmp_path, mon
     monkeypatch.setattr(cuda_engine.cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=CARD))
     known = {}
     names = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, CARD).name for k in every]
-    share = [(0, tmp_path / names[0]), (1, tmp_path / names[2]), (2, tmp_path / names[2])]
-    stdin = SimpleNamespace(buffer=io.BytesIO(pickle.dumps((("cfg", 0, "uint8", False, ["step"]), share))))
-    monkeypatch.setattr(sys, "stdin", stdin)
+    missing = [(2, tmp_path / names[1]), (0, tmp_path / names[0]), (1, tmp_path / names[2]), (2, tmp_path / names[2])]
+    monkeypatch.setattr(sys, "argv", ["", pickle.dumps((("cfg", 0, "uint8", False, ["step"]), missing)).hex()])
     FakeDispatcher.compiled = []
-    cuda_engine.compile_share()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes([1, 2, 3]))                         # the first of `missing` is left to another process
+        file.seek(0)
+        monkeypatch.setattr(sys, "stdin", file)
+        cuda_engine.compile_some()
     assert FakeDispatcher.compiled == ["a", "c"] and sorted(os.listdir(tmp_path)) == sorted([names[0], names[2]])
 
 

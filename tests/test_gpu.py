@@ -355,8 +355,8 @@ def test_load_and_pieces_of_a_chunk():
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
-    """Right and wrong expectations, in a step and across an update, tokens on the device and on the host: the same
-    losses, changes and digests as without, in three steps."""
+    """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
+    changes and states as without, in three steps."""
     cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
     tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000).astype(
         np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
@@ -373,8 +373,12 @@ def test_evaluations_begun_ahead(constants, on_device):
         assert len(np.unique(losses)) > 2
         fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
         ahead.expect(0, 300 if step else 2)
+        ahead.begin_update(fitness if step < 2 else -fitness)
+        if step == 1:
+            assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is taken back"
+            ahead.begin_update(fitness)
         assert ahead.update(fitness) == plain.update(fitness)
-        assert ahead.digest() == plain.digest()
+        assert ahead.digest() == plain.digest() and ahead.state().digests() == plain.state().digests()
     ahead.expect(0, 512)
     ahead.evaluate(0, 512)
     ahead.load(parameters.initial_state(cfg))

@@ -393,7 +393,7 @@ def test_where_the_fast_path_serves():
     assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
-# widths beyond those of kernels.gru_narrow; a vocabulary for kernels.gru_head, on registers and on bytes
+# a width beyond those of kernels.gru_narrow; a vocabulary for the head of kernels.transformer, after each pass
 WIDE, STREAMED = {**SMALL, "HIDDEN_DIM": 288}, {**SMALL, "VOCAB_SIZE": 1100}
 FAST_STREAMED = {**FAST, "VOCAB_SIZE": 1100}
 
@@ -414,17 +414,17 @@ def test_which_path_serves():
 def test_quotients_by_a_multiplication_are_exact(width):
     """Every divisor that a narrow model can have, and some of wider ones; every sum whose quotient is not clipped, in
     float32 as the kernels have it."""
-    from kernels import gru_parts
+    from kernels import gru_parts, parts
     for point in range(8):
         for inputs in (width, 4 * width):
             d = parameters.divisor(egg_config.make(MODEL="gru", FIXED_POINT=point), inputs)
-            for add in (0, 128):
-                bits, a, c = gru_parts.floor_constants(d, add)
+            for base in (gru_parts.BASE, gru_parts.BASE + 128, parts.MAGIC):
+                bits, a, c = parts.floor_constants(d, base)
                 y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200)
                 sums = np.int32(bits) + y.astype(np.int32)
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
                 got = np.floor(sums.view(np.float32).astype(np.float64) * a + c)
-                assert np.array_equal(got, gru_parts.BASE + add + y // d), (d, add)
+                assert np.array_equal(got, base + y // d), (d, base)
 
 
 def test_narrow_models_fit_every_card():
@@ -442,8 +442,7 @@ def test_narrow_models_fit_every_card():
     pytest.param("Narrow", marks=pytest.mark.compiles(SMALL, part="noisy"), id="narrow"),
     pytest.param("Hopper", marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(path, compiled_kernels):
-    """Those of the forward pass: of the general path all, of the others what is theirs. The head that streams large
-    vocabularies is left out: on some cards it keeps rows in local memory."""
+    """Those of the forward pass: of the general path all, of the others what is theirs."""
     kit.hold_against_cards(compiled_kernels)
 
 

@@ -28,10 +28,9 @@ COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 LONG_KERNELS = {
     "egg_kernels.py": {"_token_kernel"},
     "kernels/gru.py": {"_product_kernel", "_recur_kernel"},
-    "kernels/gru_head.py": {"head_kernel"},
     "kernels/gru_hopper.py": {"_mlp_kernel", "_recur_kernel", "_wide_kernel"},
     "kernels/gru_narrow.py": {"_head_kernel"},
-    "kernels/transformer.py": {"_attention_kernel", "_full_kernel", "_head_kernel", "_up_kernel", "product_functions"},
+    "kernels/transformer.py": {"_attention_kernel", "_full_kernel", "_up_kernel", "head_kernel", "product_functions"},
 }
 
 PRODUCT = [path for folder in ["", *FOLDERS] for path in sorted((HERE / folder).glob("*.py"))

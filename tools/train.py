@@ -62,14 +62,11 @@ def print_references(cfg, data, console):
 def start_engine(cfg, data, device, threads, log):
     """An engine for which everything is compiled that a worker with these data will use, and nothing else; `log` takes
     lines while it is compiled. Raises EngineError."""
-    engine = engines.make(cfg, data.tokens, device, threads)
-    verbs = ["evaluate", "update", "digest"]
-    verbs += ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
+    verbs = ["digest"] + ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
+    engine = engines.make(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
-        cpu_engine.warm_up(cfg, log, verbs)
-    else:
-        engine.warm_up(verbs)
+        cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
     return engine
 
 
