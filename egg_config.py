@@ -69,13 +69,17 @@ USE_ADAPTIVE_THRESHOLD = 1    # 1: differences below this share of their mean si
 ADAPTIVE_THRESHOLD_ALPHA = 0.1
 FAST_FITNESS = 0              # 1: the sign of the difference, neither filtered nor measured against the others'
 
+SOFT_TARGETS = ()             # (first step, context): from there on a position is scored against 8 tokens, the one that
+#                               follows and 7 drawn from all in the training data that follow the same last tokens,
+#                               `context` of them; as an override: 0:2,300:3; 0 or (): the one that follows alone
+
 # --- optimizer -------------------------------------------------------------------------------------------------------
 OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vote / sqrt(pairs);
 #                               "ztest": weights with a significant vote move by 1
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
 RARE_TOKENS = 0.0             # columns of tokens below this share of the data learn more slowly:
 #                               by the factor sqrt(share / RARE_TOKENS); 0: all alike
-SEEN_VOTES = 1                # a pair's vote on the column of a token counts so often if the pair's window holds the
+SEEN_VOTES = 1                # a pair's vote on the embedding of a token counts so often if the pair's window holds the
 #                               token: most of what the others vote on it is noise; 1: all alike
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.95
@@ -129,25 +133,27 @@ SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni51
 TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 and H200), "mma" (any card), "auto"
 
 PRESETS = {
-    # A byte model that learns within a minute on two cores. The shifts suit sums over 64 hidden units instead of 256:
-    # with the default shifts the MLPs would add almost nothing to the residual stream. The noise of norms and biases is
-    # small. The overlay is off: it would end that noise within 64 steps and later, at small rates, all other noise. One
-    # head and no weight decay: 0.05 bits/byte better than two heads and 0.001 after 1,000 steps, and faster. SEEN_VOTES
-    # brings another 0.09.
+    # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as the
+    # transformer of that size and reads more of them a second. The overlay is off: it would end the noise of norms and
+    # biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed;
+    # with so few members, SEEN_VOTES helps as well.
     "laptop": dict(
-        HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=32, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=128, LOSS="exact",
-        SHIFT_MLP_UP=6, SHIFT_MLP_DOWN=6, SHIFT_OUT=7, HOST_MASK=7, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
-        ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.0,
-        SEEN_VOTES=4, LR_SCHEDULE=((0, 0.5), (200, 0.25), (500, 0.125), (1500, 0.0625)), VALIDATE_EVERY=100,
+        MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
+        POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, LOSS="exact",
+        SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
+        SOFT_TARGETS=((0, 1), (50, 2), (1000, 3)), SEEN_VOTES=16, ADAM_WEIGHT_DECAY=0.001,
+        LR_SCHEDULE=((0, 1.0), (200, 0.5), (500, 0.25), (1500, 0.125), (4000, 0.06)), VALIDATE_EVERY=100,
         SAMPLE_EVERY=500),
     # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
-    # Many steps with falling rates; shifts and noise as in "laptop"; rare tokens begin small and learn slowly.
+    # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream. Norms
+    # and biases have little noise; the overlay is off, as in "laptop"; rare tokens begin small and learn slowly.
     # A step is one chunk: with several GPUs, lower CHUNK_SIZE to the share of one GPU, as in "best-bytes".
     "best": dict(
         N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
         ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
         SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, CHUNK_SIZE=32768, POPULATION_SIZE=32768,
-        LR_SCHEDULE=((0, 0.35), (500, 0.17), (2000, 0.085), (5000, 0.042), (8500, 0.02), (10500, 0.01)),
+        SOFT_TARGETS=((0, 1),), LR_SCHEDULE=((0, 0.5), (500, 0.25), (2000, 0.12), (5000, 0.06), (8500, 0.03),
+                                             (10500, 0.015)),
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
@@ -164,8 +170,9 @@ PRESETS = {
 # The best found for bytes: nano-egg's model with one layer learns as much from a token and sees five times as many.
 PRESETS["best-bytes"] = {
     **PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100,
-    "LR_SCHEDULE": ((0, 1.0), (60, 0.7), (150, 0.5), (300, 0.35), (600, 0.25), (1200, 0.15), (2500, 0.1), (5000, 0.06),
-                    (8000, 0.04), (11000, 0.025), (13500, 0.0125)), "SNAPSHOT_EVERY": 1000}
+    "SOFT_TARGETS": ((0, 2), (60, 3), (500, 4), (5000, 5)),
+    "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15), (5500, 0.09),
+                    (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k != "PRESETS"}
 
@@ -211,7 +218,7 @@ FACTS = _facts(
     ("HOST_MASK DEVICE_MASK", (0, 127), ISLAND), ("TOKEN_MASK", (-1, 127), ISLAND),
     ("NOISE_REUSE", (0, 1 << 30), ISLAND), ("ADAPTIVE_NOISE_MODE", (0, 2)),
     ("ADAPTIVE_NOISE_INIT", (-127, 127), ISLAND), ("ADAPTIVE_NOISE_INC ADAPTIVE_NOISE_DEC", (0, 127), ISLAND),
-    ("LOSS", ("deggs", "exact")),
+    ("LOSS", ("deggs", "exact")), ("SOFT_TARGETS", None, ISLAND),
     ("USE_SAME_DATA CHUNK_MEAN_FILTER USE_ADAPTIVE_THRESHOLD FAST_FITNESS USE_CLT", (0, 1), ISLAND),
     ("CHUNK_MEAN_EXPONENT", (0.0, 4.0), ISLAND), ("ADAPTIVE_THRESHOLD_ALPHA", (0.0, 100.0), ISLAND),
     ("OPTIMIZER", ("adamw", "sgd", "ztest")), ("LR_SCHEDULE", None, ISLAND), ("SEEN_VOTES", (1, 127), ISLAND),
@@ -294,6 +301,10 @@ class Config(types.SimpleNamespace):
     def sigma_shift(self, step):
         """SIGMA_SHIFT (int) of the members of `step`."""
         return [self.SIGMA_SHIFT, *(shift for first, shift in self.SIGMA_SCHEDULE if first <= step)][-1]
+
+    def soft_context(self, step):
+        """Tokens of context (int) of the soft targets of `step`, 0: none are drawn."""
+        return [0, *(context for first, context in self.SOFT_TARGETS if first <= step)][-1]
 
     def noise_shift(self, step):
         """Right shift (int) of the matrix noise of the members of `step`."""
@@ -390,24 +401,30 @@ def validate(cfg):
          "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
     need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
          "needs OPTIMIZER adamw or sgd: the z-test knows how far votes that all count alike may stray by chance")
+    need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
+         "needs LOSS exact, which divides: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
          "needs OPTIMIZER adamw, which moves what Muon does not")
     need(not cfg.NTT_MODE or cfg.SEQ_LEN & (cfg.SEQ_LEN - 1) == 0, "NTT_MODE",
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    for name, kinds, what in ("LR_SCHEDULE", {int, float}, "learning rate"), ("SIGMA_SCHEDULE", {int}, "SIGMA_SHIFT"):
+    for name, (kinds, what) in SCHEDULES.items():
         schedule = getattr(cfg, name)
         need(isinstance(schedule, (tuple, list)) and all(
             isinstance(part, (tuple, list)) and len(part) == 2 and {*map(type, part)} <= kinds for part in schedule),
             name, f"must be pairs of a step and a {what}")
-    steps, later = ([first for first, _ in schedule] for schedule in (cfg.LR_SCHEDULE, cfg.SIGMA_SCHEDULE))
-    need(steps and steps[0] == 0 and steps == sorted(set(steps)), "LR_SCHEDULE", "must start at step 0, steps rising")
+        steps = [first for first, _ in schedule]
+        need(steps == sorted({max(step, 0) for step in steps}), name, "steps must rise, from 0 on")
+    need(cfg.LR_SCHEDULE and cfg.LR_SCHEDULE[0][0] == 0, "LR_SCHEDULE",
+         "must start at step 0, steps rising")
     need(all(0 <= r <= 1000 for _, r in cfg.LR_SCHEDULE), "LR_SCHEDULE", "rates must be from 0 to 1000")
-    need(later == sorted({max(step, 0) for step in later}), "SIGMA_SCHEDULE", "steps must rise, from 0 on")
     lowest, highest = FACTS["SIGMA_SHIFT"].allowed
     need(all(lowest <= shift <= highest for _, shift in cfg.SIGMA_SCHEDULE), "SIGMA_SCHEDULE",
          f"shifts must be from {lowest} to {highest}")
+    most = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1
+    need(all(0 <= context <= most for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
+         f"contexts must be from 0 to {most} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
 
 
 def _derive(cfg):
@@ -415,6 +432,8 @@ def _derive(cfg):
     cfg.N_CHUNKS = cfg.POPULATION_SIZE // cfg.CHUNK_SIZE
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
+    cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
+    cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
     # all shifts of the noise that a run meets: what is made for one is exact for all
     cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
@@ -438,7 +457,10 @@ def text(value):
 
 KINDS = {int: "a whole number", float: "a number", str: "text", tuple: "step:rate,step:rate,..."}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1}
+UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": ()}
+# constants that are pairs of a first step and a value: the types of both, what the value is
+SCHEDULES = {"LR_SCHEDULE": ({int, float}, "learning rate"), "SIGMA_SCHEDULE": ({int}, "SIGMA_SHIFT"),
+             "SOFT_TARGETS": ({int}, "number of tokens")}
 
 
 def _no_such(name):
@@ -455,9 +477,9 @@ def _parse(name, text, source):
         if kind is int:
             return int({"true": "1", "false": "0"}.get(text.lower(), text), 0)
         if kind is tuple:
-            number = int if name == "SIGMA_SCHEDULE" else float
+            number = float if name == "LR_SCHEDULE" else int
             return tuple((int(s), number(r)) for s, r in (item.split(":") for item in text.split(",") if text))
         return kind(text)
     except ValueError:
-        wanted = KINDS[kind].replace("rate", "shift") if name == "SIGMA_SCHEDULE" else KINDS[kind]
+        wanted = KINDS[kind].replace("rate", {"SIGMA_SCHEDULE": "shift", "SOFT_TARGETS": "context"}.get(name, "rate"))
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None

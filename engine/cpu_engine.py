@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 import egg_config
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest, transforms
+from model import (integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, transforms)
 from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
@@ -117,7 +117,7 @@ class CpuEngine:
             matrix_shift=0, vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT,
             logit=cfg.SHIFT_LOGIT, up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT,
             rope_bit=cfg.ROPE_SCALE_BIT, short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
-            log_unit=integer_tables.log_unit(cfg), ntt=int(cfg.NTT_MODE != 0),
+            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS, ntt=int(cfg.NTT_MODE != 0),
             ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT, gru=int(cfg.MODEL == "gru"),
             divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
             lowest=0 if cfg.MLP_RELU else -127)
@@ -129,7 +129,7 @@ class CpuEngine:
             self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
                                              t.overlay_b, t.rows, t.cols)
             packed, corrections = packed + t.rows * padded, corrections + padded
-        self._sizes = packed, corrections
+        self._sizes, self._followers = (packed, corrections), soft_targets.Tables(cfg, tokens)
         self.load(parameters.initial_state(cfg))
 
     def load(self, state):
@@ -182,11 +182,12 @@ class CpuEngine:
         self._expected = first, count
 
     def _begin(self, first, count):
-        windows = rules.windows(self.cfg, self.tokens, self.step, first // 2, count // 2)
-        losses, seed, shift = np.zeros((count // 2, 2), np.int64), self.seed, self.cfg.noise_shift(self.step)
+        losses, step, seed = np.zeros((count // 2, 2), np.int64), self.step, self.seed
+        shift, known = self.cfg.noise_shift(step), self._followers.of(step)
 
         def work(a, b):
-            self._model.evaluate(self._w, windows[a:b], seed, shift, first // 2 + a, losses[a:b])
+            windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
+            self._model.evaluate(self._w, windows, seed, shift, first // 2 + a, losses[a:b])
 
         parts = cut(count // 2, self.threads, self._model.together)
         self._begun = first, count, losses, Shared(self._pool, self.threads, parts, work)
@@ -236,7 +237,7 @@ class CpuEngine:
         cfg, w, row = self.cfg, self._w, self._table[t.param, t.layer]
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
-            if t.by_token and cfg.SEEN_VOTES > 1:
+            if t.seen and cfg.SEEN_VOTES > 1:
                 self._spread(-(-t.rows // SEEN_ROWS), functools.partial(
                     seen_votes, self._constants, row, seeds, signs, windows, cfg.SEEN_VOTES - 1, votes),
                     t.rows * windows.size // 8)

@@ -205,7 +205,8 @@ def losses_of(c, w, exp, windows, q, rows, S, noisy, before, T, exp64, unit, los
 @inner
 def run_together(c, w, exp, windows, before, state, S, noisy, first_pair, per_group, exp64, unit, losses, nats, z):
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
-    n, T, H, members = windows.shape[0], windows.shape[1] - 1 - before, c.H, 2 if noisy else 1
+    n, H, members = windows.shape[0], c.H, 2 if noisy else 1
+    T = (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
     if before:
         first = first_pair // per_group
         groups = (first_pair + n - 1) // per_group - first + 1

@@ -50,6 +50,7 @@ class Constants(NamedTuple):
     short_exp: int
     exact: int
     log_unit: int
+    targets: int        # of a position
     ntt: int
     ntt_prime: int
     clt: int
@@ -255,13 +256,17 @@ def score(c, exp, noisy, z, windows, q, first, count, start, T, exp64, unit, los
     """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
     windows[q], T rows a member, and their losses are added to losses int64 [pairs, 2]; else to windows[q], windows[q +
     1].., and nats float64, if it is not empty, gets the cross-entropies of softmax(logits * unit), with exp64[d] =
-    exp(-d * unit). Targets begin at token start + 1 of a window."""
-    totals, tops, targets = local(GROUP, np.int64), local(GROUP, i32), local(GROUP, i32)
+    exp(-d * unit). Targets begin at token start + 1 of a window; further ones of a position follow the window."""
+    totals, tops, targets, drawn = local(GROUP, np.int64), local(GROUP, i32), local(GROUP, i32), c.targets - 1
     for r in range(count):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
         if noisy:
             totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, NO_INTS, 0)
+            at = start + T + 1 + drawn * ((first + r) % T)
+            for k in range(at, at + drawn):
+                targets[r] += z[r, windows[window, k]]
+            tops[r] = i32(tops[r] * c.targets)
         elif nats.size:
             total = 0.0
             for v in range(c.V):
@@ -269,6 +274,6 @@ def score(c, exp, noisy, z, windows, q, first, count, start, T, exp64, unit, los
             nats[window] += np.log(total) + (tops[r] - targets[r]) * unit
     if noisy:
         for r in range(count):
-            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit)
+            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit, 256 // c.targets)
         for r in range(count):
             losses[q, member(first + r, T)] += totals[r]

@@ -366,9 +366,9 @@ def logits(c, w, noisy, sides, T, first, x, count, z):
 
 
 @leaf
-def run_window(c, w, tb, windows, i, start, S, noisy, exp64, unit, losses, nats, room, z):
+def run_window(c, w, tb, windows, i, start, T, S, noisy, exp64, unit, losses, nats, room, z):
     """`run_windows` of window i."""
-    T, members, seed = windows.shape[1] - 1 - start, 2 if noisy else 1, u32(S + i)
+    members, seed = 2 if noisy else 1, u32(S + i)
     hidden(c, w, tb, seed, noisy, windows[i], members, T, start, room)
     sides = new_sides(1, c.H, c.V, c.H * c.scaled)
     draw_sides(c, w, EMBEDDING, NO_LAYER, seed, noisy, sides)
@@ -382,13 +382,13 @@ def run_window(c, w, tb, windows, i, start, S, noisy, exp64, unit, losses, nats,
 def run_windows(c, w, tb, windows, start, keys, values, S, noisy, exp64, unit, losses, nats):
     """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
     [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
-    members of pair seed S + i, else by the unperturbed model. keys, values int8 [1 or L, members * (start + T), H]: the
-    caches; one layer's worth is enough where nothing follows."""
-    T = windows.shape[1] - 1 - start
+    members of pair seed S + i, else by the unperturbed model; drawn targets follow it. keys, values int8 [1 or L,
+    members * (start + T), H]: the caches; one layer's worth is enough where nothing follows."""
+    T = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1)
     room = new_room(c, 2 * T if noisy else T, start + T, keys, values)
     z = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
     for i in range(windows.shape[0]):
-        run_window(c, w, tb, windows, i, start, S, noisy, exp64, unit, losses, nats, room, z)
+        run_window(c, w, tb, windows, i, start, T, S, noisy, exp64, unit, losses, nats, room, z)
     return z
 
 
@@ -401,7 +401,7 @@ class Transformer:
         self.together = 1           # pairs that share work: the engine cuts a job at multiples of it
 
     def evaluate(self, w, windows, seed, shift, first_pair, losses):
-        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.rules.windows;
+        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.soft_targets;
         seed, shift: of the step and its noise."""
         self._run(w, self._tables, windows, self._cache(1, 2 * self.cfg.SEQ_LEN), seed=seed + first_pair, noisy=1,
                   shift=shift, losses=losses)

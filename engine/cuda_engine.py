@@ -5,9 +5,10 @@ Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kern
 compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
+import collections
 import contextlib
-import copy
 import fcntl
+import functools
 import gc
 import os
 import pathlib
@@ -24,7 +25,9 @@ from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.core import analysis as numba_analysis
 from numba.core.types.functions import BaseFunction
-from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, transforms
+from numba.cuda import lowering
+from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, ir, ir_utils, postproc, ssa,
+                             transforms, typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core import config as numba_config
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
@@ -34,7 +37,7 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -46,6 +49,8 @@ AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
 COMPILERS = 8               # most processes that compile kernels at once
+NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
+         and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_some()"
 
@@ -151,40 +156,48 @@ def compile_some():
 
 @contextlib.contextmanager
 def quick_numba():
-    """A block in which numba-cuda compiles in less than half of the time, to the same PTX. It omits what is not needed
-    here: after every inlining the search for live variables, which only `del` wants (by an older, slower function than
-    numba's); copies of line numbers; reading a function again to inline it again; the choice of a signature for every
-    single call; to make a variable static, the rewriting of blocks that do not name it; and Python's search for
-    garbage."""
-    whole, collects = postproc.PostProcessor.run, gc.isenabled()
-    inlined, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
+    """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
+    passes for closures and array expressions; after every inlining the search for live variables, which only `del`
+    wants (by an older, slower function than numba's); copies of what does not change; reading a function again to
+    inline it again; the choice of a signature for every single call; to make a variable static, the rewriting of
+    blocks that do not name it; a search through its block for every variable; and Python's search for garbage."""
+    collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
+    inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
 
     def run(self, emit_dels=False, extend_lifetimes=False):
-        if emit_dels or self.func_ir.is_generator:
-            return whole(self, emit_dels, extend_lifetimes)
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
         self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
         self.func_ir.generator_info = None
+        if emit_dels:
+            self._insert_var_dels(extend_lifetimes)
 
     def run_untyped_passes(self, function, enable_ssa=False):
         self.flags.enable_ssa = enable_ssa
         if (function, enable_ssa) not in functions:
             functions[function, enable_ssa] = read(self, function, enable_ssa)
-        copied = functions[function, enable_ssa].copy()
-        copied.blocks = copy.deepcopy(copied.blocks)
-        return copied
+        inlined = functions[function, enable_ssa].copy()
+        inlined.blocks = copied(inlined.blocks, {})
+        return inlined
 
     def inline_function(self, *args):
         with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(deepcopy=lambda blocks: blocks)):
-            return inlined(self, *args)
+            return inline(self, *args)
 
     def get_call_type(self, context, args, kws):
         call = self, args, tuple(kws.items())
         if call not in call_types:
             call_types[call] = call_type(self, context, args, kws)
         return call_types[call]
+
+    def resolve_once(self, inferer, variables, fnty):
+        def known():
+            return fnty, [variables[v].type for v in names]
+        names = [self.target, *(v.name for v in (*self.args, *dict(self.kws).values(), self.vararg) if v)]
+        if getattr(self, "known", None) != known():
+            resolve(self, inferer, variables, fnty)
+            self.known = known()
 
     def run_ssa(blocks):
         named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
@@ -195,6 +208,13 @@ def quick_numba():
         return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
                 for label, block in blocks.items()}
 
+    def find_singly_assigned_variable(self):
+        used = set().union(*analysis.compute_use_defs(self.blocks).usemap.values(), lowering.must_use_alloca(self.blocks))
+        assigned = collections.Counter(statement.target.name for block in self.blocks.values()
+                                       for statement in block.body if isinstance(statement, ir.assign_types))
+        self._singly_assigned_vars = {name for name, count in assigned.items() if count == 1} - used
+        self._blk_local_varmap = {}
+
     live = numba_analysis.compute_live_map
     gc.disable()
     try:
@@ -204,13 +224,40 @@ def quick_numba():
               mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
               mock.patch.object(InlineWorker, "inline_function", inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+              mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
+              mock.patch.object(base, "_has_loc", functools.cache(base._has_loc)),
               mock.patch.object(ssa, "_run_ssa", run_ssa),
               mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
-              mock.patch.object(ir.Loc, "__deepcopy__", lambda self, memo: self, create=True)):
+              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+              mock.patch.object(compiler_machinery, "enforce_no_dels", lambda blocks: None),
+              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
+              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", lambda self, state: True)):
             yield
     finally:
         if collects:
             gc.enable()
+
+
+def copied(value, memo):
+    """Blocks of numba's representation, copied like copy.deepcopy does it, but sharing all that never changes."""
+    kind = type(value)
+    if kind in (str, ir.Loc):
+        return value
+    if kind in NODES:
+        if id(value) not in memo:
+            memo[id(value)] = new = object.__new__(kind)
+            fields = vars(new)
+            for name, field in vars(value).items():
+                fields[name] = copied(field, memo)
+        return memo[id(value)]
+    if kind in (list, tuple):
+        return kind([copied(one, memo) for one in value])
+    if isinstance(value, (dict, set)):
+        new = value.copy()
+        for key in new if isinstance(value, dict) else ():
+            new[key] = copied(new[key], memo)
+        return new
+    return value
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
@@ -221,17 +268,26 @@ A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, ty
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    return {
-        "digest": (_digest_kernel(), (W1, W1, S1, W1)),
-        "cut_windows": (_windows_kernel(cfg), (types.Array(token_type, 1, "C"), I1, A1)),
-        "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1)),
-    }
+    tokens, (cut_windows, draw_windows) = types.Array(token_type, 1, "C"), _windows_kernels(cfg)
+    made = {"digest": (_digest_kernel(), (W1, W1, S1, W1)), "cut_windows": (cut_windows, (tokens, I1, A1)),
+            "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1))}
+    if cfg.SOFT_TARGETS:
+        made["draw_windows"] = draw_windows, (tokens, I1, U1, U1, U1, tokens, A1)
+    return made
 
 
-def _windows_kernel(cfg):
+def _windows_kernels(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start = device(rules.window_start)
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
+    all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
+
+    @device
+    def place_of(place, row, k, size):
+        """Where in the data, of so many tokens, the k-th of a window is."""
+        stride = int64(0) if same else size // groups
+        start = window_start(place[0], place[1] + row, per_group, stride, size - T)
+        return (start + k - before) % size
 
     def cut_windows(tokens, place, windows):
         """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
@@ -239,11 +295,23 @@ def _windows_kernel(cfg):
         i = cuda.grid(1)
         if i < windows.size:
             row = i // width
-            stride = int64(0) if same else tokens.size // groups
-            start = window_start(place[0], place[1] + row, per_group, stride, tokens.size - T)
-            windows[i] = int32(tokens[(start + (i - row * width) - before) % tokens.size])
+            windows[i] = int32(tokens[place_of(place, row, i - row * width, tokens.size)])
 
-    return cut_windows
+    def draw_windows(tokens, place, job, first, size, followers, windows):
+        """The same with the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
+        followers: soft_targets.Followers."""
+        i = cuda.grid(1)
+        if i < windows.size:
+            row = i // all_of_it
+            k = i - row * all_of_it
+            if k < width:
+                windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
+            else:
+                at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
+                random = hash32(uint32(job[0] + uint32(place[1] + row)), uint32(rules.TARGET_STREAM + k - width))
+                windows[i] = int32(followers[first[at] + random % size[at]])
+
+    return cut_windows, draw_windows
 
 
 def _choose_kernel(cfg):
@@ -382,6 +450,28 @@ def _driver(result):
 
 # --- the engine ------------------------------------------------------------------------------------------------------
 
+def data_on_device(cfg, tokens, name):
+    """(tokens, [room for their soft_targets.Followers]) on the device; (None, []) where they do not fit easily."""
+    if tokens is None:
+        return None, []
+    kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
+    need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
+    if need <= cuda.current_context().get_memory_info().free // 4:
+        return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
+    if kinds:
+        tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
+             "than the GPU has to spare: the processor cuts the windows, which takes longer\n")
+    return None, []
+
+
+def send_followers(known, tokens, arrays, stream):
+    """Copies Followers to the device; without context (None) every token follows itself alone."""
+    n = tokens.size
+    themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(tokens)
+    for array, values in zip(arrays, known or themselves):
+        array.copy_to_device(values, stream)
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -438,10 +528,10 @@ class CudaEngine:
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
-        self._tokens = None
-        if self.tokens is not None and self.tokens.nbytes <= cuda.current_context().get_memory_info().free // 4:
-            self._tokens = cuda.to_device(np.ascontiguousarray(self.tokens))
+        self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
+        self._tables, self._known = soft_targets.Tables(cfg, self.tokens), () if cfg.SOFT_TARGETS else None
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
+        self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
@@ -455,7 +545,7 @@ class CudaEngine:
         self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
                                                digest[blocks, BLOCK, stream](*words, overlay, sums)])
         self._rate = None                                    # the learning rate that is on the device
-        self._evaluations = {}                               # launches of so many pairs
+        self._evaluations = {}                               # of so many pairs
 
     def load(self, state):
         """Takes over a State (copied)."""
@@ -510,17 +600,21 @@ class CudaEngine:
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        pairs, width = count // 2, self.cfg.STATE_TOKENS + self.cfg.SEQ_LEN + 1
+        pairs, width = count // 2, self.cfg.WINDOW
         if not self._evaluations:
             self._reserve_evaluation(width)
-        windows, losses = self._windows[:pairs * width], self._losses[:count]
         if pairs not in self._evaluations:
-            self._evaluations[pairs] = self._evaluation(pairs, width, windows, losses)
+            self._evaluations[pairs] = self._evaluation(pairs, width)
+        windows, losses, run = self._evaluations[pairs]
         self._set_job(first)
+        known = self._tables.of(self.step)
         if self._tokens is None:
-            cut = rules.windows(self.cfg, self.tokens, self.step, first // 2, pairs)
+            cut = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2, pairs)
             windows.copy_to_device(cut.ravel(), self.stream)
-        self._evaluations[pairs]()
+        elif known is not self._known:
+            send_followers(known, self.tokens, self._followers, self.stream)
+            self._known = known
+        run()
         self._fetched.reverse()
         return self._fetched[0].fetch(losses, self.stream)
 
@@ -532,10 +626,11 @@ class CudaEngine:
         job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
-    def _cutting(self, windows):
-        """A launch that fills int32 `windows`, flat, with those of the pairs of the job."""
-        tokens, place, stream, cut_windows = self._tokens, self._place, self.stream, self._kernels["cut_windows"]
-        return lambda: cut_windows[-(-windows.size // BLOCK), BLOCK, stream](tokens, place, windows)
+    def _cutting(self, windows, drawn=False):
+        """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
+        given = self._tokens, self._place, *((self._job, *self._followers) if drawn else ())
+        kernel, stream = self._kernels["draw_windows" if drawn else "cut_windows"], self.stream
+        return lambda: kernel[-(-windows.size // BLOCK), BLOCK, stream](*given, windows)
 
     def _reserve_evaluation(self, width):
         """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
@@ -546,11 +641,12 @@ class CudaEngine:
             raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
         self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
 
-    def _evaluation(self, pairs, width, windows, losses):
-        """The launches of an evaluation of so many pairs."""
+    def _evaluation(self, pairs, width):
+        """(windows, losses, launches) of an evaluation of so many pairs."""
         forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        cut = self._cutting(windows) if self._tokens is not None else None
+        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
+        cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
 
         def enqueue():
             if cut:
@@ -559,7 +655,7 @@ class CudaEngine:
                 n = min(most, pairs - at)
                 some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return Replay(stream, enqueue)
+        return windows, losses, Replay(stream, enqueue)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
@@ -602,8 +698,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
-        fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        self._fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)

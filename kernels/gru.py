@@ -25,8 +25,8 @@ from kernels import products
 from kernels import ptx
 from kernels import transformer
 from kernels.gru_parts import padded_rows, row_of
-from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, floor_constants, pack4,
-                           quad_sum, unrolled, vector_function, written_out)
+from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_sum,
+                           quotient_function, unrolled, vector_function, written_out)
 from kernels.products import QUADS, Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device
 from kernels.transformer import BARRIER_WORDS, GROUPS, THREADS, members_of
@@ -71,21 +71,12 @@ def quotient_functions(cfg, nz, inputs, lowest=-127):
     word(acc, i)                four columns from acc[i] on as bytes: the quotients, rounded down and clipped
     pairs(acc, i)               the same as two words of two int16
     """
-    D = parameters.divisor(cfg, inputs)
     row, column, begun, FLOATS = transformer.begin_functions(cfg, nz, inputs)
-    START, A, C = floor_constants(D, gru_parts.BASE)
-    BASE = START if FLOATS or nz.silent else 0
-    LEAST, MOST = BASE + lowest * D, BASE + 127 * D + D - 1
+    BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, FLOATS or nz.silent, lowest)
 
     @device
     def begin(s, n, shift):
         return begun(s, n, int32(BASE), shift)
-
-    @device
-    def divided(v):
-        """The bits of a float whose second byte is the quotient."""
-        v = min(max(int32(v), int32(LEAST)), int32(MOST))
-        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + int32(START - BASE))), float32(A), float32(C)))
 
     @device
     def word(acc, i):
@@ -160,7 +151,7 @@ def _embed_kernel(cfg, nz, clean):
             losses[2 * unit + t] = 0
         cuda.syncthreads()
         if position < n:
-            row, window = row_of(int64(unit) * n + position) * (H // 4) + q * 2, 2 * unit if clean else unit
+            row, window = row_of(unit, position, n) * (H // 4) + q * 2, 2 * unit if clean else unit
             token = tokens[window * width + skip + position]
             own, own_factor = int32(0), float32(0)
             if not SILENT:
@@ -321,7 +312,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 slot = int32(int32(uint32(place) // uint32(n)) - unit)
                 s0 = as_row(sb[(SB_AT + which) * stride + row], shift)
                 s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
-            to, sums[0], sums[1] = row_of(place + int64(first) * n), 0, 0
+            to, sums[0], sums[1] = row_of(first, place, n), 0, 0
             wait_rows(bar, turn, t)
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
@@ -406,26 +397,23 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     gated2, next2, opened, candidates_of = gru_parts.state_functions(cc)
     added, registers = gru_parts.added_function(cc), _registers(card)
 
-    if RESIDENT:
-        @device
-        def load_own(base, own, which, k, t):
-            return ptx.load_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16))
+    @device
+    def place_of(base, which, k, t):
+        if RESIDENT:
+            return int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16)
+        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + t * 4
 
-        @device
-        def store_own(base, own, which, k, t, a, b, c, d):
-            ptx.store_shared4(int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16), a, b, c, d)
-    else:
-        @device
-        def place_of(which, k, t):
-            return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + t * 4
+    @device
+    def load_own(base, own, which, k, t):
+        at = place_of(base, which, k, t)
+        return ptx.load_shared4(at) if RESIDENT else ptx.load4(own, at)
 
-        @device
-        def load_own(base, own, which, k, t):
-            return ptx.load4(own, place_of(which, k, t))
-
-        @device
-        def store_own(base, own, which, k, t, a, b, c, d):
-            ptx.store4(own, place_of(which, k, t), a, b, c, d)
+    @device
+    def store_own(base, own, which, k, t, a, b, c, d):
+        if RESIDENT:
+            ptx.store_shared4(place_of(base, which, k, t), a, b, c, d)
+        else:
+            ptx.store4(own, place_of(base, which, k, t), a, b, c, d)
 
     @device
     def column_of(k, t):
@@ -624,7 +612,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
             ptx.proxy_fence()
         cuda.syncthreads()
         for position in range(n):
-            row0, writes = row_of(int64(pair) * n + position), ptx.keep_in_loop(live) != 0
+            row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
             following = min(position + 1, n - 1)             # what follows the window says nothing to its last state
             keeps0 = position + 1 == n or tokens[at_token0 + following] != 0
             keeps1 = position + 1 == n or tokens[at_token1 + following] != 0
@@ -772,16 +760,6 @@ class _Plan(products.Plan):
         return self._add(entries + [0] * (16 - len(entries)) + [self._tensors[ln, layer].weights])
 
 
-def _word_function(cfg):
-    """`word` of gru_parts.RecurrentPass.add_head."""
-    H = cfg.HIDDEN_DIM
-
-    @device
-    def word(unit, n, position, member, q):
-        return (row_of(int64(unit) * n + position) + 8 * member) * (H // 4) + q * 2
-    return word
-
-
 class Rows(gru_parts.RecurrentPass):
     """The forward pass, with noise or `clean`. Both are given the same packing."""
 
@@ -790,7 +768,7 @@ class Rows(gru_parts.RecurrentPass):
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
-        rows = _word_function(cfg), gru_parts.two_words
+        rows = gru_parts.word_function(cfg.HIDDEN_DIM, row_of), gru_parts.two_words
         self.embed = add(_embed_kernel(cfg, nz, clean), losses=losses)
         self.add_head(nz, cc, card, packing, rows, clean)
         self.norm_two = self.norm_f if nz.silent else add(gru_parts.norm_kernel(cfg, nz, cc, 2, rows))
@@ -890,7 +868,7 @@ class Forward(products.Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
-        before, width = cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+        before, width = cfg.STATE_TOKENS, cfg.WINDOW
         streams, token_bytes, state_bytes, _ = self._parts(pairs)
         end = token_bytes + state_bytes
         tokens, states, work = scratch[:token_bytes], scratch[token_bytes:end], scratch[end:]

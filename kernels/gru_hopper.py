@@ -199,7 +199,7 @@ def _wide_kernel(cfg, nz, head):
     at: packed word of the matrices, one after the other. plan rows: call_norm as kernels.gru._norm_kernel, call as
     _product_kernel. There `tokens` are those of the launch in kernels.gru, units the pairs there are."""
     MATRICES = 1 if head else 2
-    GROUPS, THREADS, T, job_shift = WIDE, 128 * WIDE, cfg.SEQ_LEN, nz.shift
+    GROUPS, THREADS, T, TARGETS, job_shift = WIDE, 128 * WIDE, cfg.SEQ_LEN, cfg.TARGETS, nz.shift
     AT_TABLES, COLUMNS = MATRICES * H * H, MATRICES * H
     AT_LN, AT_B, SIZE = _tables(MATRICES, COLUMNS)
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
@@ -225,14 +225,26 @@ def _wide_kernel(cfg, nz, head):
         ptx.store4(to, at + 8 * (H // 4), out1[0], out1[1], out1[2], out1[3])
 
     @device
+    def shown(z, token, q):
+        """int32: the logit of a token, if it is one of this lane's, else 0."""
+        word = int32(0)
+        for k in range(16):
+            word = z[k] if (token >> 4) == k else word
+        word = int32(int32(word << int32(24 - 8 * (token & 3))) >> int32(24))
+        return word if ((token >> 2) & 3) == q else int32(0)
+
+    @device
     def add_loss(z, row, unit, member, tokens, width, skip, units, exps, losses, q):
         """Adds the loss of a row of logits, z its 16 words."""
         position = int32(int32(row - int32(unit * int32(2 * T))) - int32(member * int32(T)))
-        token = tokens[int64(min(unit, units - 1)) * width + skip + position + 1]
-        top, target = int32(LOWEST), int32(0)
+        at_window = int64(min(unit, units - 1)) * width + skip
+        target = shown(z, tokens[at_window + position + 1], q)
+        for k in range(TARGETS - 1):
+            token = tokens[at_window + T + 1 + (TARGETS - 1) * position + k]
+            target = int32(target + shown(z, token, q))
+        top = int32(LOWEST)
         for k in range(16):
             top = ptx.max2(ptx.max2(top, ptx.low2(z[k])), ptx.high2(z[k]))
-            target = z[k] if (token >> 4) == k else target
         top = quad_max(max(int32(int32(top << int32(16)) >> int32(16)), int32(top >> int32(16))))
         total, most = int32(0), ptx.byte_permute(int32(top + 128), 0, 0)
         for k in range(16):
@@ -240,10 +252,9 @@ def _wide_kernel(cfg, nz, head):
             for e in range(4):
                 total = int32(total + weight(d, e, exps))
         total = quad_sum(total)
-        target = int32(int32(target << int32(24 - 8 * (token & 3))) >> int32(24))
-        target = quad_sum(target if ((token >> 2) & 3) == q else int32(0))
+        target = quad_sum(target)
         if q == 0 and unit < units:
-            cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), top, target))
+            cuda.atomic.add(losses, 2 * unit + member, position_loss(int64(total), int32(TARGETS * top), target))
 
     @cuda.jit(launch_bounds=THREADS)
     def wide(call_norm, call, at, plan, weights, packed, overlay, job, offset, tiles, each, x, gates, candidates,

@@ -25,7 +25,12 @@ from kernels.rules import build_noise, device, loss_function
 from model import parameters
 
 WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
-LARGEST_V = 1024                            # logits that a warp keeps; beyond, the head of kernels.transformer
+LARGEST_V = 1024                            # logits that a warp keeps
+
+
+def _own_head(cfg):
+    """Whether the logits of a warp stay on the chip; else the head of kernels.transformer serves."""
+    return cfg.VOCAB_SIZE <= LARGEST_V and cfg.VOCAB_SIZE % 32 == 0
 
 
 def fits(cfg, cc, shared_limit):
@@ -46,22 +51,12 @@ def row_of(unit, position, T):
     return (int64(unit >> 3) * T + position) * 16 + (unit & 7)
 
 
-def _word_function(cfg):
-    """`word` of gru_parts.RecurrentPass.add_head."""
-    H = cfg.HIDDEN_DIM
-
-    @device
-    def word(unit, n, position, member, q):
-        return (row_of(unit, position, n) + 8 * member) * (H // 4) + q * 2
-    return word
-
-
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 def _sizes(cfg, limit):
     """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a
     block, all bytes."""
-    H, V = cfg.HIDDEN_DIM, blocks(cfg.VOCAB_SIZE, 32) * 32
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
     # weights, tables of a warp, what all warps share, most warps (for their registers)
     plans = dict(gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
@@ -69,7 +64,7 @@ def _sizes(cfg, limit):
                  mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
                       16 if H <= 64 else 12 if H <= 128 else 8),
                  head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
-    if cfg.VOCAB_SIZE > LARGEST_V:
+    if not _own_head(cfg):
         del plans["head"]
     out, free = {}, limit - 1024                             # what the driver and static arrays take
     for name, (weights, table, more, most) in plans.items():
@@ -98,7 +93,7 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
     load_rows, store_rows = row_functions(H)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
-    clipped = gru_parts.clip_functions(cc, True)[0](1, 255)
+    clipped = gru_parts.clip_function(cc, gru_parts.MAGIC, 1, 255)
 
     @device
     def disturbed(word, j, other, f, own, own_factor, sign, shift):
@@ -216,7 +211,7 @@ def _recur_kernel(cfg, nz, cc, size):
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
     KS = H // 16
-    A_F, A_H, BIAS_F, BIAS_H, AT_B = 0, 512 * KS, 1024 * KS, 1536 * KS, 2048 * KS
+    A_H, BIAS_F, BIAS, AT_B = 512 * KS, 1024 * KS, 512 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
     vector, (fill_input, add) = vector_function(cfg, nz), gru_parts.input_functions(cfg, nz, H, 32)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
@@ -226,33 +221,22 @@ def _recur_kernel(cfg, nz, cc, size):
     (load_rows, store_rows), added = row_functions(H), added_function(cc)
 
     @unrolled
-    def gate(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past):
-        """f and the gated states."""
+    def columns(which, acc, left, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, x):
+        """which = 0: f and the gated states; 1: the new states and x. left: what U_f or U_h multiplies."""
         for d in range(STEPS):
-            product(acc, h, at_weights, d * (32 * H), start)
+            product(acc, left, at_weights, which * (H * H) + d * (32 * H), start)
             for i in range(2):
-                k = 2 * d + i
-                n = ptx.load_shared4(int32(table + A_F + k * 512 + lane * 16))
-                bias = ptx.load_shared4(int32(table + BIAS_F + k * 512 + lane * 16))
+                k, at = 2 * d + i, int32(table + (2 * d + i) * 512 + lane * 16)
+                n, bias = ptx.load_shared4(int32(at + which * A_H)), ptx.load_shared4(int32(at + BIAS_F + which * BIAS))
                 for m in range(2):
                     y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
-                    y, z = opened(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
-                    f[2 * k + m], past[2 * k + m] = ptx.bytes4(y, z), gated(y, z, h[2 * k + m])
-
-    @unrolled
-    def advance(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, x):
-        """The new states and x."""
-        for d in range(STEPS):
-            product(acc, past, at_weights, H * H + d * (32 * H), start)
-            for i in range(2):
-                k = 2 * d + i
-                n = ptx.load_shared4(int32(table + A_H + k * 512 + lane * 16))
-                bias = ptx.load_shared4(int32(table + BIAS_H + k * 512 + lane * 16))
-                for m in range(2):
-                    y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
-                    y, z = candidates_of(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
-                    y, z = next_state(f[2 * k + m], h[2 * k + m], y, z)
-                    h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
+                    if which == 0:
+                        y, z = opened(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
+                        f[2 * k + m], past[2 * k + m] = ptx.bytes4(y, z), gated(y, z, h[2 * k + m])
+                    else:
+                        y, z = candidates_of(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
+                        y, z = next_state(f[2 * k + m], h[2 * k + m], y, z)
+                        h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
 
     @cuda.jit(launch_bounds=THREADS)
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
@@ -284,7 +268,7 @@ def _recur_kernel(cfg, nz, cc, size):
                                plan[p + 16 + which], stream_of(plan, p + 11 + 4 * which, seed), c)
                     even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
                     more = int32(127 * (1 - which) - OFFSET)     # b_f + 127, and without the offset of the quotients
-                    to = (mine + BIAS_F + which * (BIAS_H - BIAS_F) + k * 512 + lane * 16) + e * 2
+                    to = mine + BIAS_F + which * BIAS + k * 512 + lane * 16 + e * 2
                     for m in range(2):
                         value = int32(clip(odd if m else even) + more)
                         bytes_[to + 8 * m], bytes_[to + 8 * m + 1] = value, int32(value >> int32(8))
@@ -306,7 +290,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0 = add(h[2 * k], int32(table + AT_B), k, lane, s0)
                     s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
-                gate(acc, h, at_weights, start, table, lane, s0, s1, shift, old, f, past)
+                columns(0, acc, h, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
                 load_rows(old, candidates, at_row, q)
                 load_rows(both_x, x, at_row, q)
                 s0, s1 = int32(0), int32(0)
@@ -314,7 +298,7 @@ def _recur_kernel(cfg, nz, cc, size):
                     s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
                     s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
                 s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
-                advance(acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, both_x)
+                columns(1, acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
                 store_rows(both_x, x, at_row, q)
                 if following == 0:
                     for k in range(2 * KS):
@@ -421,36 +405,22 @@ def _head_kernel(cfg, nz, cc, size):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch as gates_and_candidates. The logits of a tile stay in
     shared memory, as z + 128.
 
-    at: packed word of the matrix, columns padded to a multiple of 32. plan rows: as in kernels.gru."""
-    H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, blocks(cfg.VOCAB_SIZE, 32)
+    at: packed word of the matrix. plan rows: as in kernels.gru."""
+    H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, cfg.VOCAB_SIZE // 32
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
-    AT_LN, PAD, MASKED = 128 * VB, 32 * VB - V, 0x01010101
-    job_shift, AT_Z = nz.shift, AT_LN + 16 * H + input_bytes(cfg, H, 4)
+    job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
-    LOWEST, OFFSETS = both(OFFSET + 1), both(OFFSET)
+    LOWEST = both(OFFSET + 1)
 
     @device
-    def visible(word, c):
-        """A word of logits from column c on; those beyond the vocabulary are the lowest."""
-        shown = V - c
-        if shown >= 4:
-            return word
-        mask = int32(int32(1 << int32(8 * max(shown, 0))) - 1)
-        return int32(int32(word & mask) | int32(int32(MASKED) & int32(mask ^ int32(-1))))
-
-    @device
-    def logits(acc, z, b, i, m, s, shift, at_noise, q, top):
+    def logits(acc, z, i, m, s, shift, at_noise, top):
         """z[2 i + m] = a word of logits; the larger of them and top, two int16."""
         y, w = pairs(acc, 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)), shift)
         z[2 * i + m] = ptx.bytes4(y, w)
-        if PAD and b == VB - 1:
-            z[2 * i + m] = visible(z[2 * i + m], b * 32 + i * 16 + q * 4)
-            y = int32(ptx.byte_permute(z[2 * i + m], 0, 0x4140) | int32(OFFSETS))
-            w = int32(ptx.byte_permute(z[2 * i + m], 0, 0x4342) | int32(OFFSETS))
         return max2(max2(top, y), w)
 
     @device
@@ -467,6 +437,13 @@ def _head_kernel(cfg, nz, cc, size):
         for e in range(4):
             total = int32(total + weight(d, e, exps))
         return total
+
+    @device
+    def shown(bytes_, mine, lane, member, token):
+        """A token's logit, + 128: its byte is in the word of lane 4 g + (token / 4) % 4."""
+        at = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
+              + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
+        return int32(int32(bytes_[at + member * 4 + (token & 3)]) & int32(255))
 
     @cuda.jit(launch_bounds=THREADS)
     def head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x,
@@ -490,11 +467,9 @@ def _head_kernel(cfg, nz, cc, size):
         for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
-            for i in range(lane, 32 * VB, 32):
-                word = int32(0)
-                if i < V:
-                    word = word_of(overlay, plan[call * PLAN + 2], stream_of(plan, call * PLAN + 1, seed), i)
-                words[mine // 4 + i] = word
+            for i in range(lane, V, 32):
+                words[mine // 4 + i] = word_of(overlay, plan[call * PLAN + 2], stream_of(plan, call * PLAN + 1, seed),
+                                               i)
             for i in range(lane, H, 32):
                 fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
             cuda.syncwarp()
@@ -515,8 +490,8 @@ def _head_kernel(cfg, nz, cc, size):
                     product(acc, n, at_weights, b * (32 * H), start)
                     at_noise = int32(table + b * 128 + q * 16)
                     for i in range(2):
-                        top0 = logits(acc, z, b, i, 0, s0, shift, at_noise, q, top0)
-                        top1 = logits(acc, z, b, i, 1, s1, shift, at_noise, q, top1)
+                        top0 = logits(acc, z, i, 0, s0, shift, at_noise, top0)
+                        top1 = logits(acc, z, i, 1, s1, shift, at_noise, top1)
                     ptx.store_shared4(int32(at_z + b * 512), z[0], z[1], z[2], z[3])
                 cuda.syncwarp()
                 top0, top1 = highest(top0), highest(top1)
@@ -529,13 +504,10 @@ def _head_kernel(cfg, nz, cc, size):
                 total0, total1 = quad_sum(total0), quad_sum(total1)
                 if (q >> 1) == ((first >> 3) & 1):
                     total, top = (total1, top1) if member else (total0, top0)
-                    if PAD:
-                        padding = ptx.load_shared(int32(int32(int32(top - 1) * int32(128)) + at_exps))
-                        total = int32(total - int32(int32(PAD) * padding))
-                    # the target's byte is in the word of lane 4 g + (token / 4) % 4
-                    at_target = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
-                                 + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
-                    distance = int32(top - int32(int32(bytes_[at_target + member * 4 + (token & 3)]) & int32(255)))
+                    distance = int32(TARGETS * top - shown(bytes_, mine, lane, member, token))
+                    for k in range(TARGETS - 1):
+                        drawn = tokens[int64(unit) * width + skip + T + 1 + (TARGETS - 1) * position + k]
+                        distance = int32(distance - shown(bytes_, mine, lane, member, drawn))
                     some = first + g < T
                 if (first >> 3) & 1 or first + 8 >= T:
                     if some:
@@ -555,7 +527,7 @@ class Narrow(gru_parts.RowsPass):
     """The noisy forward pass."""
 
     def __init__(self, cfg, cc, card, packing, silent):
-        super().__init__(cfg, packing, 32, 8, cfg.VOCAB_SIZE <= LARGEST_V)
+        super().__init__(cfg, packing, 32, 8, _own_head(cfg))
         nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, card.shared), self.add
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
@@ -565,7 +537,7 @@ class Narrow(gru_parts.RowsPass):
         if self.own_head:
             self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]))
         else:
-            self.add_head(nz, cc, card, packing, (_word_function(cfg), gru_parts.two_words))
+            self.add_head(nz, cc, card, packing, (gru_parts.word_function(cfg.HIDDEN_DIM, row_of), gru_parts.two_words))
 
     def launch(self, plan, tables, units, scratch, **given):
         given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)

@@ -18,9 +18,9 @@ from numba import cuda, float32, int8, int32, int64, uint32
 from kernels import ptx
 from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, TILE, blocks, byte, clip, floor_constants, quad_sum,
                            vector_function)
-from kernels.products import PLAIN, QUADS, Pass, ranges
+from kernels.products import PLAIN, QUADS, ROWS, Pass, ranges
 from kernels.rules import device, loudest
-from kernels.transformer import TALLEST, THREADS, Shape, head_kernel
+from kernels.transformer import TALLEST, THREADS, Shape, drawn_kernel, head_kernel
 from model import parameters
 
 
@@ -42,39 +42,28 @@ def stream_of(plan, at, seed):
     return uint32(seed + uint32(plan[at]))
 
 
-def clip_functions(cc, within):
-    """(low, middle): device functions that clip four floats to lowest..highest and return two words of two int16. low:
-    floats MAGIC + k, the words hold k. middle: floats BASE + k and a fraction, the words hold OFFSET + k. within: no k
-    of `middle` is beyond 2^14."""
-    NATIVE = cc[0] >= 9
-    pairs = ptx.int16_pairs(cc)
+def clip_function(cc, base, lowest, highest, within=True):
+    """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
+    k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction; within: no k is beyond
+    2^14."""
+    CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
+    LOW, HIGH, LOW2, HIGH2 = float(base + lowest), float(base + highest), both(OFF + lowest), both(OFF + highest)
+    NATIVE, pairs = cc[0] >= 9 and within, ptx.int16_pairs(cc)
     min2, max2 = pairs.min2, pairs.max2
 
-    def clip_of(base, first, second, native):
-        def make(lowest, highest):
-            LOW, HIGH = float(base + lowest), float(base + highest)
-            LOW2, HIGH2 = (both(lowest), both(highest)) if base == MAGIC else (both(OFFSET + lowest),
-                                                                               both(OFFSET + highest))
+    @device
+    def limited(a):
+        return a if NATIVE else ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW))
 
-            if native:
-                @device
-                def clipped(a, b, c, d):
-                    y = ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first)
-                    z = ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second)
-                    return max2(min2(y, HIGH2), LOW2), max2(min2(z, HIGH2), LOW2)
-            else:
-                @device
-                def clipped(a, b, c, d):
-                    a = ptx.maximum(ptx.minimum(a, float32(HIGH)), float32(LOW))
-                    b = ptx.maximum(ptx.minimum(b, float32(HIGH)), float32(LOW))
-                    c = ptx.maximum(ptx.minimum(c, float32(HIGH)), float32(LOW))
-                    d = ptx.maximum(ptx.minimum(d, float32(HIGH)), float32(LOW))
-                    return (ptx.byte_permute(ptx.float_bits(a), ptx.float_bits(b), first),
-                            ptx.byte_permute(ptx.float_bits(c), ptx.float_bits(d), second))
-            return clipped
-        return make
+    @device
+    def two(a, b):
+        y = ptx.byte_permute(ptx.float_bits(limited(a)), ptx.float_bits(limited(b)), CHOSEN)
+        return max2(min2(y, HIGH2), LOW2) if NATIVE else y
 
-    return clip_of(MAGIC, 0x5410, 0x5410, NATIVE), clip_of(BASE, 0x6521, 0x6521, NATIVE and within)
+    @device
+    def clipped(a, b, c, d):
+        return two(a, b), two(c, d)
+    return clipped
 
 
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
@@ -91,8 +80,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     floats = MODE != 2 and inputs <= LIMIT_K
     beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
     START, A, C = floor_constants(D, BASE + add)
-    middle = clip_functions(cc, not floats or beyond // D < (1 << 14) - 300)[1]
-    clipped, noise, scaled = middle(add + lowest, add + 127), nz.noise, nz.scaled
+    clipped = clip_function(cc, BASE, add + lowest, add + 127, not floats or beyond // D < (1 << 14) - 300)
+    noise, scaled = nz.noise, nz.scaled
 
     if floats:
         @device
@@ -184,7 +173,7 @@ def input_functions(cfg, nz, inputs, lanes):
 def normed_function(cfg, cc):
     """Device function: ln of a word of x, of columns 16 k + 4 q... of member m's row; the table of the weights is at a
     shared address."""
-    H, clipped = cfg.HIDDEN_DIM, clip_functions(cc, True)[1](-127, 127)
+    H, clipped = cfg.HIDDEN_DIM, clip_function(cc, BASE, -127, 127)
 
     @device
     def normed(word, m, k, address, q, reciprocal):
@@ -358,9 +347,18 @@ def begin_with(start, value):
 
 
 @device
-def row_of(place):
-    """The even member's row of P; the odd member's is 8 further."""
+def row_of(unit, position, n):
+    """The even member's row of P = unit * n + position; the odd member's is 8 further."""
+    place = int64(unit) * n + position
     return (int64(place >> 3) << 4) + (place & 7)
+
+
+def word_function(H, row_of):
+    """`word` of RecurrentPass.add_head where the odd member's rows are 8 further."""
+    @device
+    def word(unit, n, position, member, q):
+        return (row_of(unit, position, n) + 8 * member) * (H // 4) + q * 2
+    return word
 
 
 @device
@@ -391,7 +389,7 @@ def norm_kernel(cfg, nz, cc, streams, rows):
         cuda.syncthreads()
         inside = int32(1) if position < n else int32(0)
         position = min(position, n - 1)
-        to = row_of(int64(unit) * n + position)
+        to = row_of(unit, position, n)
         for member in range(2):
             at_x = word_of(first + unit, n, position, member, q)
             total = int32(0)
@@ -464,7 +462,11 @@ class RecurrentPass(Pass):
         like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
         self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, rows))
         self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
-        self.at_head = packing.add(tensor(cfg, "head"), PLAIN, self.head.shape.columns(), self.head.shape.KP)
+        t = tensor(cfg, "head")
+        self.at_head = packing.add(t, PLAIN, self.head.shape.columns(), self.head.shape.KP)
+        self.drawn = None
+        if cfg.TARGETS > 1 and not clean:
+            self.drawn, self.at_columns = self.add(drawn_kernel(cfg, nz, card)), packing.add(t, ROWS, t.cols, t.rows)
 
     def score(self, plan, given, units):
         """Enqueues them. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
@@ -472,6 +474,9 @@ class RecurrentPass(Pass):
         rows = blocks(units * n, 8) * 16
         self.norm_f((units, blocks(n, 64)), 256, given, call=plan.norm_f, first=0, stride=rows, out=normed,
                     sb=given["candidates"])
+        if self.drawn:
+            self.drawn(blocks(units * n, 64), 256, given, call=plan.head, windows=given["tokens"], x=normed,
+                       sb=given["candidates"], at_columns=self.at_columns)
         self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
                   windows=given["tokens"], x=normed, sb=given["candidates"], length=n)
 
@@ -484,8 +489,7 @@ class RowsPass(RecurrentPass):
         super().__init__(cfg)
         self.together, self.own_head, self.at = together, own_head, {}
         for t in matrices(cfg) + ([tensor(cfg, "head")] if own_head else []):
-            self.at[t.name, t.layer] = packing.add(t, QUADS, blocks(t.cols, 32) * 32,
-                                                   depth if t.name == "w_down" else t.rows)
+            self.at[t.name, t.layer] = packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""

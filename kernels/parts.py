@@ -162,6 +162,20 @@ def floor_constants(d, base):
     raise ValueError(f"no constants for a divisor of {d}")
 
 
+def quotient_function(d, base, floats, lowest=-127):
+    """(BASE, quotient), with quotient(v) a device function: the bits of the float base + q, q = (v - BASE) / d rounded
+    down and clipped. floats: BASE are the bits of a float near MAGIC, else it is 0."""
+    START, A, C = floor_constants(d, base)
+    BASE = START if floats else 0
+    LEAST, MOST = BASE + lowest * d, BASE + 127 * d + d - 1
+
+    @device
+    def quotient(v):
+        v = min(max(int32(v), int32(LEAST)), int32(MOST))
+        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + int32(START - BASE))), float32(A), float32(C)))
+    return BASE, quotient
+
+
 # --- parameters as the members see them ------------------------------------------------------------------------------
 
 def vector_function(cfg, nz):

@@ -96,12 +96,13 @@ def build_noise(cfg, silent=False):
 
 
 def loss_function(cfg):
-    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7)."""
-    BIT, UNIT = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg)
+    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7); of
+    several targets: their number times the largest, and the sum of theirs."""
+    BIT, UNIT, UNIT_OF_DISTANCE = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg), 256 // cfg.TARGETS
     rule = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
 
     @device
     def loss(total, top, target):
-        return rule(total, top, target, BIT, UNIT)
+        return rule(total, top, target, BIT, UNIT, UNIT_OF_DISTANCE)
 
     return loss

@@ -30,14 +30,16 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, MAGIC, PLAN, amax_scale, blocks, byte, clip, floor_constants, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, quad_sum64, vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, UP, Pass, ranges
-from kernels.rules import build_noise, device, divide, loss_function, loudest
+from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+                           pack_quad, quad_max, quad_sum, quad_sum64, quotient_function, vector_function,
+                           wgmma_descriptor, written_out)
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
+from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
+TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
@@ -116,6 +118,24 @@ def begin_functions(cfg, nz, inputs, most=0):
     return row, column, begin, 0x4B400000 if FITS else 0
 
 
+def begin_tile_function(card, nz, begin, base, at_bias=0):
+    """Device function (acc, at, s0, s1, shift): 128 columns of accumulators before the product, with the noise of their
+    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further."""
+    four = load4(nz)
+
+    @card.device
+    def begin_tile(acc, at, s0, s1, shift):
+        for j in range(8):
+            n = four(at + j * 64)
+            if at_bias:
+                b = ptx.load_shared4(at + j * 64 + at_bias)
+            for k in range(4):
+                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                c = b[k] if at_bias else int32(base)
+                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
+    return begin_tile
+
+
 def masked_vector(cfg, nz):
     """vector_function, with the noise masked by `mask`: job[2] as int32, -1 or, for validation, 0."""
     vector = vector_function(cfg, nz)
@@ -145,22 +165,31 @@ def load4(nz):
 class Shape(SimpleNamespace):
     """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP
     inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
-    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights. Bytes:
+    `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights; `turns`:
+    a stage is for one column group, so that they take turns with the tensor cores and with their epilogues. Bytes:
     `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
 
     def columns(self):
         """Columns of the matrix, with those that pad it."""
         return self.passes * self.CG * self.N
 
+    def steps(self):
+        """(steps of a tile, steps from one column group to the next)."""
+        pieces = self.K // self.KP
+        return self.passes * pieces * (self.CG if self.turns else 1), pieces if self.turns else 0
+
     def traffic(self):
-        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there."""
+        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
+        for epilogues beside which the tensor cores rest."""
         weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
-        return weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        bytes_ = weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
 
-def _shapes(budget, K, CG, N, passes, together, pieced=False):
+def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough."""
+    enough. turns: column groups may take turns where the rows stay for several
+    passes."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -168,28 +197,31 @@ def _shapes(budget, K, CG, N, passes, together, pieced=False):
             stage = (CG * N + (64 * RG if stream else 0)) * KP
             steps = passes * K // KP
             resident = not stream and steps <= 12 and rows + steps * stage <= budget
+            alternate = turns and CG > 1 and passes > 1 and not stream and not resident
+            if alternate:
+                stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
                 rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
                 found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
-                                          together=together, pieced=pieced, stream=stream,
+                                          together=together, pieced=pieced, stream=stream, turns=alternate,
                                           resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
     return found
 
 
-def wide_shape(budget, K, columns):
+def wide_shape(budget, K, columns, turns=False):
     """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
     fits."""
-    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False)]
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
     return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
 
 
-def full_shape(budget, K, H, unit=16):
+def full_shape(budget, K, H, unit=16, turns=False):
     """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
     found = []
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
-        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H)
+        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
@@ -213,30 +245,25 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
     apart by as much as the ring holds.
     """
-    BULK, K, KP, RG, CG, N, PASSES = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N, shape.passes
+    BULK, K, KP, RG, CG, N = card.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N
     STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, COLUMNS, PIECED, PER = K // KP, CG * N, shape.pieced, PASSES // matrices
-    ALL_COLUMNS = PER * COLUMNS
+    PIECES, PIECED, TURNS = K // KP, shape.pieced, shape.turns
+    # of a stage: its columns, the warps that read it
+    COLUMNS, READERS = (N, 4 * RG) if TURNS else (CG * N, THREADS // 32)
+    ALL_COLUMNS = shape.columns() // matrices
+    PER = ALL_COLUMNS // COLUMNS
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
-    EMPTY, ROWS_FULL, ROWS_EMPTY = 8 * STAGES, 16 * STAGES, 16 * STAGES + 8 * RG
+    EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
-    assert 2 * STAGES + 2 * RG <= BARRIER_WORDS
+    assert 2 * (STAGES + RG) <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
     @device
     def split(i, n):
         """i // n and i % n of an int32 that is not negative, n a constant."""
         return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
-
-    @card.device
-    def fetch_columns(to, w, at, full, t):
-        if BULK:
-            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
-        else:
-            for i in range(t, COLUMNS * KP // 16, THREADS):
-                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
 
     @card.device
     def fetch_piece(to, x, tile, piece, full, t):
@@ -254,7 +281,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def fetch_rows(base, bar, group, tile, x, t):
-        full, to, at = bar + ROWS_FULL + 8 * group, base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+        full, to, at = bar + 8 * (STAGES + group), base + group * (64 * K), int64(tile * RG + group) * (16 * K)
         if BULK:
             ptx.barrier_expect(full, 64 * K)
             ptx.copy_bulk(to, x, at, 64 * K, full)
@@ -268,7 +295,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         """The copies of a step: beside bulk copies by one thread, else by all."""
         stage = split(step, STAGES)[1]
         passes, piece = split(step, PIECES)
-        tiles, ahead = split(passes, PASSES)
+        tiles, ahead = split(passes, PER * matrices)
         to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
         if BULK:
             ptx.barrier_expect(full, STAGE)
@@ -277,25 +304,23 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         if matrices > 1:
             matrix, ahead = split(ahead, PER)
             at = at + matrix * (ALL_COLUMNS * K // 4)
-        fetch_columns(to + A_PART, w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), full, t)
-        if not BULK:
+        to, at = to + A_PART, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4)
+        if BULK:
+            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
+        else:
+            for i in range(t, COLUMNS * KP // 16, THREADS):
+                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
             ptx.copy_arrive(full)
 
     @card.device
     def init(bar, t):
         if t == 0:
-            for i in range(STAGES):
-                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS)
+            for i in range(STAGES + RG):
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
                 if BULK:
                     ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
                 else:
-                    ptx.barrier_init(bar + EMPTY + 8 * i, THREADS // 32)
-            for i in range(RG):
-                ptx.barrier_init(bar + ROWS_FULL + 8 * i, 1 if BULK else ROW_THREADS)
-                if BULK:
-                    ptx.store_shared(int32(bar + ROWS_EMPTY + 8 * i), 0)
-                else:
-                    ptx.barrier_init(bar + ROWS_EMPTY + 8 * i, ROW_THREADS // 32)
+                    ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
             if BULK:
                 ptx.barrier_fence()
 
@@ -307,21 +332,26 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     @card.device
     def wait_rows(bar, turn, t):
         if not STREAM:
-            wait(bar + ROWS_FULL + 8 * (t // ROW_THREADS), turn & 1)
+            wait(bar + 8 * (STAGES + t // ROW_THREADS), turn & 1)
+
+    @card.device
+    def last_to_leave(bar, i, warps, t):
+        """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
+        warps; none beside cp.async, where all wait for that."""
+        if t & 31 == 0:
+            if BULK:
+                return ptx.count_round(int32(bar + EMPTY + 8 * i), warps - 1) == warps - 1
+            ptx.barrier_arrive(bar + EMPTY + 8 * i)
+        return False
 
     @card.device
     def leave_rows(base, bar, more, turn, coming, x, t):
-        """This warp has done with the rows of a tile; their place is for those of the `coming` one, if there is one."""
         if not STREAM:
             group = t // ROW_THREADS
-            empty = int32(bar + ROWS_EMPTY + 8 * group)
-            if t & 31 == 0:
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, ROW_THREADS // 32 - 1) == ROW_THREADS // 32 - 1 and more:
-                    fetch_rows(base, bar, group, coming, x, t)
+            if last_to_leave(bar, STAGES + group, ROW_THREADS // 32, t) and more:
+                fetch_rows(base, bar, group, coming, x, t)
             if not BULK and more:
-                wait(empty, turn & 1)
+                wait(bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(base, bar, group, coming, x, t)
 
     @card.device
@@ -334,12 +364,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
             cuda.syncwarp()
-            if t & 31 == 0:
-                empty = int32(bar + EMPTY + 8 * split(step, STAGES)[1])
-                if not BULK:
-                    ptx.barrier_arrive(empty)
-                elif ptx.count_round(empty, THREADS // 32 - 1) == THREADS // 32 - 1 and step + STAGES < steps:
-                    fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if last_to_leave(bar, split(step, STAGES)[1], READERS, t) and int32(step + STAGES) < int32(steps):
+                fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
             if not BULK:
                 old = int32(step - LAG)
                 if old >= 0 and old + STAGES < steps:
@@ -354,7 +380,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         turn, stage = split(step, STAGES)
         wait(bar + 8 * stage, 0 if RESIDENT else turn & 1)
         ring = base + AT_RING + stage * STAGE
-        b = ring + A_PART + (group % CG) * (N * KP)
+        b = ring + A_PART + (0 if TURNS else (group % CG) * (N * KP))
         if STREAM:
             return ring + (group // CG) * (64 * KP), b
         return base + (group // CG) * (64 * K) + piece * A_PIECE, b
@@ -391,13 +417,18 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
 
     @card.device
     def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
-        step = int32(step)
+        step, group = int32(step), t >> 7
+        if TURNS and step > 0:
+            # also because only who has waited for a stage last time may wait for it now
+            ptx.named_barrier(TURN + group, 256)
         for piece in range(int32(PIECES - 1)):
             start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
             done(acc)
             leave(base, bar, step, steps, first, every, x, w, at, t)
             step = int32(step + 1)
         start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
+        if TURNS:                                            # after the last step for nobody: a branch would cost more
+            ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
         return step
 
     @card.device
@@ -406,7 +437,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         leave(base, bar, step, steps, first, every, x, w, at, t)
         if last:
             leave_rows(base, bar, more, turn, coming, x, t)
-        return int32(step + 1)
+        return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
     return init, rows, wait_rows, fill, multiply, finish
 
@@ -450,37 +481,27 @@ def _up_kernel(cfg, nz, card, KP):
     # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
     for COPIES in 32, 8, 4:
         GELUS = 257 * COPIES
-        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H)
-        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP >= H):
+        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
+        if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG, CG, PASSES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
+    RG, CG, PASSES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
-    PIECE, APART, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
+    PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
-    noise, scaled, factor, whole_factor, four, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, load4(nz), nz.shift
+    noise, scaled, factor, whole_factor, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
                                                      256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    begin_tile = begin_tile_function(card, nz, begin, 0, 4 * BIAS if BASE else 0)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: noise, and where they are floats bias, of their columns, at a shared
-        address."""
-        for j in range(8):
-            n, b = four(at + j * 64), ptx.load_shared4(at + j * 64 + 4 * BIAS)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                c = b[k] if BASE else int32(0)
-                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
 
     @card.device
     def unit_address(a, bias, at):
@@ -553,7 +574,7 @@ def _up_kernel(cfg, nz, card, KP):
         base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         first, every, p = cuda.blockIdx.x, cuda.gridDim.x, call * PLAN
         count = (tiles - 1 - first) // every + 1
-        steps = count * (PASSES * PIECES)
+        steps = count * STEPS
         init(bar, t)
         for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
             sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
@@ -576,14 +597,14 @@ def _up_kernel(cfg, nz, card, KP):
         s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
-        step, odd = int32(0), 0
+        step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
             wait_rows(bar, turn, t)
             sums[0], sums[1] = 0, 0
             for ahead in range(PASSES):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
-                to = (int64(row >> 6) * (64 * H) + block // PIECE * APART + block % PIECE * 256
+                to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 last = ahead == PASSES - 1
                 step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
@@ -671,12 +692,12 @@ def _full_kernel(cfg, nz, card, kind):
     ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
     SLOTS = members_of(64, LENGTH)
     BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
-    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, TALLEST
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H)
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H, turns=card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     BIAS, TABLE = CG * BIAS, CG * TABLE
     GROUP = 2 * SLOTS * TABLE
-    PIECES, STAGES, RAGGED, ACC = K // shape.KP, shape.stages, shape.columns() != H, N // 2
+    (STEPS, APART), STAGES, RAGGED, ACC = shape.steps(), shape.stages, shape.columns() != H, N // 2
     place = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
@@ -688,10 +709,10 @@ def _full_kernel(cfg, nz, card, kind):
 
     @card.device
     def prepare(sm, at, c, columns, member, plan, p, weights, overlay, job, seed):
-        """Tables, from word `at` on, of the members that a row group's rows touch, for column c of those from `columns`
+        """Tables, from word `at` on, of the members that this warpgroup's rows touch, for its column c from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
         used."""
-        col, mask = min(columns + min(c, CG * N - 1), H - 1), int32(job[2])
+        col, mask = min(columns + min(c, N - 1), H - 1), int32(job[2])
         for slot in range(SLOTS):
             mine = uint32(seed + uint32((member + slot) >> 1))
             stream = uint32(mine + uint32(plan[p + 1]))
@@ -729,7 +750,7 @@ def _full_kernel(cfg, nz, card, kind):
 
     @card.device
     def scales(tops, sm, side, mine, q, barrier):
-        """amax_scale of the two rows; `mine`: the first one's number in the block."""
+        """amax_scale of the two rows; `mine`: where the first one's is among those of this tile and the next."""
         top0 = quad_max(int32(max(tops[0], int32(-tops[1]))))
         top1 = quad_max(int32(max(tops[2], int32(-tops[3]))))
         if CG > 1:
@@ -784,14 +805,14 @@ def _full_kernel(cfg, nz, card, kind):
         barriers = cuda.shared.array(BARRIER_WORDS, int64)
         t = cuda.threadIdx.x
         group, lane = t >> 7, t & 31
-        q, side, rg, c = lane & 3, group % CG, group // CG, t % (CG * 128)
+        q, side, rg, c = lane & 3, group % CG, group // CG, t & 127
         base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         which, first, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
         p, at = call * PLAN + which * 8, at + which * MATRIX_WORDS
         count = 0
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
-        steps = count * (PASSES * PIECES)
+        steps = count * STEPS
         init(bar, t)
         if ROPE_SHARED:
             for i in range(t, LENGTH * D, THREADS):
@@ -806,7 +827,7 @@ def _full_kernel(cfg, nz, card, kind):
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
-        step = int32(0)
+        step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
             row, member, slot, sign = place(tile, t)
@@ -818,14 +839,14 @@ def _full_kernel(cfg, nz, card, kind):
                 tops[i] = 0
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
-                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE)
+                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE) + side * 128
                 step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
                 # while the tensor cores work
-                prepare(sm, buffer, c, ahead * (CG * N), member, plan, p, weights, overlay, job, seed)
-                ptx.named_barrier(1 + rg, CG * 128)
+                prepare(sm, buffer, c, col, member, plan, p, weights, overlay, job, seed)
+                ptx.named_barrier(1 + group, 128)
                 step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
                               first, every, x, packed, at, t)
-                at_noise, shift = base + 4 * (buffer + slot * TABLE + side * N) + q * 16, job_shift(job)
+                at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = four(at_noise + j * 64)
@@ -854,7 +875,8 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
                                    acc[i + 3])
-            scale0, scale1 = scales(tops, sm, side, rg * 64 + ((t & 127) >> 5) * 16 + (lane >> 2), q, 1 + rg)
+            mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
+            scale0, scale1 = scales(tops, sm, side, mine, q, 5 + rg)
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
@@ -897,6 +919,7 @@ def head_kernel(cfg, nz, card, like=None):
     LOGIT, ONES, SILENT, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent, cfg.MODEL == "gru"
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
+    TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
@@ -910,53 +933,32 @@ def head_kernel(cfg, nz, card, like=None):
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
-    shape = wide_shape(budget, H, V)
+    shape = wide_shape(budget, H, V, card.wgmma)
     if NATS:                                                 # one column group, if possible with the packing of `like`
         found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
         shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
-    RG, CG, TILES, PIECES, STAGES = shape.RG, shape.CG, shape.passes, H // shape.KP, shape.stages
-    RAGGED, STEPS = V % (128 * CG) != 0, 2 * TILES * PIECES
+    RG, CG, TILES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
     init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE = 0 if SILENT else BASE
-    if PAIRED:
-        D = parameters.divisor(cfg, H)
-        START, A, C = floor_constants(D, MAGIC)
-        BASE = START if BASE or SILENT else 0
-        LEAST, HIGHEST = BASE - 127 * D, BASE + 127 * D + D - 1
+    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or SILENT) if PAIRED
+                      else (0 if SILENT else BASE, None))
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
 
-    if PAIRED:
-        @device
-        def quotient(a):
-            """BITS + the logit of an accumulator."""
-            a = int32(min(max(int32(a), int32(LEAST)), int32(HIGHEST)) + int32(START - BASE))
-            return ptx.float_bits(ptx.fma_down(ptx.bits_float(a), float32(A), float32(C)))
-
-        @device
-        def pair_place(tile, t, length):
-            """As `place`, of pairs instead of members."""
-            first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
-            g = int32((t & 31) >> 2)
-            unit = int32(uint32(first) // uint32(length))
-            mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
-            return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
-    else:
-        quotient = pair_place = None
-
-    @card.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product: the noise of their columns, at a shared address."""
-        for j in range(8):
-            n = four(at + j * 64)
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], int32(BASE), shift), begin(s1, n[k], int32(BASE), shift)
+    @device
+    def pair_place(tile, t, length):
+        """As `place`, of pairs instead of members."""
+        first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
+        g = int32((t & 31) >> 2)
+        unit = int32(uint32(first) // uint32(length))
+        mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
+        return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
 
     @card.device
     def slot_of(c):
@@ -1014,6 +1016,12 @@ def head_kernel(cfg, nz, card, like=None):
         return int32(int32(top | int32(ONES)) + table)
 
     @device
+    def distance(top, z, table):
+        """TARGETS times the highest logit less the target's, of quotients."""
+        more = (TARGETS - 1) * (int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY) if TARGETS > 1 else 0
+        return int32(int32(top - z) // ENTRY + more)
+
+    @device
     def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table, count, length):
         if PAIRED and NATS:
             losses[2 * unit * length + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
@@ -1021,17 +1029,17 @@ def head_kernel(cfg, nz, card, like=None):
                 losses[(2 * unit + 1) * length + position] = (math.log(totals[1] + totals[3])
                                                               + float(int32(top1 - z1)) / SCALE)
         elif PAIRED:
-            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], int32(top0 - z0) // ENTRY, 0))
-            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], int32(top1 - z1) // ENTRY, 0))
+            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], distance(top0, z0, table), 0))
+            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], distance(top1, z1, table), 0))
         elif NATS:
             losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
             if position + 8 < T:
                 losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
         else:
             less = int32(table + int32(BASE))
-            loss = position_loss(totals[0], int32(int32(top0 - less) >> int32(LOGIT)), z0)
+            loss = position_loss(totals[0], int32(TARGETS * int32(int32(top0 - less) >> int32(LOGIT))), z0)
             if position + 8 < T:
-                loss += position_loss(totals[1], int32(int32(top1 - less) >> int32(LOGIT)), z1)
+                loss += position_loss(totals[1], int32(TARGETS * int32(int32(top1 - less) >> int32(LOGIT))), z1)
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
@@ -1048,8 +1056,8 @@ def head_kernel(cfg, nz, card, like=None):
         """What follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
-            return windows[window * (SKIP + length + 1) + SKIP + min(position, length - 1) + 1]
-        return windows[unit * (T + 1) + min(position + 8 * half, T - 1) + 1]
+            return windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
+        return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -1105,7 +1113,7 @@ def head_kernel(cfg, nz, card, like=None):
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s0, s1, shift)
         wait_rows(bar, 0, t)
-        step = int32(0)
+        step = int32(side * APART)
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
@@ -1175,6 +1183,69 @@ def head_kernel(cfg, nz, card, like=None):
     return head, 4 * (AT_PARTS + PARTS), shape
 
 
+def drawn_kernel(cfg, nz, card):
+    """Takes the logits of the drawn targets (SPEC 7) from losses int64 [pairs, 2], to which the head adds all else.
+    Launch 4 threads a position of both members, which have the same targets; blocks of 256. plan, windows, count: as of
+    `head_kernel`; at_columns: words of the embedding, or the head, packed as ROWS."""
+    H, T, DRAWN, PAIRED = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.TARGETS - 1, cfg.MODEL == "gru"
+    LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
+    LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
+    TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
+    noise, scaled, job_shift, quotient, D = nz.noise, nz.scaled, nz.shift, NORMS.quotient, parameters.divisor(cfg, H)
+    RECIPROCAL = float(np.float32(1) / np.float32(D))
+
+    @device
+    def multiply(total, w, low, high):
+        """total + the products of a chunk of 16 bytes, whose four words are 0, 4, 1, 5 or 2, 6, 3, 7 of eight."""
+        total = ptx.dp4a(int32(w[0] ^ int32(SIGNS)), low[0], total)
+        total = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), high[0], total)
+        total = ptx.dp4a(int32(w[2] ^ int32(SIGNS)), low[1], total)
+        return ptx.dp4a(int32(w[3] ^ int32(SIGNS)), high[1], total)
+
+    @device
+    def logit(dot, s, n, shift):
+        total = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
+        return quotient(total, int32(D), float32(RECIPROCAL)) if PAIRED else int32(total >> int32(LOGIT))
+
+    @cuda.jit(launch_bounds=256)
+    @card.written
+    def drawn(call, at_columns, plan, packed, overlay, windows, count, job, offset, x, sb, losses):
+        t = cuda.threadIdx.x
+        q, here = t & 3, cuda.blockIdx.x * 64 + (t >> 2)
+        place = int32(min(here, count * LENGTH - 1))         # all threads of a warp go on
+        unit = int32(uint32(place) // uint32(LENGTH))
+        position = int32(place - unit * LENGTH)
+        row = int64((place >> 3) * 16 + (place & 7) if PAIRED else place + unit * LENGTH)
+        tokens = cuda.local.array(DRAWN, int32)
+        even, odd = cuda.local.array(DRAWN, int32), cuda.local.array(DRAWN, int32)
+        for i in range(DRAWN):
+            tokens[i] = windows[int64(unit) * WIDTH + FIRST + min(position, T - 1) * DRAWN + i]
+            even[i], odd[i] = 0, 0
+        for piece in range((CHUNKS + 3) // 4):
+            chunk = piece * 4 + q
+            if CHUNKS % 4 == 0 or chunk < CHUNKS:
+                at = (row >> 3) * (2 * H) + (row & 7) * 4 + (chunk >> 1) * 64 + (chunk & 1) * 2
+                to_odd = at + TO_ODD * (H // 4)
+                a, b = ptx.load2(x, at), ptx.load2(x, at + 32)
+                c, d = ptx.load2(x, to_odd), ptx.load2(x, to_odd + 32)
+                for i in range(DRAWN):
+                    w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
+                    even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
+        at_overlay, shift = plan[call * PLAN + 2], job_shift(job)
+        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
+        s0, s1 = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)])
+        z0, z1 = int32(0), int32(0)
+        for i in range(DRAWN):
+            n = scaled(noise(stream, tokens[i]), overlay[at_overlay + tokens[i]], stream, tokens[i])
+            z0 = int32(z0 + logit(even[i], s0, n, shift))
+            z1 = int32(z1 + logit(odd[i], s1, n, shift))
+        if q == 0 and here < count * LENGTH and position < T:
+            cuda.atomic.add(losses, 2 * unit, int64(-UNIT * z0))
+            cuda.atomic.add(losses, 2 * unit + 1, int64(-UNIT * z1))
+
+    return drawn
+
+
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz, card, clean):
@@ -1182,7 +1253,7 @@ def _embed_kernel(cfg, nz, card, clean):
     four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
     plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
     H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector = vector_function(cfg, nz)
+    vector, WIDTH = vector_function(cfg, nz), T + 1 if clean else cfg.WINDOW
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
@@ -1205,8 +1276,8 @@ def _embed_kernel(cfg, nz, card, clean):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            at_window = (2 * unit if clean else unit) * (T + 1)
-            at_other = min(2 * unit + 1, count - 1) * (T + 1)
+            at_window = (2 * unit if clean else unit) * WIDTH
+            at_other = min(2 * unit + 1, count - 1) * WIDTH
             token = windows[at_window + min(position, T - 1)]
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
             at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
@@ -1602,6 +1673,7 @@ class Members(Pass):
         self.attention = add(_attention_kernel(cfg, nz, card))
         shared = list(self.kernels)
         self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(head_kernel(cfg, nz, card))
+        self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
         of_step, self.kernels = self.kernels, shared
         self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
         self.clean_head = add(head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
@@ -1616,6 +1688,7 @@ class Members(Pass):
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
                 self.at_clean = packing.add(t, order, shape.columns(), self.clean_head.shape.KP)
+                self.at_columns = packing.add(t, ROWS, t.cols, t.rows) if self.drawn else None
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1659,6 +1732,8 @@ class Members(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
+        if self.drawn and not clean:
+            self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
              exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])

@@ -511,8 +511,8 @@ class Update:
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
-        self.by_token = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
-                                                 if t.by_token], np.int32))
+        self.seen = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
+                                             if t.seen], np.int32))
         self.pairs, self.adapt, self.muon = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0, muon.Direction(cfg, kernels)
 
     @staticmethod
@@ -541,7 +541,7 @@ class Update:
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
                 fit, n_rows, start, pieces, self.votes)
         if "seen" in kernels:
-            add("seen", self.pairs * len(self.by_token), 0, self.windows, self.by_token, self.fit, seed, self.votes)
+            add("seen", self.pairs * len(self.seen), 0, self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)

@@ -96,6 +96,11 @@ class Tensor(NamedTuple):
     def size(self):
         return self.rows * self.cols
 
+    @property
+    def seen(self):
+        """Whether SEEN_VOTES applies. Not to the recurrent model's head: every window teaches it about all tokens."""
+        return self.name == "embedding"
+
 
 def table(cfg):
     return TABLE if cfg.MODEL == "transformer" else GRU_TABLE

@@ -28,6 +28,9 @@ class Arithmetic(NamedTuple):
     div: Callable = None
 
 
+TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
+
+
 def draw_rules(jit, target, gaussian):
     """Random numbers (SPEC 2); gaussian: DEVICE_GAUSSIAN or HOST_GAUSSIAN."""
     i32, u32 = target.i32, target.u32
@@ -125,11 +128,12 @@ def factor_rules(jit, target, mode):
 
 
 def loss_rule(jit, target, exact):
-    """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units."""
+    """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units. Of several targets (only then):
+    the distances of their logits from the largest are added up, and `unit_of_distance` is 256 / targets."""
     i64, u32, u64, log2_floor = np.int64, np.uint32, np.uint64, target.log2_floor
 
     @jit
-    def loss(total, top, target, bit, unit):
+    def loss(total, top, target, bit, unit, unit_of_distance):
         """int64, from Q (int64), the largest logit and the target's. bit: SOFTMAX_SCALE_BIT; unit: `log_unit`. log2 of
         Q has 16 fractional bits, by squaring a 32-bit mantissa: integers only, so the same everywhere."""
         e = i64(log2_floor(total))
@@ -143,7 +147,7 @@ def loss_rule(jit, target, exact):
             one = u64(square >> u64(63))
             m = u32(square >> u64(32)) if one else u32(square >> u64(31))
             fraction = 2 * fraction + i64(one)
-        return (((((e - bit) << 16) + fraction) * unit) >> 32) + distance * 256
+        return (((((e - bit) << 16) + fraction) * unit) >> 32) + distance * unit_of_distance
 
     return loss
 

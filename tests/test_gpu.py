@@ -25,17 +25,18 @@ from model import sampling
 from kernels import products
 from kernels import transformer
 from kernels import update
-from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
-                 kernels_of, recorded_generation)
+from kit import (CARDS, COMPLETE, OTHER_INSTRUCTIONS, OTHERS, SEED, compare, hold_against_cards,
+                 hold_draws_against_the_distribution, kernels_of, recorded_generation)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 # --- without a GPU ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.compiles({}, [cc for cc in CARDS if cc != (10, 0)])
-def test_every_kernel_compiles(compiled_kernels):
-    """All of them for every card; cc 10.0 has the code of 12.0 in larger tiles, and its own test."""
+@pytest.mark.parametrize("cards", [pytest.param(None, marks=pytest.mark.compiles({}, COMPLETE), id="complete"),
+                                   pytest.param(None, marks=[pytest.mark.compiles({}, OTHERS), pytest.mark.deep],
+                                                id="others")])
+def test_every_kernel_compiles(cards, compiled_kernels):
     hold_against_cards(compiled_kernels)
     for made in compiled_kernels.values():
         assert {"operands", "products", "optimize", "digest", "choose", "token", "head"} <= {name for name, *_ in made}
@@ -61,8 +62,10 @@ def test_wide_rows_compile(compiled_kernels):
 
 
 @pytest.mark.parametrize("cc", CARDS, ids=str)
-def test_every_shape_fits_every_card(cc):
+def test_every_shape_fits_every_card(cc, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB."""
+    for decorator in "device", "written_out":                # nothing is compiled
+        monkeypatch.setattr(transformer, decorator, lambda function: function)
     for H in range(64, 1025, 32):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
             cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
@@ -199,6 +202,7 @@ def no_gpu(monkeypatch):
     empty = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
     for name, value in dict(select_device=lambda device: None, get_current_device=lambda: card,
                             stream=lambda: stream, device_array=empty,
+                            device_array_like=lambda array: empty(array.shape, array.dtype),
                             to_device=lambda x, stream=None: np.array(x).view(HostArray),
                             pinned_array=np.zeros,
                             event=lambda timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
@@ -215,7 +219,11 @@ def no_gpu(monkeypatch):
     dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300), dict(SIGMA_SCHEDULE=((1, 5),)),
     dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
     dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9), dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4),
-    dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9)], ids=str)
+    dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=9),
+    *(dict(given, LOSS="exact", SOFT_TARGETS=((0, 2), (1, 0))) for given in (
+        {}, dict(MODEL="gru", STATE_TOKENS=9), dict(MODEL="gru", VOCAB_SIZE=2000), dict(MODEL="gru", VOCAB_SIZE=256,
+                                                                                        ADAPTIVE_NOISE_MODE=0)))],
+    ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
     cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
@@ -233,6 +241,44 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         every_verb(cfg, engine, tokens)
         assert engine.step == 1 and not engine._waiting
         assert given is None or engine._job[3] == cfg.noise_shift(1)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
+    """Those of the step that is evaluated, also of one that is begun and taken back; without context every token
+    follows itself. Where they do not fit, the host draws, and says so."""
+    from model import soft_targets
+    cfg = egg_config.make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
+                          SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
+    tokens = np.random.default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
+    if not fits:
+        cuda.current_context().get_memory_info().free = 1 << 30
+        tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
+    engine, fitness = cuda_engine.CudaEngine(cfg, tokens), np.ones(cfg.N_PAIRS, np.int8)
+    assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
+    if not fits:
+        engine.evaluate(4, 6)
+        return np.testing.assert_array_equal(engine._windows[:3 * cfg.WINDOW].reshape(3, -1), soft_targets.windows(
+            cfg, tokens, None, 0, engine.seed, 2, 3))
+
+    def hold(step):
+        context = cfg.soft_context(step)
+        want = (soft_targets.followers(cfg, tokens, context) if context
+                else (np.arange(1000), np.ones(1000), tokens))
+        for there, here in zip(engine._followers, want, strict=True):
+            np.testing.assert_array_equal(there, here)
+
+    for step in range(6):
+        engine.evaluate(0, 8)
+        hold(step)
+        engine.expect(0, 8)
+        engine.begin_update(fitness)
+        hold(step + 1)
+        engine.evaluate(8, 8)                                # not what was expected: the update is taken back
+        hold(step)
+        engine.expect(0, 8)
+        engine.update(fitness)
+        hold(step + 1)
 
 
 def every_verb(cfg, engine, tokens):
@@ -353,7 +399,9 @@ def test_load_and_pieces_of_a_chunk():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
+@pytest.mark.parametrize("constants", [
+    dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
+    dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)), SEEN_VOTES=2)], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
@@ -440,10 +488,15 @@ SWITCHES = (
     dict(RARE_TOKENS=0.005, TOKEN_MASK=1), dict(RARE_TOKENS=0.005, OPTIMIZER="sgd"),
     dict(SIGMA_SCHEDULE=((1, 5), (2, 0)), NTT_MODE=3), dict(SIGMA_SCHEDULE=((1, 1), (2, 6)), ADAPTIVE_NOISE_MODE=2),
     dict(SEEN_VOTES=6), dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
+    dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact", SEEN_VOTES=5),
+    dict(SOFT_TARGETS=((1, 1),), LOSS="exact", NTT_MODE=2, DEVICE_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=2, USE_SAME_DATA=1),
 )
 # each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
             for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
+SWITCHED += [dict(HIDDEN_DIM=160, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38,
+                  POPULATION_SIZE=76, GROUP_SIZE=38, LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)),
+                  SIGMA_SCHEDULE=((1, 5),))]
 
 
 def random_configurations(count):

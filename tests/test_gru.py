@@ -437,8 +437,14 @@ def test_narrow_models_fit_every_card():
                     assert gru_narrow.fits(cfg, cc, limit * 1024), (cc, width, mode, V)
 
 
+def test_general_kernels_fit_every_card():
+    for cc, limit in kit.CARDS.items():
+        assert all(kernel.shared <= limit * 1024 for kernel in kit.kernels_of(WIDE, cc)["forward"]), cc
+
+
 @pytest.mark.parametrize("path", [
-    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, part="forward"), id="general"),
+    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, kit.COMPLETE, part="forward"), id="general"),
+    pytest.param("Rows", marks=[pytest.mark.compiles(WIDE, kit.OTHERS, part="forward"), pytest.mark.deep], id="others"),
     pytest.param("Narrow", marks=pytest.mark.compiles(SMALL, part="noisy"), id="narrow"),
     pytest.param("Hopper", marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(path, compiled_kernels):
@@ -473,6 +479,7 @@ EXTREMES = (
     # noise of three sizes, on every path
     dict(FAST, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 3), (2, 4))),
     *(dict(shape, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 0), (2, 6))) for shape in (SMALL, STREAMED, WIDE)),
+    *(dict(shape, SOFT_TARGETS=((0, 2), (1, 0), (2, 1))) for shape in (FAST, FAST_STREAMED, SMALL, STREAMED, WIDE)),
 )
 
 

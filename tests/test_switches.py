@@ -47,6 +47,11 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
     (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
     (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
     (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a SIGMA_SHIFT"),
+    (dict(SOFT_TARGETS=((0, 2),)), "SOFT_TARGETS = ((0, 2),): needs LOSS exact"),
+    (dict(SOFT_TARGETS=((0, 8),), LOSS="exact", VOCAB_SIZE=256), "contexts must be from 0 to 7 tokens"),
+    (dict(SOFT_TARGETS=((0, 4),), LOSS="exact"), "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192"),
+    (dict(SOFT_TARGETS=((0, 2), (0, 3)), LOSS="exact"), "steps must rise, from 0 on"),
+    (dict(SOFT_TARGETS=((0, 2.0),), LOSS="exact"), "must be pairs of a step and a number of tokens"),
     (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
     (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
 def test_combinations_that_cannot_work_are_refused(values, says):
@@ -60,7 +65,7 @@ def test_combinations_that_cannot_work_are_refused(values, says):
     dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7),
     dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
     dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01),
-    dict(SIGMA_SCHEDULE=((5, 4),)), dict(SEEN_VOTES=2)],
+    dict(SIGMA_SCHEDULE=((5, 4),)), dict(SEEN_VOTES=2), dict(SOFT_TARGETS=((5, 0),), LOSS="exact")],
     ids=lambda values: next(iter(values)))
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
@@ -411,7 +416,8 @@ def test_their_kernels_compile(names, compiled_kernels):
 @pytest.mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
+         SOFT_TARGETS=((1, 2), (4, 1))),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
          RARE_TOKENS=0.01),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
@@ -577,7 +583,8 @@ def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     after = engine.state()
     for t in (t for t in parameters.tensors(cfg) if t.by_token):
         part = slice(t.weights, t.weights + t.size)
-        votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, 5))
+        often = 5 if t.name == "embedding" else 1
+        votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, often))
         moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
         assert np.array_equal(moved, votes * (2.0 ** -12 / 2 ** 5)) and votes.any(), t.name
 
@@ -592,7 +599,7 @@ from model import parameters, rules
 cfg = egg_config.make(**json.loads(sys.argv[1]))
 tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
 fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
-tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.by_token], np.int32)
+tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen], np.int32)
 windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
 kernel = cuda.jit(update.seen_kernel(cfg))
 kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
@@ -616,10 +623,10 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     state.step, state.seed = 3, 77
     for t in parameters.tensors(cfg):
         want = np.zeros(t.size, np.int64)
-        if t.by_token:
+        if t.seen:
             once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
             want = parameters.to_canonical(four - once)
-        assert np.array_equal(votes[t.weights:t.weights + t.size], want) and want.any() == t.by_token, t.name
+        assert np.array_equal(votes[t.weights:t.weights + t.size], want) and want.any() == t.seen, t.name
 
 
 def test_shares_are_of_all_the_data():

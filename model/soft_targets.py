@@ -1,0 +1,88 @@
+"""Soft targets (SPEC 7): a position is scored against the token that follows it and against tokens that follow the same
+context elsewhere in the training data. Most of the noise in a pair's loss difference is which token happened to
+follow. NumPy, without devices or sockets."""
+
+import os
+import threading
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+
+from model import rules
+
+
+class Followers(NamedTuple):
+    """What follows every context in the data. The tokens after the context of the token at place p are
+    tokens[first[p]:first[p] + size[p]], in ascending order."""
+    first: np.ndarray       # uint32 [n]
+    size: np.ndarray        # uint32 [n], at least 1
+    tokens: np.ndarray      # as the data [n]
+
+
+def followers(cfg, tokens, context):
+    """The Followers of `context` tokens before every place of the data (the end of which comes before its
+    beginning)."""
+    bits = max(1, (cfg.VOCAB_SIZE - 1).bit_length())
+    key = np.zeros(len(tokens), np.uint64)                  # the context, then the token
+    for back in range(context, -1, -1):
+        key = key << np.uint64(bits) | np.roll(tokens, back)
+    places = np.arange(key.size)
+    for shift in range(0, bits * (context + 1), 16):         # sorting 16 bits is quick, and equal keys are alike
+        places = places[np.argsort((key[places] >> np.uint64(shift)).astype(np.uint16), kind="stable")]
+    key = key[places]
+    before = key >> np.uint64(bits)
+    starts = np.flatnonzero(np.append(True, before[1:] != before[:-1]))
+    sizes = np.diff(starts, append=key.size)
+    first, size = np.empty((2, key.size), np.uint32)
+    first[places], size[places] = np.repeat(starts, sizes), np.repeat(sizes, sizes)
+    return Followers(first, size, (key & np.uint64((1 << bits) - 1)).astype(tokens.dtype))
+
+
+def windows(cfg, tokens, known, step, seed, first_pair, pairs):
+    """int32 [pairs, cfg.WINDOW]: model.rules.windows, and with SOFT_TARGETS the drawn targets of every position. known:
+    Followers, None: they are the token that follows. seed: of the step."""
+    cut = rules.windows(cfg, tokens, step, first_pair, pairs)
+    drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
+    if not drawn:
+        return cut
+    if known is None:
+        return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
+    at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
+    at %= len(tokens)
+    seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
+    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
+    return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
+
+
+class Tables:
+    """The Followers of the steps of a run. What the next context of SOFT_TARGETS needs is made in a thread while the
+    one before serves, so that no step waits for it. Raises ValueError where the memory is too small."""
+
+    def __init__(self, cfg, tokens):
+        self._cfg, self._tokens, self._made = cfg, tokens, {}           # context: Future
+        need = 50 * len(tokens) if cfg.SOFT_TARGETS and tokens is not None else 0
+        if need > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
+                             "memory, more than this machine has: use less data or no SOFT_TARGETS")
+
+    def of(self, step):
+        """The Followers of a step; None: its context is 0."""
+        context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
+        coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
+        kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}
+        self._made = kept | {c: self._begun(c) for c in dict.fromkeys([context, *coming]) if c and c not in kept}
+        return self._made[context].result() if context else None
+
+    def _begun(self, context):
+        made = Future()
+
+        def make():
+            try:
+                made.set_result(followers(self._cfg, self._tokens, context))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, daemon=True).start()
+        return made

@@ -1,0 +1,99 @@
+"""Soft targets (SPEC 7): what follows a context, which of it is drawn, and what that makes of the losses."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import egg_config
+from engine import cpu_engine
+from model import rules, soft_targets
+
+SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
+             LOSS="exact")
+GRU = dict(MODEL="gru", STATE_TOKENS=3, GROUP_SIZE=4)
+WIDE = dict(VOCAB_SIZE=300, USE_SAME_DATA=1)
+
+
+def data(cfg):
+    """Tokens of few kinds, so that contexts repeat, with the largest among them."""
+    kinds = np.array([0, 1, 5, cfg.VOCAB_SIZE - 1], np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    return kinds[np.random.default_rng(3).integers(0, kinds.size, 400)]
+
+
+def following(tokens, place, context):
+    """What follows, anywhere in the data, the tokens before a place."""
+    before = [tokens[place - back] for back in range(context, 0, -1)]
+    return sorted(tokens[p] for p in range(tokens.size) if [tokens[p - b] for b in range(context, 0, -1)] == before)
+
+
+@pytest.mark.parametrize("context", (1, 2, 3, 6))
+@pytest.mark.parametrize("values", (dict(), dict(VOCAB_SIZE=300)), ids=("bytes", "tokens"))
+def test_the_table_of_what_follows(values, context):
+    cfg = egg_config.make(**{**SMALL, **values})
+    tokens = data(cfg)
+    known = soft_targets.followers(cfg, tokens, context)
+    assert known.tokens.dtype == tokens.dtype and sum(1 / known.size) == pytest.approx(len({*known.first}))
+    for place in range(tokens.size):
+        first, size = known.first[place], known.size[place]
+        assert known.tokens[first:first + size].tolist() == following(tokens, place, context)
+
+
+@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+def test_the_drawn_targets_are_those_of_the_specification(values):
+    cfg = egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=((0, 2),))
+    tokens, T, seed = data(cfg), cfg.SEQ_LEN, 2**32 - 3          # seeds of later pairs wrap around
+    cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 61, seed, 4, 6)
+    plain = rules.windows(cfg, tokens, 61, 4, 6)
+    assert cut.shape == (6, cfg.WINDOW) and np.array_equal(cut[:, :plain.shape[1]], plain)
+    for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
+        for t in range(T):
+            known = following(tokens, (start + t + 1) % tokens.size, 2)
+            drawn = [known[rules.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
+                     for j in range(7)]
+            assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
+    again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
+    assert np.array_equal(again, np.repeat(plain[:, -T:], 7, 1))
+
+
+@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+def test_the_loss_is_the_mean_over_the_targets(values):
+    """Each target of each position alone gives, at the end of a shorter window, its part of the loss."""
+    soft, plain = (egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=given) for given in (((0, 2),), ()))
+    tokens, T, before = data(soft), soft.SEQ_LEN, soft.STATE_TOKENS
+    engine, one = (cpu_engine.CpuEngine(cfg, tokens, threads=1) for cfg in (soft, plain))
+    losses = engine.evaluate(0, 16).reshape(8, 2)
+    cut = soft_targets.windows(soft, tokens, soft_targets.followers(soft, tokens, 2), 0, engine.seed, 0, 8)
+
+    def alone(windows):
+        sums = np.zeros((8, 2), np.int64)
+        one._model.evaluate(one._w, np.ascontiguousarray(windows), one.seed, plain.noise_shift(0), 0, sums)
+        return sums
+
+    want = 8 * alone(cut[:, :before + T + 1])
+    for t in range(T):
+        shorter = cut[:, :before + t + 2].copy()
+        with_true = alone(shorter)
+        for j in range(7):
+            shorter[:, -1] = cut[:, before + T + 1 + 7 * t + j]
+            want += alone(shorter) - with_true
+    assert np.array_equal(8 * losses, want)
+
+
+@pytest.mark.parametrize("values", (dict(), GRU), ids=("transformer", "gru"))
+def test_every_cut_of_a_step_and_every_context_in_turn(values):
+    """The losses depend on neither slices nor threads; context 0 is the loss without soft targets; a context that
+    comes back is the same again."""
+    cfg = egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=((1, 2), (2, 0), (3, 1), (4, 2)))
+    tokens = data(cfg)
+    make = functools.partial(cpu_engine.CpuEngine, tokens=tokens)
+    one, two = make(cfg, threads=1), make(cfg, threads=2)
+    plain = make(egg_config.make(**{**SMALL, **values}), threads=1)
+    for step in range(5):
+        whole = one.evaluate(0, 32)
+        parts = [two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]
+        assert np.array_equal(np.concatenate(parts), whole)
+        plain.load(one.state())
+        assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
+        fitness = np.sign(whole[1::2] - whole[::2]).astype(np.int8)
+        assert one.update(fitness) == two.update(fitness)
