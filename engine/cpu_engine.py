@@ -107,7 +107,8 @@ class CpuEngine:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
-        self._expected = self._begun = None                  # (first, count), (first, count, losses, Shared)
+        self._begun = {}                                     # (first, count): `_evaluation`
+        self._updating, self._following = False, None        # whether `update` is next; what `update` begins with
         self.name = f"cpu {simd.KIND} x{self.threads}"
         exp = integer_tables.exp_table(cfg)
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
@@ -135,6 +136,7 @@ class CpuEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         self._stop()
+        self._updating, self._following = False, None
         packed, corrections = self._sizes
         tokens = np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8)
         self._w = Weights(state.weights.copy(), tokens, np.zeros(packed, np.int8), np.zeros(corrections, np.int32),
@@ -176,12 +178,23 @@ class CpuEngine:
         digest.update(self._w.overlay.data)
         return digest.digest()
 
-    def expect(self, first, count):
-        """The next `evaluate` but one, or the one after the next `update`, will probably be of these members: the other
-        threads begin with it when that call has ended."""
-        self._expected = first, count
+    def begin(self, first, count):
+        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
+        and begins when `update` ends. Two may be begun."""
+        if self._updating:
+            self._following = first, count
+        elif (first, count) not in self._begun:
+            if len(self._begun) > 1:
+                self._stop(next(iter(self._begun)))
+            self._begun[first, count] = self._evaluation(first, count)
 
-    def _begin(self, first, count):
+    def begin_update(self, fitness):
+        """What is begun next follows the update by this fitness. True: it can be begun."""
+        self._updating = True
+        return True
+
+    def _evaluation(self, first, count):
+        """(losses int64 [pairs, 2], the Shared that fills them)."""
         losses, step, seed = np.zeros((count // 2, 2), np.int64), self.step, self.seed
         shift, known = self.cfg.noise_shift(step), self._followers.of(step)
 
@@ -189,27 +202,20 @@ class CpuEngine:
             windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
             self._model.evaluate(self._w, windows, seed, shift, first // 2 + a, losses[a:b])
 
-        parts = cut(count // 2, self.threads, self._model.together)
-        self._begun = first, count, losses, Shared(self._pool, self.threads, parts, work)
+        return losses, Shared(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
 
-    def _begin_expected(self):
-        expected, self._expected = self._expected, None
-        if expected:
-            self._begin(*expected)
-
-    def _stop(self):
-        begun, self._begun = self._begun, None
-        if begun:
-            begun[-1].stop()
+    def _stop(self, *begun):
+        """Ends evaluations that nobody will ask for; nothing reads the weights then, if it is all."""
+        for members in begun or list(self._begun):
+            self._begun.pop(members)[1].stop()
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        if not self._begun or self._begun[:2] != (first, count):
-            self._stop()
-            self._begin(first, count)
-        (*_, losses, work), self._begun = self._begun, None
+        self._updating, self._following = False, None
+        self.begin(first, count)
+        losses, work = self._begun[first, count]
         work.finish()
-        self._begin_expected()
+        del self._begun[first, count]
         return losses.ravel()
 
     def update(self, fitness):
@@ -228,7 +234,9 @@ class CpuEngine:
         changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
         self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
-        self._begin_expected()
+        following, self._updating, self._following = self._following, False, None
+        if following:
+            self.begin(*following)
         return changed
 
     def _update_tensor(self, t, seeds, signs, windows):
