@@ -29,12 +29,11 @@ prepare: $(VENV)/ready
 	@$(EGG) prepare $(TEXT) $(ARGS)
 
 # what measures time runs alone, before the rest
-TIMED := tests/test_net.py::test_golden_a_is_driven_at_fifty_chunks_a_second \
-	tests/test_net.py::test_the_coordinator_starts_quickly_and_without_numba
+TIMED := tests/test_net.py::test_golden_a_is_driven_at_fifty_chunks_a_second
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q $(TIMED)
-	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(addprefix --deselect ,$(TIMED)) $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --deselect $(TIMED) $(ARGS)
 
 bench: $(VENV)/ready
 	$(EGG) bench $(ARGS)

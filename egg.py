@@ -200,13 +200,18 @@ def coordinator(cfg, args):
       python egg.py coordinator --save-dir a --port 5001 --island a --peer 127.0.0.1:5002 -D ISLAND_SEED=1"""
     import egg_net
     from cluster import auth
-    from islands import gossip
     access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                          args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
-    tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key) if args.island else None
-    island = gossip.terms(args.island, args.peer, args.peers_from_slurm, args.port, args.gossip_bandwidth,
-                         not args.no_accept, tls)
+    island = None
+    if args.island is not None:
+        from islands import gossip
+        tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key)
+        island = gossip.terms(args.island, args.peer, args.peers_from_slurm, args.port, args.gossip_bandwidth,
+                              not args.no_accept, tls)
+    elif args.peer or args.peers_from_slurm or args.no_accept or args.gossip_bandwidth is not None:
+        raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
+                                     "give --island NAME too")
     console = run_console(args)
     done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
                                    args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
@@ -522,7 +527,7 @@ def invite_to_continue(argv, directory, console):
     """Prints the command that goes on with the run in `directory`: argv, without limits and constants that are kept."""
     if directory is None:
         return
-    args = vars(parser(typed=False).parse_args(argv)) | {"save_dir": directory}
+    args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
     kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
     words = []
     for name, value in args.items():
@@ -550,8 +555,8 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help())
 
 
-def parser(typed=True):
-    """The whole command line, from COMMANDS; typed=False: values stay as they were written."""
+def parsed(argv, typed=True):
+    """The arguments of a command line argv ([word]), by COMMANDS; typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
@@ -559,8 +564,11 @@ def parser(typed=True):
     for function, options, saved in COMMANDS:
         # without inspect.getdoc: that module takes long to load
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
-        sub = group = commands.add_parser(function.__name__.rstrip("_"), help=summary, epilog=examples,
+        name = function.__name__.rstrip("_")
+        sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
+        if name not in argv:
+            continue                                         # its line in the help is enough
         sub.set_defaults(function=function, saved=saved)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
@@ -569,9 +577,9 @@ def parser(typed=True):
             if isinstance(item, str) and item not in COMMON:
                 group = sub.add_argument_group(*item.split(": ", 1))
             else:
-                name, values = (item, COMMON[item]) if isinstance(item, str) else item
-                group.add_argument(name, **{k: v for k, v in values.items() if typed or k != "type"})
-    return main
+                word, values = (item, COMMON[item]) if isinstance(item, str) else item
+                group.add_argument(word, **{k: v for k, v in values.items() if typed or k != "type"})
+    return main.parse_args(argv)
 
 
 def main(argv=None):
@@ -586,8 +594,9 @@ def main(argv=None):
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = interrupt_again
     try:
-        args = parser().parse_args(argv)
-        args.argv = sys.argv[1:] if argv is None else argv
+        argv = sys.argv[1:] if argv is None else argv
+        args = parsed(argv)
+        args.argv = argv
         saved, args.run = args.saved(args)
         cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run)
         if vars(args).get("port", 0) is None:

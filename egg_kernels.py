@@ -19,7 +19,7 @@ What the CUDA engine uses:
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member.
-                        overlay: int8, flat as in State; windows: int32, model.rules.windows of these pairs;
+                        overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these pairs;
                         job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift of
                         the noise; offset, pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)

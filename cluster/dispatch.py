@@ -1,7 +1,6 @@
 """The workers of a coordinator, and who of them does what: chunks, leases, those that wait, how fast each one is."""
 
 import os
-import statistics
 import time
 from collections import deque
 
@@ -244,7 +243,7 @@ class Dispatcher:
         for worker in self.workers:
             self._check_leases(worker, now)
         paces = [w.pace for w in self.workers if w.pace]
-        self.usual = statistics.median(paces) if paces else self.usual
+        self.usual = float(np.median(paces)) if paces else self.usual
         self.count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)

@@ -1,10 +1,11 @@
 """What a coordinator measures of its run: loss, speed, validations, time, bytes."""
 
 import math
-import statistics
 import time
 from types import SimpleNamespace
 from typing import NamedTuple
+
+import numpy as np
 
 import egg_config
 from cluster.console import count_text
@@ -67,7 +68,7 @@ class Progress:
         seconds = max(now - self._step_started, 1e-6)
         a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
         losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
-        middle = statistics.median(losses)
+        middle = float(np.median(losses))
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:

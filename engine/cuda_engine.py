@@ -209,10 +209,11 @@ def quick_numba():
                 for label, block in blocks.items()}
 
     def find_singly_assigned_variable(self):
-        used = set().union(*analysis.compute_use_defs(self.blocks).usemap.values(), lowering.must_use_alloca(self.blocks))
+        elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
         assigned = collections.Counter(statement.target.name for block in self.blocks.values()
                                        for statement in block.body if isinstance(statement, ir.assign_types))
-        self._singly_assigned_vars = {name for name, count in assigned.items() if count == 1} - used
+        once = {name for name, count in assigned.items() if count == 1}
+        self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
     live = numba_analysis.compute_live_map

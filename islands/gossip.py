@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cluster import history, snapshots
 from cluster.hooks import Hook
 from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, read_json
-from egg_config import ConfigError, UsageError
+from egg_config import UsageError
 from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
@@ -43,12 +43,7 @@ class Terms(NamedTuple):
 
 
 def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
-    """The Terms of the command line, None without an island. peers: [(host, port)]. Raises ConfigError."""
-    if name is None:
-        if peers or from_slurm or not accept or bandwidth is not None:
-            raise ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: give "
-                              "--island NAME too")
-        return None
+    """The Terms of the command line. peers: [(host, port)]. Raises ConfigError."""
     peers = list(peers) + (peers_from_slurm(port) if from_slurm else [])
     return Terms(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 

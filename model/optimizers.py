@@ -1,7 +1,6 @@
 """The constants of the update (SPEC 9) and the rates by token; the rules themselves are in `model.rules`."""
 
 import math
-import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ class Optimizer(NamedTuple):
 def least_vote(cfg, alpha):
     """int: the size that the votes of about a share `alpha` of the weights exceed by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
+    import statistics
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
     return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
 

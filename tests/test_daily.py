@@ -395,7 +395,7 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
     assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
-        args = egg.parser().parse_args(["train", *prepare.training_on(directory, size, plain, gpu)])
+        args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
         egg_config.load(args.preset, args.defines, environ={})
 
 

@@ -67,7 +67,7 @@ def test_pods_run_without_rights_and_with_limits(overlay):
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (kind == "Deployment" and overlay == "base")
         assert not any("secret" in str(argument).lower() for argument in container["args"])
-        arguments = egg.parser(typed=False).parse_args(container["args"])
+        arguments = egg.parsed(container["args"], typed=False)
         assert arguments.function.__name__ == ("coordinator" if kind == "StatefulSet" else "worker")
     for resource in manifests(overlay):
         for name in resource.get("data", {}) if resource["kind"] == "ConfigMap" else ():

@@ -111,7 +111,7 @@ def commands(path):
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
 def test_commands_are_understood(path):
     for arguments in commands(path):
-        args = egg.parser().parse_args(arguments)
+        args = egg.parsed(arguments)
         egg_config.load(args.preset, args.defines, environ={})
     assert path is not README or len(commands(path)) > 10
 

@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -214,26 +212,6 @@ def test_answers_come_within_a_millisecond(tmp_path):
             times.append(time.perf_counter() - started)
             peer.result(0, position)
     assert sorted(times)[150] < 1e-3, f"median {1e3 * sorted(times)[150]:.2f} ms"
-
-
-def test_the_coordinator_starts_quickly_and_without_numba(tmp_path):
-    program = ("import sys, egg_net, egg_config; from cluster import event_log, history\n"
-               "assert not {m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'engine')}\n"
-               "cfg = egg_config.make()\n"
-               "run = history.open_run(cfg)\n"
-               "console = egg_net.Console()\n"
-               f"events = event_log.Events(cfg, run, {str(tmp_path)!r}, console)\n"
-               "coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, console=console, events=events)\n"
-               "print(coordinator.address[1], flush=True)\ncoordinator.poll(5)\n")
-    times = [1.0]
-    while min(times) >= 0.5 and len(times) < 6:                  # other tests may keep the machine busy for a moment
-        started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, text=True)
-        port = int(process.stdout.readline())
-        socket.create_connection(("127.0.0.1", port)).close()
-        times.append(time.perf_counter() - started)
-        assert process.wait(10) == 0
-    assert min(times) < 0.5, times
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------

@@ -70,11 +70,13 @@ def test_a_run_keeps_its_events(tmp_path):
                                                                                        "bits/byte")
     engine = FakeEngine(cfg)
     with Server(tmp_path, cfg, steps=5, save=True) as server:
-        thread = work_in_thread(server.port, engine, cfg, tokens=tokens, validation=validation,
-                                decoding=data_files.load_decoding(cfg))
         other = Peer(server.port, cfg)
         other.chunk(0)
         other.link.close()
+        # of two workers both would have to state a validation
+        until(lambda: of_kind("left", events(tmp_path / history.EVENTS)))
+        thread = work_in_thread(server.port, engine, cfg, tokens=tokens, validation=validation,
+                                decoding=data_files.load_decoding(cfg))
     thread.join(10)
     told = events(tmp_path / history.EVENTS)
     assert {event["event"] for event in told} == set(FIELDS)
