@@ -133,10 +133,10 @@ SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni51
 TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 and H200), "mma" (any card), "auto"
 
 PRESETS = {
-    # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as the
-    # transformer of that size and reads more of them a second. The overlay is off: it would end the noise of norms and
-    # biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed.
-    # With so few members SEEN_VOTES, small initial weights and little momentum help as well.
+    # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as
+    # the transformer of that size and reads more of them a second. The overlay is off: it would end the noise of norms
+    # and biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are
+    # needed. With so few members SEEN_VOTES, small initial weights and little momentum help as well.
     "laptop": dict(
         MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
         POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
@@ -145,8 +145,8 @@ PRESETS = {
         LR_SCHEDULE=((0, 1.0), (200, 0.5), (500, 0.25), (1500, 0.125), (4000, 0.06)), VALIDATE_EVERY=100,
         SAMPLE_EVERY=500),
     # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
-    # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream. Norms
-    # and biases have little noise; the overlay is off, as in "laptop"; rare tokens begin small and learn slowly.
+    # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream.
+    # Norms and biases have little noise; the overlay is off, as in "laptop"; rare tokens begin small and learn slowly.
     # A step is one chunk: with several GPUs, lower CHUNK_SIZE to the share of one GPU, as in "best-bytes".
     "best": dict(
         N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
@@ -171,8 +171,8 @@ PRESETS = {
 PRESETS["best-bytes"] = {
     **PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100,
     "SOFT_TARGETS": ((0, 2), (60, 3), (500, 4), (5000, 5)),
-    "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15), (5500, 0.09),
-                    (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
+    "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),
+                    (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
 _DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k != "PRESETS"}
 

@@ -48,15 +48,14 @@ class Worker:
     reported_step = -1                     # the last step that was validated and sampled
     digest = None                          # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
-    expected = None, 0                     # (first member, members) of the next evaluation
+    piece = None, 0                        # (first member, members) of the next evaluation
     own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
-    begun = -1                             # the step whose update was begun before the coordinator's answer
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.expect, self.prepared = Foresight(cfg), getattr(engine, "expect", None), set()
+        self.foresight, self.prepared, self.begins = Foresight(cfg), set(), hasattr(engine, "begin")
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -102,25 +101,27 @@ class Worker:
             self._report(link)
             self.reported_step = self.engine.step
         self.foresight.handed_out(self.engine.step, first)
-        parts, done, size = [], 0, self.cfg.CHUNK_SIZE
-        count = self.expected[1] if self.expected[0] == first else self._slice_size(size)
-        while count:
-            left = size - done - count
-            if left:
-                self._expect(first + done + count, left)
+        parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
+        if self.piece[0] != first:
+            self.piece = first, self._slice_size(end - first)
+        while at < end:
+            (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
+            if self.begins:
+                self.engine.begin(at, count)
+            if at + count < end:
+                self._begin(at + count, end)
             elif (following := self.foresight.following(self.engine.step)) > first:
-                self._expect(following, size)
-            sizes, started = {count, self.expected[1]} if self.expect else set(), time.perf_counter()
-            parts.append(self.engine.evaluate(first + done, count))
+                self._begin(following)
+            sizes = {count, self.piece[1]} if self.begins else set()
+            parts.append(self.engine.evaluate(at, count))
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
-            done, count = done + count, self.expected[1] if left else 0
-            if left:
+            if (at := at + count) < end:
                 link.check()
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
-        self._begin_update(first, fitness)
+        self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
         head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                                      len(packed))
@@ -130,25 +131,25 @@ class Worker:
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
         return link.frame(wire.RESULT, head, packed)
 
-    def _begin_update(self, first, fitness):
-        """Notes the fitness of a chunk. When this worker has done the whole step, the update can only be of what it has
-        noted, unless a result is disputed: an engine that can take an update back begins with it at once."""
+    def _note(self, first, fitness):
+        """Notes the fitness of a chunk. Where this worker has done the whole step, the update will be of that, unless a
+        result is disputed."""
         step, chunks = self.engine.step, self.own[1] if self.own[0] == self.engine.step else {}
         self.own, chunks[first] = (step, chunks), fitness
-        if len(chunks) == self.cfg.N_CHUNKS and hasattr(self.engine, "begin_update"):
-            self._expect_after_update()
-            self.begun = step
-            self.engine.begin_update(np.concatenate([chunks[k] for k in sorted(chunks)]))
+        if len(chunks) == self.cfg.N_CHUNKS:
+            self._begin_update(np.concatenate([chunks[k] for k in sorted(chunks)]))
 
-    def _expect_after_update(self):
-        if (following := self.foresight.following(self.engine.step)) >= 0:
-            self._expect(following, self.cfg.CHUNK_SIZE)
+    def _begin_update(self, fitness):
+        """Lets an engine that can begin with an update, and with the chunk that follows."""
+        if self.begins and self.engine.begin_update(fitness):
+            if (following := self.foresight.following(self.engine.step)) >= 0:
+                self._begin(following)
 
-    def _expect(self, first, left):
-        """Tells an engine that can begin ahead what comes next: members first.. first + left - 1, a slice at a time."""
-        self.expected = first, self._slice_size(left)
-        if self.expect:
-            self.expect(*self.expected)
+    def _begin(self, first, end=None):
+        """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
+        self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
+        if self.begins:
+            self.engine.begin(*self.piece)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
@@ -161,8 +162,7 @@ class Worker:
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
-        if self.begun != self.engine.step:
-            self._expect_after_update()
+        self._begin_update(fitness)
         self.changed = self.engine.update(fitness)
 
     def _slice_size(self, left):
@@ -202,7 +202,7 @@ class Worker:
 
     def _load(self, state):
         self.engine.load(state)
-        self.changed, self.reported_step, self.digest, self.own, self.begun = 0, -1, None, (-1, {}), -1
+        self.changed, self.reported_step, self.digest, self.own = 0, -1, None, (-1, {})
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""

@@ -522,10 +522,9 @@ class CudaEngine:
         self._given = cuda.device_array(32, np.uint8)        # see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
-        # losses of two evaluations, the second begun before the first is here; digest; number of changed weights
+        # losses of two evaluations that are begun, digest, number of changed weights
         self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
-        self._expected = None                                # (first, count)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
@@ -550,15 +549,17 @@ class CudaEngine:
 
     def load(self, state):
         """Takes over a State (copied)."""
-        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.step, self.seed = state.step, state.seed
+        self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
         self.stream.synchronize()
 
     def _set_state(self, arrays):
         for array, values in zip(self._state, arrays):
             array.copy_to_device(values, self.stream)
         self._forward.pack(self.stream, self._weights, self._packed)
-        self._begun, self._update_begun, self._digested = None, None, False
+        # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
+        # after that update
+        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
 
     def state(self):
         """A copy of the State."""
@@ -582,49 +583,43 @@ class CudaEngine:
         self._digest.fetch(self._sums, self.stream)
         self._digested = True
 
-    def expect(self, first, count):
-        """The next `evaluate` but one, or the one after the next `update`, will probably be of these members: it is
-        enqueued before that call waits for its results, so that the GPU is not idle."""
-        self._expected = first, count
-
-    def _begin_expected(self):
-        self._begun, self._expected = self._expected and (*self._expected, self._enqueue(*self._expected)), None
+    def begin(self, first, count):
+        """Begins with an evaluation of this step or, after `begin_update`, of the next one, so that the GPU is not idle
+        until it is asked for. Two may be begun."""
+        if (key := (self._at, first, count)) not in self._begun:
+            if len(self._begun) > 1:
+                del self._begun[next(iter(self._begun))]
+            self._begun[key] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        self._ready("step")
         self._take_back()
-        begun = self._begun and self._begun[:2] == (first, count)
-        losses = self._begun[2] if begun else self._enqueue(first, count)
-        self._begin_expected()
-        return losses.wait().copy()
+        self.begin(first, count)
+        return self._begun.pop((self._at, first, count)).wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
-        pairs, width = count // 2, self.cfg.WINDOW
-        if not self._evaluations:
-            self._reserve_evaluation(width)
-        if pairs not in self._evaluations:
-            self._evaluations[pairs] = self._evaluation(pairs, width)
-        windows, losses, run = self._evaluations[pairs]
+        self._ready("step")
+        if count not in self._evaluations:
+            self._evaluations[count] = self._evaluation(count // 2)
+        windows, losses, run = self._evaluations[count]
         self._set_job(first)
-        known = self._tables.of(self.step)
+        (step, seed), known = self._at, self._tables.of(self._at[0])
         if self._tokens is None:
-            cut = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2, pairs)
+            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
         elif known is not self._known:
             send_followers(known, self.tokens, self._followers, self.stream)
             self._known = known
         run()
-        self._fetched.reverse()
-        return self._fetched[0].fetch(losses, self.stream)
+        return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
 
     def _set_job(self, first=0):
         """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
         mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
-        cfg, pair = self.cfg, first // 2
-        start = self.step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job, place = np.array((self.seed, pair, NOISY, cfg.noise_shift(self.step)), np.uint32), np.array((start, pair))
+        cfg, pair, (step, seed) = self.cfg, first // 2, self._at
+        start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
+        job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
 
     def _cutting(self, windows, drawn=False):
@@ -633,20 +628,20 @@ class CudaEngine:
         kernel, stream = self._kernels["draw_windows" if drawn else "cut_windows"], self.stream
         return lambda: kernel[-(-windows.size // BLOCK), BLOCK, stream](*given, windows)
 
-    def _reserve_evaluation(self, width):
-        """Device memory for a chunk, in slices whose scratch takes at most half of what is free."""
-        pairs, scratch_bytes = self.cfg.CHUNK_SIZE // 2, self._forward.scratch_bytes
-        self._windows, self._losses = cuda.device_array(pairs * width, np.int32), cuda.device_array(2 * pairs, np.int64)
-        self._slice = largest(scratch_bytes, pairs, cuda.current_context().get_memory_info().free // 2)
-        if not self._slice:
-            raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-        self._scratch = cuda.device_array(max(1, scratch_bytes(self._slice)), np.int8)
-
-    def _evaluation(self, pairs, width):
-        """(windows, losses, launches) of an evaluation of so many pairs."""
-        forward, stream, job, most, scratch = self._forward, self.stream, self._job, self._slice, self._scratch
+    def _evaluation(self, pairs):
+        """(windows, losses, launches) of an evaluation of `pairs` pairs. The first one reserves device memory for a
+        chunk, in slices whose scratch takes at most half of what is free."""
+        forward, stream, job = self._forward, self.stream, self._job
+        width, chunk = self.cfg.WINDOW, self.cfg.CHUNK_SIZE // 2
+        if not self._evaluations:
+            most = largest(forward.scratch_bytes, chunk, cuda.current_context().get_memory_info().free // 2)
+            if not most:
+                raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
+            self._buffers = (most, cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8),
+                             cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
+        most, scratch, windows, losses = self._buffers
+        windows, losses = windows[:pairs * width], losses[:2 * pairs]
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
         cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
 
         def enqueue():
@@ -660,42 +655,40 @@ class CudaEngine:
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
-        if self._update_begun is None or not np.array_equal(self._update_begun[0], fitness):
+        if not self._is_begun(fitness):
             self._take_back()
             self._enqueue_update(fitness)
-        (_, (self.step, self.seed)), self._update_begun = self._update_begun, None
+        (self.step, self.seed), self._fitness = self._at, None
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
-        """Begins with the update that will probably follow, as `expect` does with an evaluation. Any other call than
-        `update` with this fitness takes it back. Does nothing where there is no memory for a copy of the state."""
+        """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
+        step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._copies is None:
             fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
-        if self._copies:
+        if self._copies and not self._is_begun(fitness):
             self._take_back()
             for copy, array in zip(self._copies, self._state):
                 copy.copy_to_device(array, self.stream)
             self._enqueue_update(fitness)
+        return bool(self._copies)
+
+    def _is_begun(self, fitness):
+        return self._fitness is not None and np.array_equal(self._fitness, fitness)
 
     def _take_back(self):
-        """Returns to the state before an update that is only begun."""
-        if self._update_begun:
+        if self._fitness is not None:
             self._set_state(self._copies)
 
     def _enqueue_update(self, fitness):
-        """Begins an update, then the digest if somebody has asked for one before, then the expected evaluation."""
         self._ready("step")
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        before = self.step, self.seed
-        self.step, self.seed = self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
-        if "digest" not in self._waiting:
+        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
-        self._begin_expected()
-        self._update_begun = fitness, (self.step, self.seed)
-        self.step, self.seed = before
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
@@ -736,43 +729,47 @@ class CudaEngine:
         return total, len(windows) * T
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration.
-
-        The sequence lives on the device; the host enqueues AHEAD positions at a time and fetches what they chose."""
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         self._ready("generate")
         self._take_back()
-        cfg, forward, stream = self.cfg, self._forward, self.stream
-        s, prompt = sampling.settings(cfg, temp, min_p, penalty), sampling.checked_prompt(cfg, prompt)
-        total = len(prompt) + count
-        if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
-            raise MemoryError(f"{self.name}: not enough free GPU memory for {total} positions")
-        sequence = np.zeros(total, np.int32)
-        sequence[:len(prompt)] = prompt
-        tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
-        rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
-        cache = cuda.device_array(forward.cache_bytes(total), np.int8)
-        scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
-        z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
-        settings = cuda.to_device(np.array([s.temp, s.penalty], np.float32))
-        floor = cuda.to_device(np.array([s.floor], np.int64))
-        draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
+        settings = sampling.settings(self.cfg, temp, min_p, penalty)
+        yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed, settings)
 
-        def enqueue():
-            forward.token(stream, self._weights, self._packed, tokens, at, total, rope, cache, scratch, z)
-            self._kernels["choose"][1, CHOOSERS, stream](z, self._exps, settings, floor, draw, tokens, at, seen)
 
-        advance = Replay(stream, enqueue)                    # lives as long as this generator
-        done, given = 0, len(prompt)
-        while given < total:
-            reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
-            for _ in range(done, reach):
-                advance()
-            done = reach
-            new = tokens.copy_to_host(stream=stream)
-            stream.synchronize()
-            for token in new[given:done + 1]:
-                yield int(token)
-            given = done + 1
+def continuation(engine, prompt, count, seed, s):
+    """CudaEngine.generate, with sampling.settings `s`. The sequence lives on the device; the host enqueues AHEAD
+    positions at a time and fetches what they chose."""
+    cfg, forward, stream = engine.cfg, engine._forward, engine.stream
+    total = len(prompt) + count
+    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+        raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")
+    sequence = np.zeros(total, np.int32)
+    sequence[:len(prompt)] = prompt
+    tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
+    rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
+    cache = cuda.device_array(forward.cache_bytes(total), np.int8)
+    scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
+    z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
+    settings = cuda.to_device(np.array([s.temp, s.penalty], np.float32))
+    floor = cuda.to_device(np.array([s.floor], np.int64))
+    draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
+
+    def enqueue():
+        forward.token(stream, engine._weights, engine._packed, tokens, at, total, rope, cache, scratch, z)
+        engine._kernels["choose"][1, CHOOSERS, stream](z, engine._exps, settings, floor, draw, tokens, at, seen)
+
+    advance = Replay(stream, enqueue)                    # lives as long as this generator
+    done, given = 0, len(prompt)
+    while given < total:
+        reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
+        for _ in range(done, reach):
+            advance()
+        done = reach
+        new = tokens.copy_to_host(stream=stream)
+        stream.synchronize()
+        for token in new[given:done + 1]:
+            yield int(token)
+        given = done + 1
 
 
 class Fetched:

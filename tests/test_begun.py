@@ -163,15 +163,17 @@ def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_
     for k in range(4):
         assert ahead.evaluate(0, 32).tolist() == plain.evaluate(0, 32).tolist()
         engine_of.free[0] = memory
-        ahead.expect(0, 32)
-        ahead.begin_update(fitness_of(k))
+        ahead.begin(64, 32)                                  # a guess that is wrong
+        assert ahead.begin_update(fitness_of(k)) == (memory > 1 << 20)
+        ahead.begin(0, 32)
         assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
         assert USES[use](ahead) == USES[use](plain)
         assert ahead.evaluate(32, 32).tolist() == plain.evaluate(32, 32).tolist()
-        ahead.expect(0, 32)
-        ahead.begin_update(fitness_of(k + 10))
+        if ahead.begin_update(fitness_of(k + 10)):
+            ahead.begin(0, 32)
+            ahead.begin_update(fitness_of(k + 10))
+            assert ahead._begun
         assert ahead.update(fitness_of(k + 10)) == plain.update(fitness_of(k + 10))
-        assert ahead._begun[:2] == (0, 32)
         assert ahead.digest() == plain.digest() and ahead.state().digests() == plain.state().digests()
         assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
 
@@ -184,12 +186,25 @@ def run(engine, steps):
     return engine.state().digests()
 
 
+def test_what_is_begun_is_kept_apart(engine_of):
+    """In whatever order evaluations are begun and asked for."""
+    plain, ahead, rng = engine_of(), engine_of(), np.random.default_rng(8)
+    for k in range(300):
+        for first, count in rng.integers(0, 5, (rng.integers(0, 4), 2)) * (8, 4) + (0, 4):
+            ahead.begin(int(first), int(count))
+        first, count = rng.integers(0, 5, 2) * (8, 4) + (0, 4)
+        assert ahead.evaluate(int(first), int(count)).tolist() == plain.evaluate(int(first), int(count)).tolist()
+        if k % 10 == 9:
+            assert ahead.update(fitness_of(k)) == plain.update(fitness_of(k))
+            assert len(ahead._begun) < 3
+
+
 def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     """It begins every update and, once it is sure, the evaluation after it before the coordinator answers. Nothing is
     evaluated twice."""
     engine, wanted, begun = engine_of(), run(engine_of(), 12), []
-    engine.begin_update = lambda fitness: (begun.append(engine.step), type(engine).begin_update(engine, fitness))
-    engine._take_back = lambda: pytest.fail("taken back") if engine._update_begun else None
+    engine._enqueue_update = lambda fitness: (begun.append(engine.step), type(engine)._enqueue_update(engine, fitness))
+    engine._take_back = lambda: pytest.fail("taken back") if engine._fitness is not None else None
     server = cluster(tmp_path, [engine], 12)
     assert server.run.step == 12 and begun == list(range(12))
     del engine._take_back
@@ -212,12 +227,16 @@ def test_a_step_that_ends_otherwise_is_taken_back(engine_of, tmp_path, monkeypat
     assert engine.state().digests() == run(plain, 2) and engine.step == 6
 
 
-def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path):
-    """One that has done all chunks of a step, and only that, may."""
-    engines, done = [engine_of(), engine_of()], []
-    for engine in engines:
-        engine.begin_update = lambda fitness, engine=engine: done.append(
-            {first for seed, first, _ in engine.evaluated if seed == engine.seed})
+def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypatch):
+    """Before the answer, that is; one that has done all chunks of a step, and only that, may."""
+    engines, done, note = [engine_of(), engine_of()], [], egg_net.Worker._note
+
+    def noted(self, first, fitness):
+        note(self, first, fitness)
+        if self.engine._fitness is not None:
+            done.append({first for seed, first, _ in self.engine.evaluated if seed == self.engine.seed})
+
+    monkeypatch.setattr(egg_net.Worker, "_note", noted)
     cluster(tmp_path, engines, 12)
     wanted = run(engine_of(), 12)
     assert {engine.state().digests() for engine in engines if engine.step == 12} <= {wanted}

@@ -43,10 +43,11 @@ CHANGED = {
     "laptop": ("MODEL=transformer", "HEAD_DIM=32", "SEQ_LEN=32", "CHUNK_SIZE=128", "SHIFT_MLP_UP=6", "SHIFT_MLP_DOWN=6",
                "SHIFT_OUT=7", "HOST_MASK=7", "SIGMA_SHIFT=2", "SIGMA_SHIFT_VECTOR=7", "HOST_GAUSSIAN=0",
                "DEVICE_GAUSSIAN=0", "SOFTMAX_EXP_SCALE=6", "LR_SCHEDULE=0:0.5,200:0.25,500:0.125,1500:0.0625",
-               "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS="),
+               "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS=",
+               "ADAM_BETA1=0.9"),
     "best": ("LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01", "SOFT_TARGETS="),
-    "best-bytes": ("LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,11000:0.025,"
-                   "13500:0.0125", "SOFT_TARGETS=")}
+    "best-bytes": ("LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
+                   "11000:0.025,13500:0.0125", "SOFT_TARGETS=")}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -11,40 +11,48 @@ from model import fitness_digits, parameters
 STEPS = 12
 
 
-class Expecting(FakeEngine):
-    """Evaluates what it is told to expect at once, as a GPU does, and uses that if it is asked for it.
-    taken: how many members of each step were evaluated ahead and used."""
+class Beginning(FakeEngine):
+    """Evaluates and updates what it is told to begin with at once, as a GPU does, and uses that if it is asked for it.
+    ahead: what it had begun already when the worker told it to begin with that; wasted: evaluations not asked for."""
 
     def __init__(self, cfg=CFG):
+        self.begun, self.fitness, self.ahead, self.wasted = {}, None, set(), 0
         super().__init__(cfg)
-        self._expected = self._begun = None
-        self.taken, self.wasted = 0, 0
 
     def load(self, state):
-        self._begun = None
+        self.begun, self.fitness = {}, None
         super().load(state)
 
-    def expect(self, first, count):
-        self._expected = first, count
+    def now(self):
+        return self.weights, self.seed, self.step
 
-    def _begin(self):
-        self.wasted += self._begun is not None
-        self._begun, self._expected = self._expected and (self._expected, super().evaluate(*self._expected)), None
+    def begin_update(self, fitness):
+        if self.fitness is None or not np.array_equal(self.fitness, fitness):
+            before, self.fitness = self.now(), fitness
+            super().update(fitness)
+            self.after, (self.weights, self.seed, self.step) = self.now(), before
+        return True
+
+    def begin(self, first, count):
+        before = self.now()
+        if self.fitness is not None:
+            self.weights, self.seed, self.step = self.after
+        if (key := (self.step, first, count)) in self.begun:
+            self.ahead.add(key)
+        else:
+            self.begun[key] = super().evaluate(first, count)
+        self.weights, self.seed, self.step = before
 
     def evaluate(self, first, count):
-        begun, self._begun = self._begun, None
-        if begun and begun[0] == (first, count):
-            losses, self.taken = begun[1], self.taken + count
-        else:
-            self.wasted += begun is not None
-            losses = super().evaluate(first, count)
-        self._begin()
-        return losses
+        assert self.fitness is None
+        return self.begun.pop((self.step, first, count))
 
     def update(self, fitness):
-        changed = super().update(fitness)
-        self._begin()
-        return changed
+        assert self.fitness is not None and np.array_equal(self.fitness, fitness)
+        self.fitness, (self.weights, self.seed, self.step) = None, self.after
+        self.wasted += sum(step < self.step for step, _, _ in self.begun)
+        self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}
+        return 100 + self.step
 
 
 @pytest.mark.parametrize("slice_size", [64, 10])
@@ -52,20 +60,21 @@ def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
     """Also where a chunk takes several slices; audits go nowhere without a second worker."""
     monkeypatch.setattr(egg_net, "FIRST_SLICE", slice_size)
     monkeypatch.setattr(egg_net.Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
-    engine = Expecting()
+    engine = Beginning()
     server = cluster(tmp_path, [engine], STEPS)
     packed, digests = expected(STEPS)
     assert engine.state().digests() == digests and server.run.step == STEPS
     assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
     assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
     unsure = egg_net.SURE_AFTER + 1                          # of the first chunk there is no guess
-    assert engine.taken >= STEPS * CFG.POPULATION_SIZE - unsure * CFG.CHUNK_SIZE and engine.wasted == 0
+    ahead = sum(count for _, _, count in engine.ahead)
+    assert ahead >= STEPS * CFG.POPULATION_SIZE - unsure * CFG.CHUNK_SIZE and engine.wasted == 0
 
 
 def test_several_workers_waste_little(tmp_path):
     """Three workers, which steal chunks from each other: a step of each has the fitness that it has without them."""
     cfg = egg_config.make(**{**CFG.constants(), "POPULATION_SIZE": 8 * CFG.CHUNK_SIZE, "AUDIT_RATE": 0.2})
-    engines = [Expecting(cfg) for _ in range(3)]
+    engines = [Beginning(cfg) for _ in range(3)]
     cluster(tmp_path, engines, 40, cfg)
     _, digests = expected(40, cfg)
     assert {engine.state().digests() for engine in engines if engine.step == 40} == {digests}

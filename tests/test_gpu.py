@@ -233,14 +233,16 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         later = {"validate", "generate", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
-            engine.expect(0, 4)
-            assert engine.evaluate(8, 8).shape == (8,) and engine._begun[:2] == (0, 4)
+            engine.begin(8, 8)
+            engine.begin(0, 4)
+            assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
             assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF, cfg.noise_shift(0)]
-            assert engine.evaluate(0, 4).shape == (4,) and engine._begun is None
-            engine.expect(0, 8)
+            assert engine.evaluate(0, 4).shape == (4,) and not engine._begun
+            assert engine.begin_update(np.ones(cfg.N_PAIRS, np.int8))
+            engine.begin(0, 8)
+            assert engine._job[3] == cfg.noise_shift(1)
         every_verb(cfg, engine, tokens)
         assert engine.step == 1 and not engine._waiting
-        assert given is None or engine._job[3] == cfg.noise_shift(1)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -258,7 +260,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return np.testing.assert_array_equal(engine._windows[:3 * cfg.WINDOW].reshape(3, -1), soft_targets.windows(
+        return np.testing.assert_array_equal(engine._buffers[2][:3 * cfg.WINDOW].reshape(3, -1), soft_targets.windows(
             cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):
@@ -271,13 +273,14 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     for step in range(6):
         engine.evaluate(0, 8)
         hold(step)
-        engine.expect(0, 8)
-        engine.begin_update(fitness)
-        hold(step + 1)
-        engine.evaluate(8, 8)                                # not what was expected: the update is taken back
-        hold(step)
-        engine.expect(0, 8)
+        for _ in range(2):
+            engine.begin_update(fitness)
+            engine.begin(0, 8)
+            hold(step + 1)
+            engine.evaluate(8, 8)                            # which takes the update back
+            hold(step)
         engine.update(fitness)
+        engine.begin(0, 8)
         hold(step + 1)
 
 
@@ -414,21 +417,22 @@ def test_evaluations_begun_ahead(constants, on_device):
     for step in range(3):
         for first, count, expected in ((0, 300, (300, 212)), (300, 212, (512, 512)), (0, 512, (512, 512)),
                                        (512, 512, (0, 512)), (2, 300, None), (512, 512, None)):
+            ahead.begin(first, count)
             if expected:
-                ahead.expect(*expected)
+                ahead.begin(*expected)
             losses = ahead.evaluate(first, count)
             assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
         assert len(np.unique(losses)) > 2
         fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-        ahead.expect(0, 300 if step else 2)
-        ahead.begin_update(fitness if step < 2 else -fitness)
+        assert ahead.begin_update(fitness if step < 2 else -fitness)
+        ahead.begin(0, 300 if step else 2)
         if step == 1:
             assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is taken back"
             ahead.begin_update(fitness)
+            ahead.begin(0, 300)
         assert ahead.update(fitness) == plain.update(fitness)
         assert ahead.digest() == plain.digest() and ahead.state().digests() == plain.state().digests()
-    ahead.expect(0, 512)
-    ahead.evaluate(0, 512)
+    ahead.begin(0, 512)
     ahead.load(parameters.initial_state(cfg))
     plain.load(parameters.initial_state(cfg))
     assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "what was begun before a load is stale"

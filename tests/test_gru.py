@@ -479,7 +479,8 @@ EXTREMES = (
     # noise of three sizes, on every path
     dict(FAST, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 3), (2, 4))),
     *(dict(shape, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 0), (2, 6))) for shape in (SMALL, STREAMED, WIDE)),
-    *(dict(shape, SOFT_TARGETS=((0, 2), (1, 0), (2, 1))) for shape in (FAST, FAST_STREAMED, SMALL, STREAMED, WIDE)),
+    *(dict(shape, DEVICE_MASK=15, SOFT_TARGETS=((0, 2), (1, 0), (2, 1)))
+      for shape in (FAST, FAST_STREAMED, SMALL, STREAMED, WIDE)),
 )
 
 

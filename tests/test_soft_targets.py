@@ -97,3 +97,30 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
         fitness = np.sign(whole[1::2] - whole[::2]).astype(np.int8)
         assert one.update(fitness) == two.update(fitness)
+
+
+def test_tables_are_made_once_and_ahead(monkeypatch):
+    """A step finds its own, and one that was begun and is taken back that of the step before. What fails in the thread
+    is raised where the table is wanted."""
+    cfg, made = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2), (3, 1), (5, 0), (7, 3))), []
+    followers = soft_targets.followers
+
+    def counted(cfg, tokens, context):
+        made.append(context)
+        return followers(cfg, tokens, context) if context < 3 else {}[context]
+
+    monkeypatch.setattr(soft_targets, "followers", counted)
+    tables = soft_targets.Tables(cfg, data(cfg))
+    first, second = tables.of(0), tables.of(3)
+    assert first is tables.of(2) is tables.of(0) and second is tables.of(3) is tables.of(4) and sorted(made) == [1, 2]
+    assert tables.of(5) is None is tables.of(6)
+    with pytest.raises(KeyError):
+        tables.of(7)
+    assert sorted(made) == [1, 2, 3]
+
+
+def test_a_table_that_the_memory_cannot_hold_is_refused():
+    cfg = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2),))
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 42,), (0,))
+    with pytest.raises(ValueError, match="SOFT_TARGETS: 4,398,046,511,104 tokens .* less data or no SOFT_TARGETS"):
+        soft_targets.Tables(cfg, huge)
