@@ -27,29 +27,25 @@ class Tables(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory for `rows` rows of up to two members and `columns` positions of context, both padded. h int8 [rows, H]:
-    the hidden states; x, q uint8 [rows, H]; y int32 [rows, H], and the same as pairs int64 [rows, H / 2]. keys, values
-    int8 [1 or L, members * positions, H]: the caches, and the same as words int32 and bytes uint8. packed_k, packed_v
-    int8 [columns * D]: panels for `tile`, and the same as int32 [columns / PANEL, D / 4, PANEL] and uint32 [D / PANEL,
-    columns / 4, PANEL]; correction, weights int32 [columns]; scores int32 [ROWS, columns]; limbs uint8 [3, ROWS,
-    columns]."""
-    h: np.ndarray
-    x: np.ndarray
-    q: np.ndarray
-    y: np.ndarray
-    pairs: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-    key_words: np.ndarray
-    value_bytes: np.ndarray
-    packed_k: np.ndarray
-    packed_v: np.ndarray
-    words_k: np.ndarray
-    words_v: np.ndarray
-    correction: np.ndarray
-    weights: np.ndarray
-    scores: np.ndarray
-    limbs: np.ndarray
+    """Memory for rows of up to two members and `columns` positions of context, both padded; some of it has two names,
+    for two types of element."""
+    h: np.ndarray               # int8 [rows, H]: the hidden states
+    x: np.ndarray               # uint8 [rows, H]
+    q: np.ndarray               # uint8 [rows, H]
+    y: np.ndarray               # int32 [rows, H]
+    pairs: np.ndarray           # ... int64 [rows, H / 2]
+    keys: np.ndarray            # int8 [1 or L, members * positions, H]: a cache
+    values: np.ndarray          # as keys
+    key_words: np.ndarray       # keys as int32
+    value_bytes: np.ndarray     # values as uint8
+    packed_k: np.ndarray        # int8 [columns * D]: panels for `tile`
+    packed_v: np.ndarray        # as packed_k
+    words_k: np.ndarray         # packed_k as int32 [columns / PANEL, D / 4, PANEL]
+    words_v: np.ndarray         # packed_v as uint32 [D / PANEL, columns / 4, PANEL]
+    correction: np.ndarray      # int32 [columns]
+    weights: np.ndarray         # int32 [columns]
+    scores: np.ndarray          # int32 [ROWS, columns]
+    limbs: np.ndarray           # uint8 [3, ROWS, columns]
 
 
 @inner
