@@ -22,7 +22,7 @@ from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
-from engine.cpu_update import (BLOCK, apply_votes, input_block, muon_panels, muon_start, pack, panel_votes,
+from engine.cpu_update import (BLOCK, SEEN_ROWS, apply_votes, input_block, muon_panels, muon_start, pack, panel_votes,
                                seen_votes, vector_votes, word_sums)
 from engine.simd import PANEL, ROWS
 
@@ -54,6 +54,46 @@ def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     return best
 
 
+def cut(n, threads, together=1):
+    """Parts (first, end) of 0..n - 1 for threads that take one after the other: ever smaller, so that all end at about
+    the same time. together: what is not to be cut apart."""
+    parts, first, least = [], 0, -(-n // (16 * threads * together)) * together
+    while first < n:
+        size = max(least, -(-(n - first) // (2 * threads * together)) * together) if threads > 1 else n
+        parts.append((first, min(n, first + size)))
+        first += size
+    return parts
+
+
+class Shared:
+    """The calls work(*part) of `parts`, which other threads (a pool) begin at once and the caller of `finish`
+    takes part in; the kernels leave the interpreter lock."""
+
+    def __init__(self, pool, threads, parts, work):
+        self._parts, self._work, self._results = iter(parts), work, []
+        self._helpers = [pool.submit(self._drain) for _ in range(min(threads, len(parts)) - 1)]
+
+    def _drain(self):
+        for part in self._parts:
+            self._results.append(self._work(*part))
+
+    def finish(self):
+        """The results of all calls, in any order."""
+        try:
+            self._drain()
+        finally:
+            self.stop()
+        return self._results
+
+    def stop(self):
+        """Waits for the calls that have begun; there will be no others."""
+        for _ in self._parts:
+            """nobody takes this one"""
+        for helper in self._helpers:
+            if not helper.cancel():
+                helper.result()
+
+
 class CpuEngine:
     """The verbs of an engine on a State in this process's memory.
 
@@ -66,20 +106,22 @@ class CpuEngine:
         if threads is not None and not 1 <= threads <= limit:
             raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
         self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
-        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
+        self._begun = {}                                     # (first, count): `_evaluation`
+        self._updating, self._following = False, None        # whether `update` is next; what `update` begins with
         self.name = f"cpu {simd.KIND} x{self.threads}"
         exp = integer_tables.exp_table(cfg)
         self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = Constants(
             H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
-            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, matrix_shift=0,
-            vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT, logit=cfg.SHIFT_LOGIT,
-            up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT, rope_bit=cfg.ROPE_SCALE_BIT,
-            short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
-            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS,
-            ntt=int(cfg.NTT_MODE != 0), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT,
-            gru=int(cfg.MODEL == "gru"), divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM),
-            divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM), lowest=0 if cfg.MLP_RELU else -127)
+            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, scaled=int(cfg.ADAPTIVE_NOISE_MODE > 0),
+            matrix_shift=0, vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT,
+            logit=cfg.SHIFT_LOGIT, up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT,
+            rope_bit=cfg.ROPE_SCALE_BIT, short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
+            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS, ntt=int(cfg.NTT_MODE != 0),
+            ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT, gru=int(cfg.MODEL == "gru"),
+            divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
+            lowest=0 if cfg.MLP_RELU else -127)
         self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, len(FIELDS)), np.int64)
         self._tensors, packed, corrections = parameters.tensors(cfg), 0, 0
@@ -93,31 +135,31 @@ class CpuEngine:
 
     def load(self, state):
         """Takes over a State (copied)."""
+        self._stop()
+        self._updating, self._following = False, None
         packed, corrections = self._sizes
         tokens = np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8)
         self._w = Weights(state.weights.copy(), tokens, np.zeros(packed, np.int8), np.zeros(corrections, np.int32),
                           state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
-        self._pack()
+        for t in self._tensors:
+            self._pack(t)
 
     def _spread(self, n, work, cost=1 << 30, together=1):
-        """Calls work(first, end) over 0..n - 1 on all threads (the kernels leave the interpreter lock); the results.
-        cost: elementary operations of the whole, so that what is shorter than a hand-over is done here. together: what
-        is not to be cut apart."""
-        step = max(1, -(-n // (4 * self.threads * together))) * together
-        if self.threads == 1 or n <= 1 or cost < WORTH_A_THREAD:
+        """The results of a `Shared` over 0..n - 1. cost: elementary operations of the whole, so that what is shorter
+        than a hand-over is done here."""
+        if self.threads == 1 or cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return list(self._pool.map(lambda first: work(first, min(n, first + step)), range(0, n, step)))
+        return Shared(self._pool, self.threads, cut(n, self.threads, together), work).finish()
 
-    def _pack(self):
-        """What is derived from the weights."""
-        embedding = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
-        self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = embedding.transpose(1, 0, 2)
-        for t in self._tensors:
-            if t.product:
-                self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]),
-                             t.size)
+    def _pack(self, t):
+        """What is derived from the weights of one array."""
+        if not t.weights:                                    # the embedding
+            weights = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
+            self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = weights.transpose(1, 0, 2)
+        if t.product:
+            self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
 
     def state(self):
         """A copy of the State."""
@@ -136,51 +178,93 @@ class CpuEngine:
         digest.update(self._w.overlay.data)
         return digest.digest()
 
-    def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step."""
-        losses = np.zeros((count // 2, 2), np.int64)
-        shift, known = self.cfg.noise_shift(self.step), self._followers.of(self.step)
+    def begin(self, first, count):
+        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
+        and begins when `update` ends. Two may be begun."""
+        if self._updating:
+            self._following = first, count
+        elif (first, count) not in self._begun:
+            if len(self._begun) > 1:
+                self._stop(next(iter(self._begun)))
+            self._begun[first, count] = self._evaluation(first, count)
+
+    def begin_update(self, fitness):
+        """What is begun next follows the update by this fitness. True: it can be begun."""
+        self._updating = True
+        return True
+
+    def _evaluation(self, first, count):
+        """(losses int64 [pairs, 2], the Shared that fills them)."""
+        losses, step, seed = np.zeros((count // 2, 2), np.int64), self.step, self.seed
+        shift, known = self.cfg.noise_shift(step), self._followers.of(step)
 
         def work(a, b):
-            windows = soft_targets.windows(self.cfg, self.tokens, known, self.step, self.seed, first // 2 + a, b - a)
-            self._model.evaluate(self._w, windows, self.seed, shift, first // 2 + a, losses[a:b])
+            windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
+            self._model.evaluate(self._w, windows, seed, shift, first // 2 + a, losses[a:b])
 
-        self._spread(count // 2, work, together=self._model.together)
+        return losses, Shared(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
+
+    def _stop(self, *begun):
+        """Ends evaluations that nobody will ask for; nothing reads the weights then, if it is all."""
+        for members in begun or list(self._begun):
+            self._begun.pop(members)[1].stop()
+
+    def evaluate(self, first, count):
+        """int64 [count]: losses of members first.. (both even) of this step."""
+        self._updating, self._following = False, None
+        self.begin(first, count)
+        losses, work = self._begun[first, count]
+        work.finish()
+        del self._begun[first, count]
         return losses.ravel()
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
-        cfg, w = self.cfg, self._w
-        voting = np.flatnonzero(fitness)
+        self._stop()
+        cfg, voting = self.cfg, np.flatnonzero(fitness)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
         signs = fitness[voting].astype(np.int32)
-        lr, changed = cfg.learning_rate(self.step), 0
         windows = optimizers.seen_windows(cfg, self.tokens, self.step)[voting] if cfg.SEEN_VOTES > 1 else None
-        for t in self._tensors:
-            row = self._table[t.param, t.layer]
-            if t.matrix:
-                votes = self._matrix_votes(t, row, seeds, signs)
-                if t.seen and cfg.SEEN_VOTES > 1:
-                    self._spread(t.rows, functools.partial(seen_votes, self._constants, row, seeds, signs, windows,
-                                                           cfg.SEEN_VOTES - 1, votes), t.rows * windows.size)
-            else:
-                votes = np.empty((1, t.cols), np.int32)
-                self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]),
-                             t.cols * seeds.size)
-            changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-            group, o = 4 if t.matrix else 1, optimizers.constants(cfg, lr, t)
-            rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
-            x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-            work = functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments, changed_rows,
-                                     changed_cols)
-            changed += sum(self._spread(t.rows // group, work, 4 * t.size))
-            if cfg.ADAPTIVE_NOISE_MODE:
-                self._rescale(t.overlay_a, changed_cols)
-                if t.matrix:
-                    self._rescale(t.overlay_b, changed_rows)
-        self._pack()
+        vectors = [t for t in self._tensors if not t.matrix]
+        jobs = [vectors, *([t] for t in sorted(self._tensors, key=lambda t: -t.size) if t.matrix)]
+
+        def work(job):
+            return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
+
+        changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
         self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
+        following, self._updating, self._following = self._following, False, None
+        if following:
+            self.begin(*following)
+        return changed
+
+    def _update_tensor(self, t, seeds, signs, windows):
+        """Moves one array by the votes of pairs: uint32 seeds, int32 signs, int32 windows [pairs, tokens] or None;
+        number of weights changed."""
+        cfg, w, row = self.cfg, self._w, self._table[t.param, t.layer]
+        if t.matrix:
+            votes = self._matrix_votes(t, row, seeds, signs)
+            if t.seen and cfg.SEEN_VOTES > 1:
+                self._spread(-(-t.rows // SEEN_ROWS), functools.partial(
+                    seen_votes, self._constants, row, seeds, signs, windows, cfg.SEEN_VOTES - 1, votes),
+                    t.rows * windows.size // 8)
+        else:
+            votes = np.empty((1, t.cols), np.int32)
+            self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]),
+                         t.cols * seeds.size)
+        changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
+        group, o = 4 if t.matrix else 1, optimizers.constants(cfg, cfg.learning_rate(self.step), t)
+        rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
+        x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
+        work = functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments, changed_rows,
+                                 changed_cols)
+        changed = sum(self._spread(t.rows // group, work, 4 * t.size))
+        if cfg.ADAPTIVE_NOISE_MODE:
+            self._rescale(t.overlay_a, changed_cols)
+            if t.matrix:
+                self._rescale(t.overlay_b, changed_rows)
+        self._pack(t)
         return int(changed)
 
     @functools.cached_property

@@ -6,12 +6,13 @@ go through `engine.simd.tile` on weights that are repacked into panels after eve
 
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
 from engine import kernel_cache, simd
-from engine.cpu_rules import (clip, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
+from engine.cpu_rules import (clip, divide, draw, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
                               scaled, shift_right, u32)
-from engine.simd import PANEL, ROWS, dot, empty, exp_sum, tile, zeros
+from engine.simd import PANEL, ROWS, dot, exp_sum, local, tile
 
 njit, inner, leaf, inlined = kernel_cache.njit(simd.use), kernel_cache.inner, kernel_cache.leaf, kernel_cache.inlined
 
@@ -36,6 +37,7 @@ class Constants(NamedTuple):
     mask: int
     gaussian: int
     mode: int
+    scaled: int         # whether noise has factors: modes 1 and 2
     matrix_shift: int
     vector_shift: int
     attn: int
@@ -85,101 +87,88 @@ def vote_draw(c, seed, i):
     return n if c.clt else i32(i32(n > 0) - i32(n < 0))
 
 
-@inlined
-def fill_noise(c, seed, n, out):
-    for i in range(n):
-        out[i] = noise(c, seed, i)
-
-
-@leaf
-def output_side(c, w, param, layer, S, noisy, out):
-    """out int32 [cols]: trunc(noise(A, c) * f_col(c)); 0 without noise."""
-    t = w.table[param, layer]
-    seed, overlay = u32(S + t[SEED_A]), w.overlay[t[OVER_A]:]
-    if not noisy:
-        out[:] = 0
-        return
-    fill_noise(c, seed, t[N_COLS], out)
-    if c.mode:
-        for i in range(t[N_COLS]):
-            out[i] = scaled(c.mode, out[i], overlay[i], seed, i)
-
-
-class InputSide(NamedTuple):
-    """The noise of a product's inputs, of one or more pairs: noise int8 [pairs, rows]; offset int32 [pairs], 128 times
-    its sum; coefficients int32 and scale float32 [pairs, rows] as `input_term` takes them, in modes 1 and 2 only."""
-    noise: np.ndarray
+class Sides(NamedTuple):
+    """The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs
+    int8 [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32
+    [pairs, rows] as `input_term` takes them, in modes 1 and 2 only."""
+    columns: np.ndarray
+    inputs: np.ndarray
     offset: np.ndarray
     coefficients: np.ndarray
     scale: np.ndarray
 
 
-@inner
-def input_side(c, w, param, layer, S, noisy, pairs):
-    """The InputSide of a matrix for pair seeds S..; without noise it has no values."""
+# (pairs, rows, cols, rows in modes 1 and 2, else 0)
+new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
+                           (numba.int32, (0, 3)), (numba.float32, (0, 3)))
+
+
+@leaf
+def draw_sides(c, w, param, layer, S, noisy, sides):
+    """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
     t = w.table[param, layer]
-    overlay, n = w.overlay[t[OVER_B]:], t[N_ROWS]
-    scaled_rows = n if c.mode else 0
-    side = InputSide(empty((pairs, n), np.int8), zeros(pairs, i32), empty((pairs, scaled_rows), i32),
-                     empty((pairs, scaled_rows), f32))
-    for q in range(pairs if noisy else 0):
-        seed = u32(S + q + t[SEED_B])
+    n, cols, overlay_a, overlay_b = t[N_ROWS], t[N_COLS], w.overlay[t[OVER_A]:], w.overlay[t[OVER_B]:]
+    for q in range(sides.offset.size):
+        seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
+        if not noisy:
+            for i in range(cols):
+                sides.columns[q, i] = 0
+            continue
+        for i in range(cols):
+            sides.columns[q, i] = noise(c, seed_a, i)
+        if c.mode:
+            for i in range(cols):
+                sides.columns[q, i] = scaled(c.mode, sides.columns[q, i], overlay_a[i], seed_a, i)
+        total = i32(0)
         for i in range(n):
-            side.noise[q, i] = noise(c, seed, i)
-        for i in range(n):
-            side.offset[q] += i32(side.noise[q, i]) * i32(128)
-        for i in range(scaled_rows):
-            side.coefficients[q, i] = input_coefficient(c.mode, i32(side.noise[q, i]), overlay[i])
+            drawn = noise(c, seed_b, i)
+            sides.inputs[q, i] = drawn
+            total = i32(total + drawn)
+        sides.offset[q] = i32(total * i32(128))
+        for i in range(sides.coefficients.shape[1]):
+            sides.coefficients[q, i] = input_coefficient(c.mode, i32(sides.inputs[q, i]), overlay_b[i])
         if c.mode == 2:
             for i in range(n):
-                side.scale[q, i] = factor(c.mode, overlay[i], seed, i)
-    return side
+                sides.scale[q, i] = factor(c.mode, overlay_b[i], seed_b, i)
 
 
-@inner
-def sides(c, w, param, layer, S, noisy):
-    """(output_side int32 [cols], InputSide) of a matrix for one pair."""
-    a = empty(w.table[param, layer, N_COLS], i32)
-    output_side(c, w, param, layer, S, noisy, a)
-    return a, input_side(c, w, param, layer, S, noisy, 1)
-
-
-@inner
-def hidden_side(c, w, t, S):
-    """(noise int32 [H], factors float32 [H]) of the hidden units of a table that is looked up; t: of Weights.table."""
-    unit, scale, seed = empty(c.H, i32), empty(c.H, f32), u32(S + t[SEED_B])
-    fill_noise(c, seed, c.H, unit)
+@leaf
+def hidden_side(c, w, t, S, unit, scale):
+    """Fills unit int32 and scale float32 [H] with the noise of the hidden units of a table that is looked up and its
+    factors; t: of Weights.table."""
+    seed = u32(S + t[SEED_B])
+    for i in range(c.H):
+        unit[i] = noise(c, seed, i)
     for i in range(c.H):
         scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed, i)
-    return unit, scale
 
 
 @inlined
-def project(c, x, r, side, q, sign):
+def project(c, x, r, sides, q, sign):
     """sign * sb of pair q with sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
     activation + 128."""
-    n = side.noise.shape[1]
+    n = sides.inputs.shape[1]
     if c.mode == 0:
-        return i32(sign * i32(dot(x, r * n, side.noise, q * n, n) - side.offset[q]))
+        return i32(sign * i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q]))
     s = i32(0)
     for i in range(n):
         x_i = i32(i32(x[r, i]) - i32(128))
-        s = i32(s + input_term(c.mode, x_i, side.coefficients[q, i], side.scale[q, i]))
+        s = i32(s + input_term(c.mode, x_i, sides.coefficients[q, i], sides.scale[q, i]))
     return i32(sign * s)
 
 
 @inlined
-def project_down(c, x, r, side, q, sign):
+def project_down(c, x, r, sides, q, sign):
     """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
     if c.mode == 0:
-        return project(c, x, r, side, q, sign)
-    s, H = i32(0), side.noise.shape[1] // 4
+        return project(c, x, r, sides, q, sign)
+    s, H = i32(0), sides.inputs.shape[1] // 4
     for i in range(H):
         p = i32(0)
         for sub in range(4):
             j = i + sub * H
             x_j = i32(i32(x[r, j]) - i32(128))
-            p = input_fold(c.mode, p, x_j, side.coefficients[q, j], side.scale[q, j])
+            p = input_fold(c.mode, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
         s = i32(s + p)
     return i32(sign * s)
 
@@ -206,8 +195,8 @@ def perturbed(c, w, param, layer, S, noisy, out):
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
 
-# Rows are named by array and index: a slice would count references, which costs more than a row of a small model,
-# outside of a `leaf`. An index that may be below zero to the compiler (offset + i) would keep a loop from vectors.
+# Rows are named by array and index. An index that may be below zero to the compiler (offset + i) would keep a loop from
+# vectors.
 
 @leaf
 def product(w, param, layer, x, rows, out):
@@ -241,6 +230,19 @@ def noised(y, s, noise, shift):
 
 
 @inlined
+def mean_sizes(x, first, count, means):
+    """means int32 [count]: the mean |x| of rows first.. of x int8, rounded down, at least 1."""
+    n = x.shape[1]
+    for r in range(count):
+        total = i32(0)
+        for i in range(n):
+            total = i32(total + abs(i32(x[first + r, i])))
+        means[r] = total
+    for r in range(count):
+        means[r] = max(i32(1), divide(means[r], n))
+
+
+@inlined
 def largest(z, r, n):
     """The largest of the first n of row r."""
     top = z[r, 0]
@@ -249,13 +251,13 @@ def largest(z, r, n):
     return top
 
 
-@inner
+@leaf
 def score(c, exp, noisy, z, windows, q, first, count, start, T, exp64, unit, losses, nats):
     """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
     windows[q], T rows a member, and their losses are added to losses int64 [pairs, 2]; else to windows[q], windows[q +
     1].., and nats float64, if it is not empty, gets the cross-entropies of softmax(logits * unit), with exp64[d] =
     exp(-d * unit). Targets begin at token start + 1 of a window; further ones of a position follow the window."""
-    totals, tops, targets, drawn = empty(GROUP, np.int64), empty(GROUP, i32), empty(GROUP, i32), c.targets - 1
+    totals, tops, targets, drawn = local(GROUP, np.int64), local(GROUP, i32), local(GROUP, i32), c.targets - 1
     for r in range(count):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]

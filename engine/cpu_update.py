@@ -10,6 +10,7 @@ from model import optimizers, state_digest
 
 SGD, MUON, ZTEST = optimizers.SGD, optimizers.MUON, optimizers.ZTEST
 MUON_PARTS, MUON_EPS = optimizers.MUON_PARTS, optimizers.MUON_EPS
+SEEN_ROWS = 64              # rows whose votes on seen tokens are summed at once
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
 
@@ -68,19 +69,23 @@ def panel_votes(c, t, seeds, x, votes, first, end):
 @njit
 def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
     """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) another `more` times to rows
-    first..end - 1 of votes int32 [rows padded, cols padded]."""
-    b = empty(end - first, i32)
-    for q in range(seeds.size):
-        for r in range(first, end):
-            b[r - first] = i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * i32(signs[q] * more))
-        for i in range(windows.shape[1]):
-            token, again = windows[q, i], False
-            for j in range(i):
-                again |= windows[q, j] == token
-            if not again:
-                a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), token)
-                for r in range(first, end):
-                    votes[r, token] = i32(votes[r, token] + i32(a * b[r - first]))
+    SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
+    cols, b = t[N_COLS], empty(SEEN_ROWS, i32)
+    for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t[N_ROWS]), SEEN_ROWS):
+        sums, counted, n = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32), min(SEEN_ROWS, t[N_ROWS] - row)
+        for q in range(seeds.size):
+            for r in range(SEEN_ROWS):
+                b[r] = i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), row + r) * i32(signs[q] * more))
+            for i in range(windows.shape[1]):
+                token = windows[q, i]
+                if counted[token] != q + 1:                  # once a pair
+                    counted[token] = q + 1
+                    a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), token)
+                    for r in range(SEEN_ROWS):
+                        sums[token, r] = i32(sums[token, r] + i32(a * b[r]))
+        for r in range(n):
+            for token in range(cols):
+                votes[row + r, token] = i32(votes[row + r, token] + sums[token, r])
 
 
 @njit

@@ -84,6 +84,11 @@ def _at(builder, pointer, stride, row, column):
     return builder.gep(pointer, [builder.add(builder.mul(stride, row), column)])
 
 
+def _opaque(builder, pointer):
+    """The pointer, which LLVM will not take apart: else it adds the stride of the rows again in every round."""
+    return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], False)
+
+
 def _all(vector, n):
     return ir.Constant(vector, [n] * vector.count)
 
@@ -166,6 +171,43 @@ def _new_array(cleared):
 empty, zeros = _new_array(False), _new_array(True)
 
 
+def _on_stack(context, builder, kind, shapes):
+    """An array of type `kind` in the stack frame of the function that is being compiled; shapes: int64 values."""
+    array, strides = arrayobj.make_array(kind)(context, builder), [I64(kind.dtype.bitwidth // 8)]
+    for size in reversed(shapes):
+        strides.insert(0, builder.mul(strides[0], size))
+    memory = builder.alloca(I8, strides[0])
+    memory.align = 64
+    arrayobj.populate_array(array, builder.bitcast(memory, array.data.type), shapes, strides[1:], strides[-1], None)
+    return array._getvalue()
+
+
+@intrinsic
+def local(ctx, shape, dtype):
+    """np.empty that ends with the calling function, without malloc and references: for what is small, outside of
+    loops. It must not be returned."""
+    def codegen(context, builder, sig, args):
+        shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+        return _on_stack(context, builder, sig.return_type, shapes)
+    return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+
+
+def locals_of(record, *arrays):
+    """An intrinsic (sizes...) that makes a NamedTuple `record` of `local` arrays. arrays: for each of them its type of
+    element and the indices of its sizes among the arguments."""
+    kinds = [types.Array(dtype, len(sizes), "C") for dtype, sizes in arrays]
+
+    @intrinsic
+    def new(ctx, a, b, c, d):
+        def codegen(context, builder, sig, args):
+            made = [_on_stack(context, builder, kind, [args[i] for i in sizes])
+                    for kind, (_, sizes) in zip(kinds, arrays)]
+            return context.make_tuple(builder, sig.return_type, made)
+        i = types.int64
+        return types.NamedTuple(kinds, record)(i, i, i, i), codegen
+    return new
+
+
 def _accumulate(builder, count, begin, left, right, step, out, stride):
     """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
     begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
@@ -178,7 +220,7 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
         with cgutils.for_range(builder, count, intp=I64) as loop:
             parts = [right(loop.index, I64(column + LANES * j)) for j in range(TILE_VECTORS)]
             for r in range(TILE_ROWS):
-                factor = left(loop.index, I64(group + r))
+                factor = left(loop.index, group + r)
                 for j, part in enumerate(parts):
                     builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
         for (r, j), cell in cells.items():
@@ -197,8 +239,9 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
     def codegen(context, builder, sig, args):
         x_stride, init_stride, out_stride, k4 = (args[i] for i in (2, 7, 10, 11))
         xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
+        rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
         begin = lambda r, c: _load(builder, _at(builder, ip, init_stride, r, c), _vector(I32, LANES))
-        four = lambda k, r: _load(builder, _at(builder, xp, x_stride, r, builder.mul(k, I64(4))), I32)
+        four = lambda k, r: _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))))
         _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
         return context.get_dummy_value()
@@ -217,7 +260,7 @@ def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
         xp, op = (_pointer(context, builder, sig, args, i) for i in (0, 4))
         wp = _pointer(context, builder, sig, args, 3, I64(0))
         fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
-        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, r, k)), LANES)
+        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, I64(r), k)), LANES)
         panel = lambda k, c: _load(builder, _at(builder, wp, k, I64(PANEL), c), vector)
         _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
                     lambda acc, a, b: builder.call(fma, [a, b, acc]), op, out_stride)

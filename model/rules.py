@@ -308,4 +308,5 @@ def windows(cfg, tokens, step, first_pair, pairs):
     """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from, then its inputs and targets. The
     end of the data comes before its beginning."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
-    return np.asarray(tokens[(starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)) % len(tokens)], np.int32)
+    places = starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)
+    return np.take(tokens, places, mode="wrap").astype(np.int32)

@@ -6,7 +6,7 @@ import pytest
 import egg_config
 import egg_net
 from kit import CFG, FakeEngine, cluster, expected
-from model import fitness_digits
+from model import fitness_digits, parameters
 
 STEPS = 12
 
@@ -124,3 +124,34 @@ def test_fitness_is_that_of_the_plain_rule(changes):
         digits = [{-1: 2}.get(x, x) for x in wanted] + [0] * 3
         assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
         assert (fitness_digits.unpack_ternary(packed, got.size) == got).all()
+
+
+@pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
+def test_the_cpu_engine_begins_ahead(constants):
+    """Right and wrong foresight, in a step, across an update and a load: the same losses, changes and digests as
+    without."""
+    from engine import cpu_engine
+    cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
+    tokens = np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000).astype(
+        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    plain, ahead = cpu_engine.CpuEngine(cfg, tokens, 1), cpu_engine.CpuEngine(cfg, tokens)
+    for step in range(3):
+        for first, count, following in ((0, 40, (40, 24)), (40, 24, (64, 64)), (0, 64, (64, 64)), (64, 64, (0, 64)),
+                                        (2, 30, None), (64, 64, None)):
+            ahead.begin(first, count)
+            if following:
+                ahead.begin(*following)
+            losses = ahead.evaluate(first, count)
+            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
+            assert (first, count) not in ahead._begun and (following is None or following in ahead._begun)
+        assert len(np.unique(losses)) > 2
+        fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        assert ahead.begin_update(fitness)
+        ahead.begin(0, 40 if step else 2)
+        if step == 1:                                        # it was not that update after all
+            assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40))
+        assert ahead.update(fitness) == plain.update(fitness) and ahead.digest() == plain.digest()
+        assert list(ahead._begun) == [[(0, 2)], [], [(0, 40)]][step], "begun before the update, or not begun"
+    for engine in (plain, ahead):
+        engine.load(parameters.initial_state(cfg))
+    assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40)), "what was begun before a load is stale"

@@ -70,18 +70,19 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
-    q, keys, values = np.zeros((1, 64), np.int8), np.zeros((n, 64), np.int8), np.full((n, 64), 127, np.int8)
-    q[0, ::32] = 127
-    keys[:, ::32] = 63 - 2 * below if below < 64 else -64
-    keys[0, ::32] = 63
-    scores = 127 * keys[:, 0].astype(np.int64) >> cfg.SHIFT_ATTN
+    q, keys, values = np.zeros(64, np.int8), np.zeros((1, n, 64), np.int8), np.full((1, n, 64), 127, np.int8)
+    q[::32] = 127
+    keys[0, :, ::32] = 63 - 2 * below if below < 64 else -64
+    keys[0, 0, ::32] = 63
+    scores = 127 * keys[0, :, 0].astype(np.int64) >> cfg.SHIFT_ATTN
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
-    values[1::2, 5] = -100
-    a = np.zeros((1, 64), np.uint8)
+    values[0, 1::2, 5] = -100
+    room = callable_by_python(cpu_transformer.new_room)(engine._constants, 1, n, keys, values)
+    room.q[0] = q
     attend = callable_by_python(cpu_transformer.attend)
-    attend(engine._constants, engine._model._tables, q, keys, values, 0, 0, n - 1, 1, a)
-    want = [(weights * values[:, d]).sum() / weights.sum() for d in range(32)]
-    assert (a[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
+    attend(engine._constants, engine._model._tables, room, 0, 0, 0, n - 1, 1)
+    want = [(weights * values[0, :, d]).sum() / weights.sum() for d in range(32)]
+    assert (room.x[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
