@@ -43,8 +43,8 @@ SHAPES = {
     "gru-H96": {**BYTES, "HIDDEN_DIM": 96},
     "gru-H128": {**BYTES, "HIDDEN_DIM": 128},
     "gru-H512": {**BYTES, "HIDDEN_DIM": 512, "CHUNK_SIZE": 32768, "POPULATION_SIZE": 32768},
-    "gru-V8192": {**BYTES, "SEQ_LEN": 64, "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "CHUNK_SIZE": 16384,
-                  "POPULATION_SIZE": 16384},
+    "gru-V8192": {**BYTES, "SEQ_LEN": 64, "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "SOFT_TARGETS": (),
+                  "CHUNK_SIZE": 16384, "POPULATION_SIZE": 16384},
     "nano-egg": egg_config.PRESETS["nano-egg"],
     "best-bytes": BYTES,
 }
