@@ -143,8 +143,7 @@ class CpuEngine:
                           state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
-        for t in self._tensors:
-            self._pack(t)
+        self._pack()
 
     def _spread(self, n, work, cost=1 << 30, together=1):
         """The results of a `Shared` over 0..n - 1. cost: elementary operations of the whole, so that what is shorter
@@ -153,13 +152,15 @@ class CpuEngine:
             return [work(0, n)]
         return Shared(self._pool, self.threads, cut(n, self.threads, together), work).finish()
 
-    def _pack(self, t):
-        """What is derived from the weights of one array."""
-        if not t.weights:                                    # the embedding
-            weights = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
-            self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = weights.transpose(1, 0, 2)
-        if t.product:
-            self._spread(-(-t.cols // PANEL), functools.partial(pack, self._w, self._table[t.param, t.layer]), t.size)
+    def _pack(self, *tensors):
+        """What is derived from the weights of some arrays, or of all."""
+        for t in tensors or self._tensors:
+            if not t.weights:                                # the embedding
+                weights = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
+                self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = weights.transpose(1, 0, 2)
+            if t.product:
+                work = functools.partial(pack, self._w, self._table[t.param, t.layer])
+                self._spread(-(-t.cols // PANEL), work, t.size)
 
     def state(self):
         """A copy of the State."""
