@@ -649,10 +649,6 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-# The others have the code of one of these in the tiles of another: 8.6 and 8.9 that of 8.0, 10.0 that of 12.0.
-# `pytest -m deep` compiles all for them, too.
-COMPLETE = ((8, 0), (9, 0), (12, 0))
-OTHERS = tuple(cc for cc in CARDS if cc not in COMPLETE)
 
 
 def kernels_of(constants, cc):

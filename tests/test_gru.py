@@ -443,8 +443,7 @@ def test_general_kernels_fit_every_card():
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, kit.COMPLETE, part="forward"), id="general"),
-    pytest.param("Rows", marks=[pytest.mark.compiles(WIDE, kit.OTHERS, part="forward"), pytest.mark.deep], id="others"),
+    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, part="forward"), id="general"),
     pytest.param("Narrow", marks=pytest.mark.compiles(SMALL, part="noisy"), id="narrow"),
     pytest.param("Hopper", marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(path, compiled_kernels):
