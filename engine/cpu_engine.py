@@ -87,8 +87,8 @@ class Shared:
 
     def stop(self):
         """Waits for the calls that have begun; there will be no others."""
-        for _ in self._parts:
-            """nobody takes this one"""
+        for _ in self._parts:                                # nobody takes the parts that are left
+            pass
         for helper in self._helpers:
             if not helper.cancel():
                 helper.result()
