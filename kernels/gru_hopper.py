@@ -15,7 +15,6 @@ from numba import cuda, float32, int8, int32, int64, uint32, uint64
 
 from model import parameters
 from kernels import gru_parts, ptx
-from kernels.parts import wgmma_descriptor as _descriptor
 from kernels.parts import PLAN, SIGNS, blocks, byte, clip, quad_max, quad_sum, vector_function, weight
 from kernels.rules import build_noise, device, loss_function, loudest
 
@@ -38,6 +37,12 @@ def fits(cfg, cc, shared_limit):
 
 
 # --- small device functions -------------------------------------------------------------------------------------------
+
+@device
+def group_of(t):
+    """Warpgroup of a thread, so that the compiler knows it to be the same for all lanes."""
+    return cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0)
+
 
 @device
 def left_of(shift):
@@ -205,7 +210,7 @@ def _wide_kernel(cfg, nz, head):
     AT_EXPS = AT_TABLES + GROUPS * SIZE                      # [entry][lane]: a look-up has no bank conflicts
     noise, fill, norm, where = nz.noise, _fill_function(cfg, nz,
                                                         MATRICES), _norm_function(MATRICES), _where_function(cfg)
-    product, descriptor, position_loss = ptx.wgmma_product(128, H // 32, True, False), _descriptor(), loss_function(cfg)
+    product, position_loss = ptx.wgmma_product(128, H // 32, True, False), loss_function(cfg)
 
     @device
     def quarter(acc, j, s0, s1, n0, n1, unit, q, out0, out1, at):
@@ -262,7 +267,7 @@ def _wide_kernel(cfg, nz, head):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(1, int64)
         t = cuda.threadIdx.x
-        group, lane, c = t >> 7, t & 31, t & 127
+        group, lane, c = group_of(t), t & 31, t & 127
         q = lane & 3
         base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
         if t == 0:
@@ -309,7 +314,7 @@ def _wide_kernel(cfg, nz, head):
             s0, s1 = int32(-f0) if member0 else f0, int32(-f1) if member1 else f1
             if head:
                 for part in range(2):
-                    product(acc, n, descriptor(int32(base + part * HALF)))
+                    product(acc, n, int32(base + part * HALF))
                     for j in range(2):
                         quarter(acc, j, s0, s1, int32(n0 + part * 512), int32(n1 + part * 512), noise_unit, q, out0,
                                 out1, 8 * part + 4 * j)
@@ -319,7 +324,7 @@ def _wide_kernel(cfg, nz, head):
             else:
                 to = int64(row) * (H // 4) + q * 4
                 for part in range(4):
-                    product(acc, n, descriptor(int32(base + part * HALF)))
+                    product(acc, n, int32(base + part * HALF))
                     for j in range(2):
                         store(acc, j, s0, s1, n0, n1, noise_unit, q, out0, out1, gates if part < 2 else candidates,
                               to + 16 * j)
@@ -345,7 +350,7 @@ def _recur_kernel(cfg, nz):
     A_F, A_H, B_F, B_H, BIAS_F, BIAS_H = 0, 1, 2, 3, 4, 6
     OWN, SUMS, AHEAD = 512 * 16, 2 * 4 * ROWS, 2             # AHEAD: positions that are on their way from memory
     noise, vector = nz.noise, vector_function(cfg, nz)
-    product, descriptor = ptx.wgmma_product(64, H // 32, False, False), _descriptor()
+    product = ptx.wgmma_product(64, H // 32, False, False)
     gated, next_state, _, _ = gru_parts.state_functions((9, 0))
 
     @device
@@ -381,7 +386,7 @@ def _recur_kernel(cfg, nz):
         sums = cuda.shared.array(SUMS, int32)        # [of h, of p][row][warpgroup]
         barriers = cuda.shared.array(1, int64)
         t, p = cuda.threadIdx.x, call * PLAN
-        group, lane, warp = t >> 7, t & 31, (t & 127) >> 5
+        group, lane, warp = group_of(t), t & 31, (t & 127) >> 5
         g, q = lane >> 2, lane & 3
         base, bar, at_sums = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0), ptx.shared_address(sums, 0)
         pair = cuda.blockIdx.x * PAIRS + warp * 8 + g
@@ -428,8 +433,7 @@ def _recur_kernel(cfg, nz):
         cuda.syncthreads()
         ptx.barrier_wait(bar, 0)
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
-        desc_h, desc_p = descriptor(int32(base + AT_H)), descriptor(int32(base + AT_P))
-        desc_f, desc_c = descriptor(int32(base + group * (64 * H))), descriptor(int32(base + H * H + group * (64 * H)))
+        at_f = int32(base + group * (64 * H))
         acc, total = cuda.local.array(32, int32), cuda.local.array(2, int32)
         left = left_of(job_shift(job))
         at0 = int64(pair) * (2 * T) * (H // 4) + group * 16 + q * 4
@@ -446,7 +450,7 @@ def _recur_kernel(cfg, nz):
                 ptx.prefetch(x, ahead)
             old0, old1 = ptx.load4(gates, at0), ptx.load4(gates, at1)
             following = tokens[at_token + position + 1]
-            product(acc, desc_h, desc_f)
+            product(acc, int32(base + AT_H), at_f)
             s0, s1 = whole_sum(at_sums, row), int32(-whole_sum(at_sums, row + 8))
             a, b, bias0, bias1 = own(base, A_F, t), own(base, B_H, t), own(base, BIAS_F, t), own(base, BIAS_F + 1, t)
             total[0], total[1] = 0, 0
@@ -466,7 +470,7 @@ def _recur_kernel(cfg, nz):
             cuda.syncthreads()
             old0, old1 = ptx.load4(candidates, at0), ptx.load4(candidates, at1)
             both0, both1 = ptx.load4(x, at0), ptx.load4(x, at1)
-            product(acc, desc_p, desc_c)
+            product(acc, int32(base + AT_P), int32(at_f + H * H))
             s0, s1 = whole_sum(at_sums, row + ROWS), int32(-whole_sum(at_sums, row + ROWS + 8))
             a, b, bias0, bias1 = own(base, A_H, t), own(base, B_F, t), own(base, BIAS_H, t), own(base, BIAS_H + 1, t)
             total[0], total[1] = 0, 0
@@ -503,8 +507,8 @@ def _mlp_kernel(cfg, nz):
 
     at: packed word of W_up; W_down follows in chunks of 128 inputs. plan rows: call_norm, call_inner, call_down,
     call_sums as in kernels.gru."""
-    GROUPS, STAGES, LAG, CHUNKS, INNER, job_shift = MLP, 5, 2, 8, 4 * H, nz.shift
-    THREADS, STEPS, STAGE, EMPTY, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
+    GROUPS, STAGES, CHUNKS, INNER, job_shift = MLP, 5, 8, 4 * H, nz.shift
+    THREADS, STEPS, STAGE, LEFT, BARRIERS = 128 * MLP, 2 * CHUNKS, HALF, 8 * STAGES, 2 * STAGES
     DOWN_SHIFT, LOW = parameters.divisor(cfg, INNER).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
     AT_N, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * ROWS * H
     AT_LN, AT_B, AT_DOWN = _tables(1, INNER)                 # then column noise and input noise of W_down
@@ -512,7 +516,6 @@ def _mlp_kernel(cfg, nz):
     SIZE = AT_INNER + 2 * INNER
     noise, fill, norm, where = nz.noise, _fill_function(cfg, nz, 1), _norm_function(1), _where_function(cfg)
     up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
-    descriptor, descriptor_128 = _descriptor(), _descriptor(128)
 
     @device
     def inner(acc, u, j, s0, s1, n0, n1, b0, b1, unit, q, t0, t1):
@@ -548,38 +551,56 @@ def _mlp_kernel(cfg, nz):
             ptx.store4(x, int64(at) * (H // 4) + w * 16 + q * 4, out[0], out[1], out[2], out[3])
 
     @device
-    def source(at, step):
-        """Packed word of the weights of a step: W_up and W_down in turn."""
-        step = step & (STEPS - 1)
-        return at + ((step & 1) * CHUNKS + (step >> 1)) * (STAGE // 4)
+    def split(step):
+        turn = int32(uint32(step) // uint32(STAGES))
+        return turn, int32(step - turn * int32(STAGES))
+
+    @device
+    def fetch(base, bar, packed, at, step):
+        """Starts the copy of the weights of a step: W_up and W_down in turn."""
+        stage, chunk = split(step)[1], int32(step & int32(STEPS - 1)) >> 1
+        ptx.barrier_expect(bar + 8 * stage, STAGE)
+        ptx.copy_bulk(base + stage * STAGE, packed, at + ((step & 1) * CHUNKS + chunk) * (STAGE // 4), STAGE,
+                      bar + 8 * stage)
+
+    @device
+    def weights_of(base, bar, step):
+        """Their shared address, when they are there."""
+        turn, stage = split(step)
+        ptx.barrier_wait(bar + 8 * stage, turn & 1)
+        return int32(base + stage * STAGE)
+
+    @device
+    def leave(base, bar, packed, at, step, steps, lane):
+        """This warp has done with them; the last warp to leave starts the next copy."""
+        if lane == 0 and ptx.count_round(int32(bar + LEFT + 8 * split(step)[1]), 4 * GROUPS - 1) == 4 * GROUPS - 1:
+            if int32(step + STAGES) < steps:
+                fetch(base, bar, packed, at, int32(step + STAGES))
 
     @cuda.jit(launch_bounds=THREADS)
     def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, tiles, each,
             x):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        barriers = cuda.shared.array(BARRIERS, int64)      # full, empty
+        barriers = cuda.shared.array(BARRIERS, int64)        # of stages, then how many warps left each
         t = cuda.threadIdx.x
-        group, lane, c = t >> 7, t & 31, t & 127
+        group, lane, c = group_of(t), t & 31, t & 127
         q = lane & 3
         base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
         if t == 0:
             for i in range(STAGES):
                 ptx.barrier_init(bar + 8 * i, 1)
-                ptx.barrier_init(bar + EMPTY + 8 * i, 4 * GROUPS)
+                ptx.store_shared(int32(bar + LEFT + 8 * i), 0)
             ptx.barrier_fence()
             for i in range(STAGES):
-                ptx.barrier_expect(bar + 8 * i, STAGE)
-                ptx.copy_bulk(base + i * STAGE, packed, source(at, i), STAGE, bar + 8 * i)
+                fetch(base, bar, packed, at, int32(i))
         cuda.syncthreads()
         mine, at_n = AT_TABLES + group * SIZE, base + AT_N + group * (ROWS * H)
-        n_desc = descriptor(int32(at_n))
         noise_unit = int32(int32(cuda.gridDim.y) << int32(8))
         seed0 = uint32(uint32(job[0] + job[1]) + uint32(offset))
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
         shift = job_shift(job)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
-        total = int32(each * STEPS)
-        step, stage, phase, old, old_phase = int32(0), int32(0), int32(0), int32(0), int32(0)
+        step, steps = int32(0), int32(each * STEPS)
         sums, acc, u = cuda.local.array(128, int32), cuda.local.array(64, int32), cuda.local.array(16, int32)
         for turn in range(each):
             tile, live = min(first + turn, tiles - 1), first + turn < tiles
@@ -623,29 +644,13 @@ def _mlp_kernel(cfg, nz):
             for i in range(128):
                 sums[i] = 0
             for _ in range(CHUNKS):
-                for second in range(2):
-                    ptx.barrier_wait(bar + 8 * stage, phase)
-                    if second == 0:
-                        up(acc, n_desc, descriptor(int32(base + stage * STAGE)))
-                    else:
-                        down(sums, u, descriptor_128(int32(base + stage * STAGE)))
-                    if lane == 0:
-                        ptx.barrier_arrive(bar + EMPTY + 8 * stage)
-                    # refill the stage of LAG steps ago
-                    if t == 0 and step >= LAG and step - LAG + STAGES < total:
-                        ptx.barrier_wait(bar + EMPTY + 8 * old, old_phase)
-                        ptx.barrier_expect(bar + 8 * old, STAGE)
-                        ptx.copy_bulk(base + old * STAGE, packed, source(at, step - LAG + STAGES), STAGE, bar + 8 * old)
-                    if step >= LAG:
-                        old += 1
-                        if old == STAGES:
-                            old, old_phase = 0, old_phase ^ 1
-                    step, stage = step + 1, stage + 1
-                    if stage == STAGES:
-                        stage, phase = 0, phase ^ 1
-                    if second == 0:
-                        for j in range(2):
-                            t0, t1 = inner(acc, u, j, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
+                up(acc, int32(at_n), weights_of(base, bar, step))
+                leave(base, bar, packed, at, step, steps, lane)
+                for j in range(2):
+                    t0, t1 = inner(acc, u, j, s0, s1, n0, n1, b0, b1, noise_unit, q, t0, t1)
+                down(sums, u, weights_of(base, bar, int32(step + 1)))
+                leave(base, bar, packed, at, int32(step + 1), steps, lane)
+                step = int32(step + 2)
                 n0, n1, b0, b1 = int32(n0 + 512), int32(n1 + 512), int32(b0 + 128), int32(b1 + 128)
             load_rows(n, x, row, q)
             s0, s1 = quad_sum(t0), quad_sum(t1)
