@@ -139,6 +139,8 @@ saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;", int32, (int32,) * 2
 add2 = _instruction("add.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 min2 = _instruction("min.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 max2 = _instruction("max.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+min2_unsigned = _instruction("min.u16x2 $0, $1, $2;", int32, (int32,) * 2)
+max2_unsigned = _instruction("max.u16x2 $0, $1, $2;", int32, (int32,) * 2)
 clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
                      "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", int32, (int32,))
 
