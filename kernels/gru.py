@@ -11,7 +11,7 @@ Rows     Two members share everything but the sign of their noise: those of a pa
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
-Where rows are narrow, kernels.gru_narrow has the noisy pass. """
+Where rows fit registers, the noisy pass keeps them there (class Fused, kernels.gru_narrow, kernels.gru_hopper)."""
 
 from types import SimpleNamespace
 
@@ -175,28 +175,19 @@ def _embed_kernel(cfg, nz, clean):
 
 # --- products over all positions --------------------------------------------------------------------------------------
 
-def _columns(cfg, kind):
-    """Columns of a product."""
-    return (4 if kind == "inner" else 1) * cfg.HIDDEN_DIM
-
-
-def _slots(cfg):
-    """Pairs that the 64 rows of a warpgroup can touch."""
-    return members_of(32, cfg.SEQ_LEN)
-
-
-def _table(cfg, kind):
-    """Words of a pair's tables for 128 columns: column noise; of "inner" also the input noise of w_down."""
-    return 128 + (gru_parts.input_bytes(cfg, 128, 4) // 4 if kind == "inner" else 0)
-
-
 def _shapes(cfg, card):
-    """{kind: Shape} of the products over all positions, with and without noise."""
-    H, out = cfg.HIDDEN_DIM, {}
+    """{kind: Shape} of the products over all positions, with and without noise. Each has also `outputs`, its columns;
+    `slots`, the pairs that the 64 rows of a warpgroup can touch; `table`, words of a pair's tables for 128 columns:
+    column noise and, of "inner", the input noise of w_down."""
+    H, slots, out = cfg.HIDDEN_DIM, members_of(32, cfg.SEQ_LEN), {}
     for kind in "gates", "inner", "down":
-        budget = card.shared - 4 * GROUPS * 2 * _slots(cfg) * _table(cfg, kind) - 1024
+        columns, table = H, 128
+        if kind == "inner":
+            columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128, 4) // 4
+        budget = card.shared - 4 * GROUPS * 2 * slots * table - 1024
         out[kind] = (transformer.full_shape(budget, 4 * H, H, 32) if kind == "down"
-                     else transformer.wide_shape(budget, H, _columns(cfg, kind)))
+                     else transformer.wide_shape(budget, H, columns))
+        vars(out[kind]).update(outputs=columns, slots=slots, table=table)
     return out
 
 
@@ -211,8 +202,8 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     [3][stride], 0 and 1 of the inputs, 2 of u. places: pairs times positions."""
     H, N, RG, CG, PASSES = cfg.HIDDEN_DIM, shape.N, shape.RG, shape.CG, shape.passes
     GATES, INNER, DOWN = (kind == name for name in ("gates", "inner", "down"))
-    MATRICES, COLUMNS, K = 2 if GATES else 1, _columns(cfg, kind), shape.K
-    SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
+    MATRICES, COLUMNS, K = 2 if GATES else 1, shape.outputs, shape.K
+    SLOTS, TABLE, SILENT, ACC, PIECES = shape.slots, shape.table, nz.silent, N // 2, K // shape.KP
     STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
     init, rows, wait_rows, fill, multiply, finish = transformer.product_functions(card, shape)
@@ -768,10 +759,9 @@ class Rows(gru_parts.RecurrentPass):
         self.clean, nz, losses, add = clean, build_noise(cfg, clean or silent), AF64 if clean else A64, self.add
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
-        rows = gru_parts.word_function(cfg.HIDDEN_DIM, row_of), gru_parts.two_words
         self.embed = add(_embed_kernel(cfg, nz, clean), losses=losses)
-        self.add_head(nz, cc, card, packing, rows, clean)
-        self.norm_two = self.norm_f if nz.silent else add(gru_parts.norm_kernel(cfg, nz, cc, 2, rows))
+        self.add_head(nz, cc, card, packing, row_of, clean)
+        self.norm_two = self.norm_f if nz.silent else add(gru_parts.norm_kernel(cfg, nz, cc, 2, row_of))
         self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP))
                          for kind, of in self.shapes.items()}
         self.recur, self.at = add(_recur_kernel(cfg, nz, card, cc, clean)), {}
@@ -830,13 +820,16 @@ class Rows(gru_parts.RecurrentPass):
             self.score(plan, given, units)
 
 
-class Fused(gru_parts.RowsPass):
+class Fused(gru_parts.RecurrentPass):
     """The noisy pass whose activations stay in registers from a norm to the end of its products: with wgmma, the
     general recurrence and the MLP of kernels.gru_hopper, or else all of kernels.gru_narrow."""
 
     def __init__(self, cfg, cc, card, packing, silent, hopper):
-        own_head = cfg.VOCAB_SIZE == cfg.HIDDEN_DIM if hopper else gru_narrow.own_head(cfg)
-        super().__init__(cfg, packing, 128 if hopper else 32, 1 if hopper else 8, own_head)
+        super().__init__(cfg)
+        self.own_head = cfg.VOCAB_SIZE == cfg.HIDDEN_DIM if hopper else gru_narrow.own_head(cfg)
+        depth, self.together = (128, 1) if hopper else (32, 8)     # inputs of a piece of w_down; pairs side by side
+        self.at = {(t.name, t.layer): packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
+                   for t in gru_parts.matrices(cfg) + [gru_parts.tensor(cfg, "head")] * self.own_head}
         nz, sizes, add = build_noise(cfg, silent), gru_narrow.sizes(cfg, card.shared, hopper), self.add
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         at, firsts = row_of if hopper else gru_narrow.row_of, (True, False) if cfg.N_LAYERS > 1 else (True,)
@@ -848,10 +841,15 @@ class Fused(gru_parts.RowsPass):
         else:
             self.recur = add(gru_narrow.recur_kernel(cfg, nz, cc, sizes["recur"]))
             self.mlp = add(gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"]))
-        if own_head:
+        if self.own_head:
             self.head = add(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"], at))
         else:
-            self.add_head(nz, cc, card, packing, (gru_parts.word_function(cfg.HIDDEN_DIM, at), gru_parts.two_words))
+            self.add_head(nz, cc, card, packing, at)
+
+    def layout(self, units, n):
+        """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
+        size = padded_rows(blocks(units, self.together) * self.together * n) * self.cfg.HIDDEN_DIM
+        return ranges(dict(x=size, gates=size, candidates=size, own=4))
 
     def launch(self, plan, tables, units, scratch, **given):
         given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)

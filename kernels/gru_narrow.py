@@ -1,15 +1,16 @@
-"""The noisy forward pass of narrow recurrent models on every card: a warp owns rows, and no warp waits for another.
+"""The kernels of the recurrent model's noisy pass in which a warp owns rows: those of narrow models on every card.
 
-`kernels.gru` has the general path and decides, `kernels.gru_parts` has what the kernels are made of, and the layout.
-The general path made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256, T 100,
-H200, commit e65f980). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP
-(ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the registers.
-The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16 rows at a
-time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position.
+`kernels.gru` has the pass (class Fused) and decides, `kernels.gru_parts` has what the kernels are made of, and the
+layout. The general path made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256,
+T 100, H200, commit e65f980). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
+MLP (ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the
+registers. The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16
+rows at a time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position.
+No warp waits for another, unless a product is wgmma: then the four warps of a warpgroup go through four pairs side by
+side. Gates and head serve the wide models of kernels.gru_hopper so.
 
-In device memory row (pair, position, member) is row ((pair / 8 * T + position) * 2 + member) * 8 + pair % 8, and column
-32 b + 16 i + 4 q + e of a row is byte 32 b + 8 q + 4 i + e: what a thread holds of 32 columns is 8 bytes. x lies there
-as x + 128.
+In device memory row (pair, position, member) of narrow models is row ((pair / 8 * T + position) * 2 + member) * 8 +
+pair % 8. Columns lie as in kernels.gru, x as x + 128.
 """
 
 from types import SimpleNamespace
@@ -95,7 +96,7 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
     noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
     load_rows, store_rows = row_functions(H)
-    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
+    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
     bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=TOGETHER > 1)
     clipped = gru_parts.clip_function(cc, gru_parts.MAGIC, 1, 255)
 
@@ -224,7 +225,7 @@ def recur_kernel(cfg, nz, cc, size):
     A_H, BIAS_F, BIAS, AT_B = 512 * KS, 1024 * KS, 512 * KS, 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
     vector, (fill_input, add) = vector_function(cfg, nz), gru_parts.input_functions(cfg, nz, H, 32)
-    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
+    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
     job_shift = nz.shift
     bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
@@ -330,9 +331,9 @@ def mlp_kernel(cfg, nz, cc, size):
     AT_INNER, job_shift = AT_DOWN + 4 * H, nz.shift
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
     fill_inner, add = gru_parts.input_functions(cfg, nz, INNER, 4)
-    UP_START, up_word, up_factor, _, _, up_pairs = gru_parts.quotient_functions(
+    UP_START, up_word, up_factor, up_pairs = gru_parts.quotient_functions(
         cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    DOWN_START, down_word, down_factor, _, _, down_pairs = gru_parts.quotient_functions(cfg, nz, cc, INNER)
+    DOWN_START, down_word, down_factor, down_pairs = gru_parts.quotient_functions(cfg, nz, cc, INNER)
     bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
     _, origin_down, down = gru_parts.product_functions(THREADS, H, 1, size.resident, True)
     added = added_function(cc, OFFSET)
@@ -422,7 +423,7 @@ def head_kernel(cfg, nz, cc, size, row_of):
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
-    START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
+    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
     bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident,
                                                          wgmma=size.together > 1)
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2

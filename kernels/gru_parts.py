@@ -1,5 +1,5 @@
 """What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
-(kernels.gru_narrow, kernels.gru_hopper): quotients, input noise, norms, products with mma.sync.
+(kernels.gru_narrow, kernels.gru_hopper): quotients, input noise, norms, products.
 
 A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
 accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
@@ -39,8 +39,8 @@ def both(x):
 
 @device
 def thread():
-    """The thread's number in its block, of which the compiler knows that all lanes have the same warpgroup, t >> 7: then
-    descriptors of wgmma are made once a warp."""
+    """The thread's number in its block, of which the compiler knows that all lanes have the same warpgroup, t >> 7:
+    then descriptors of wgmma are made once a warp."""
     t = int32(cuda.threadIdx.x)
     return int32(int32(cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << int32(7)) | int32(t & 127))
 
@@ -80,9 +80,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
 
     word(overlay, at, stream, c)    what the table of column noise holds of a column; its overlay begins at `at`
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
-    noisy(acc, s, n, shift)         the sum with its noise, a float that rises with it
-    pairs_of(a, b, c, d)            of four such floats, two words of two int16: OFFSET + add + the quotient, clipped
-    pairs(acc, i, s, n, shift)      the same of the four columns that begin at acc[i]
+    pairs(acc, i, s, n, shift)      of the four columns that begin at acc[i], two words of two int16: OFFSET + add + the
+                                    quotient, clipped
     """
     MODE, D, unit = cfg.ADAPTIVE_NOISE_MODE, parameters.divisor(cfg, inputs), nz.unit
     MOST = 130 * D
@@ -102,7 +101,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.float_bits(float32(float32(int32(-total) if member else total) * unit(shift)))
 
         @device
-        def noisy(acc, s, n, shift):
+        def noisy(acc, s, n, shift):                         # a float that rises with the sum and its noise
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
@@ -119,16 +118,15 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
 
     @device
-    def pairs_of(a, b, c, d):
-        return clipped(ptx.fma_down(a, float32(A), float32(C)), ptx.fma_down(b, float32(A), float32(C)),
-                       ptx.fma_down(c, float32(A), float32(C)), ptx.fma_down(d, float32(A), float32(C)))
+    def quotient(acc, s, n, shift):
+        return ptx.fma_down(noisy(acc, s, n, shift), float32(A), float32(C))
 
     @device
     def pairs(acc, i, s, n, shift):
-        return pairs_of(noisy(acc[i], s, n[0], shift), noisy(acc[i + 1], s, n[1], shift),
-                        noisy(acc[i + 4], s, n[2], shift), noisy(acc[i + 5], s, n[3], shift))
+        return clipped(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift),
+                       quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))
 
-    return START if floats else 0, word, factor, noisy, pairs_of, pairs
+    return START if floats else 0, word, factor, pairs
 
 
 def input_bytes(cfg, inputs, lanes):
@@ -376,28 +374,14 @@ def row_of(unit, position, n):
     return (int64(place >> 3) << 4) + (place & 7)
 
 
-def word_function(H, row_of):
-    """`word` of RecurrentPass.add_head where the odd member's rows are 8 further."""
-    @device
-    def word(unit, n, position, member, q):
-        return (row_of(unit, position, n) + 8 * member) * (H // 4) + q * 2
-    return word
-
-
-@device
-def two_words(x, at, b):
-    """`two` of RecurrentPass.add_head where 32 columns of a thread are 8 bytes."""
-    return ptx.load2(x, at + b * 8)
-
-
-def norm_kernel(cfg, nz, cc, streams, rows):
+def norm_kernel(cfg, nz, cc, streams, row_of_x):
     """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
     Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. out and sb begin with pair
-    `first`. rows: (word, two) as of RecurrentPass.
+    `first`. row_of_x: where the rows of x lie, as row_of.
 
     plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
     H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
-    SIZE, (word_of, two_words) = input_bytes(cfg, H, 4), rows
+    SIZE = input_bytes(cfg, H, 4)
     fill_norm, _ = norm_functions(cfg, nz, cc, 0 if SILENT else streams)
     normed, (_, add) = normed_function(cfg, cc), input_functions(cfg, nz, H, 4)
 
@@ -414,17 +398,17 @@ def norm_kernel(cfg, nz, cc, streams, rows):
         position = min(position, n - 1)
         to = row_of(unit, position, n)
         for member in range(2):
-            at_x = word_of(first + unit, n, position, member, q)
+            at_x = (row_of_x(first + unit, position, n) + 8 * member) * (H // 4) + q * 2
             total = int32(0)
             for b in range(STEPS):
-                word = two_words(x, at_x, b)
+                word = ptx.load2(x, at_x + b * 8)
                 total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
             mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
             reciprocal = ptx.reciprocal(float32(mean))
             sum0, sum1 = int32(0), int32(0)
             at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
             for b in range(STEPS):
-                word = two_words(x, at_x, b)
+                word = ptx.load2(x, at_x + b * 8)
                 for i in range(2):
                     k = 2 * b + i
                     v = normed(word[i], member, k, base, q, reciprocal)
@@ -477,13 +461,11 @@ class RecurrentPass(Pass):
         size = given["states"].size // self.cfg.N_LAYERS
         return given["states"][layer * size:(layer + 1) * size].view(np.int32)
 
-    def add_head(self, nz, cc, card, packing, rows, clean=False):
-        """The last norm, and the head of kernels.transformer, for validation with the packing for look-ups. rows: how x
-        lies, two device functions: word(unit, n, position, member, q), and two(x, word, b) -> (columns 32 b + 4 q...,
-        those 16 further), as bytes + 128."""
+    def add_head(self, nz, cc, card, packing, row_of_x, clean=False):
+        """The last norm, and the head of kernels.transformer, for validation with the packing for look-ups."""
         cfg = self.cfg
         like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
-        self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, rows))
+        self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, row_of_x))
         self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
         t = tensor(cfg, "head")
         self.at_head = packing.add(t, PLAIN, self.head.shape.columns(), self.head.shape.KP)
@@ -502,19 +484,3 @@ class RecurrentPass(Pass):
                        sb=given["candidates"], at_columns=self.at_columns)
         self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
                   windows=given["tokens"], x=normed, sb=given["candidates"], length=n)
-
-
-class RowsPass(RecurrentPass):
-    """A noisy pass that keeps rows in registers. depth: inputs of a packed piece of w_down; together: pairs that a
-    block of the recurrence has; own_head: whether it has a head of its own."""
-
-    def __init__(self, cfg, packing, depth, together, own_head):
-        super().__init__(cfg)
-        self.together, self.own_head, self.at = together, own_head, {}
-        for t in matrices(cfg) + ([tensor(cfg, "head")] if own_head else []):
-            self.at[t.name, t.layer] = packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
-
-    def layout(self, units, n):
-        """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
-        size = padded_rows(blocks(units, self.together) * self.together * n) * self.cfg.HIDDEN_DIM
-        return ranges(dict(x=size, gates=size, candidates=size, own=4))
