@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
+from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of, thread
 from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, unrolled, vector_function,
                            weight)
 from kernels.rules import device, loss_function
@@ -89,15 +89,15 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
     at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
     kernels.gru."""
     H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
-    COLUMNS, TOGETHER, TURNS, ACC = size.columns, size.together, blocks(T, 8), size.columns // 2
-    GROUPS = size.warps // TOGETHER
-    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
+    COLUMNS, TOGETHER, ACC, TURNS = size.columns, size.together, size.columns // 2, blocks(T, 8)
+    THREADS, WEIGHTS, AT, TABLE, WORDS = 32 * size.warps, size.weights, size.at, size.table, H // 8
+    GROUPS, GROUP_BITS = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
     AT_LN, AT_OTHER = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4)
     noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
     load_rows, store_rows = row_functions(H)
     START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
-    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=TOGETHER > 1)
+    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=COLUMNS > 32)
     clipped = gru_parts.clip_function(cc, gru_parts.MAGIC, 1, 255)
 
     @device
@@ -120,11 +120,9 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
                 other = ptx.load_shared4(int32(address + k * 64 + q * 16))
                 f = ptx.load_shared4(int32(address + 4 * H + k * 64 + q * 16)) if MODE else other
                 for m in range(2):
-                    u = cuda.local.array(4, float32)
+                    u, signed = cuda.local.array(4, float32), float32(-own_factor) if m and MODE == 0 else own_factor
                     for j in range(4):
-                        u[j] = disturbed(e[i], j, other[j], f[j], own,
-                                         float32(-own_factor) if m and MODE == 0 else own_factor, int32(1 - 2 * m),
-                                         shift)
+                        u[j] = disturbed(e[i], j, other[j], f[j], own, signed, int32(1 - 2 * m), shift)
                     y, z = clipped(u[0], u[1], u[2], u[3])
                     x[2 * k + m] = ptx.bytes4(y, z)
 
@@ -147,7 +145,7 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
                              skip, job, offset, units, x, gates, candidates, losses):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t = cuda.threadIdx.x
+        t = thread()
         lane, mine = t & 31, AT + (t >> 5) * TABLE
         g, q = lane >> 2, lane & 3
         base = ptx.shared_address(words, 0)
@@ -155,15 +153,15 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
         at_weights = origin(base, packed, at, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, row_x, n = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
-        start = cuda.local.array(4, int32)
+        acc, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
+        row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
         shift = job_shift(job)
         steps = ((units - 1) // TOGETHER + 1) * TURNS
         each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
-        begin = (cuda.blockIdx.x * GROUPS + (t >> 5) // TOGETHER) * each
+        begin = (cuda.blockIdx.x * GROUPS + (t >> GROUP_BITS)) * each
         for step in range(begin, min(begin + each, steps)):
-            turn = step // TURNS
+            turn = int32(uint32(step) // uint32(TURNS))
             unit, first = min(turn * TOGETHER + (t >> 5) % TOGETHER, units - 1), (step - turn * TURNS) * 8
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             if first == 0 or step == begin:
@@ -177,10 +175,8 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
                         words[mine // 4 + z * H + i] = word_of(overlay, plan[p + 2], stream_of(plan, p + 1, seed), i)
                     if first_layer:
                         stream, other = stream_of(plan, call_embed * PLAN + 2, seed), (mine + AT_OTHER) // 4 + i
-                        if MODE == 0:
-                            words[other] = ptx.float_bits(float32(noise(stream, i)))
-                        else:
-                            words[other] = noise(stream, i)
+                        words[other] = noise(stream, i) if MODE else ptx.float_bits(float32(noise(stream, i)))
+                        if MODE:
                             words[other + H] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i],
                                                                            stream, i))
                 cuda.syncwarp()
@@ -190,10 +186,8 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
                 token = tokens[int64(unit) * width + skip + position]
                 stream = stream_of(plan, call_embed * PLAN + 1, seed)
                 own = noise(stream, token)
-                if MODE == 0:
-                    own_factor = float32(float32(own) * unit_of(shift))
-                else:
-                    own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
+                own_factor = (embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token) if MODE
+                              else float32(float32(own) * unit_of(shift)))
                 embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
                          shift, q)
                 store_rows(row_x, x, row * (H // 4), q)
@@ -417,17 +411,15 @@ def head_kernel(cfg, nz, cc, size, row_of):
     the other. The logits of a tile stay in shared memory, as z + 128. row_of: where rows lie.
 
     at: packed word of the matrix. plan rows: as in kernels.gru."""
-    H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, cfg.VOCAB_SIZE // 32
-    COLUMNS, ACC = size.columns, size.columns // 2
+    H, T, STEPS, V, COLUMNS, ACC = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, size.columns,
+                                    size.columns // 2)
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
     START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident,
-                                                         wgmma=size.together > 1)
-    position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
-    LOWEST = both(OFFSET + 1)
+    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=COLUMNS > 32)
+    position_loss, max2, LOWEST = loss_function(cfg), ptx.int16_pairs(cc).max2, both(OFFSET + 1)
 
     @device
     def logits(acc, z, i, j, m, s, shift, at_noise, top):
@@ -473,8 +465,8 @@ def head_kernel(cfg, nz, cc, size, row_of):
         cuda.syncthreads()
         table, at_exps = int32(base + mine), int32(base + AT_EXPS + lane * 4)
         at_z = int32(table + AT_Z + lane * 16)
-        acc, z = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
-        row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        acc, z, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32), cuda.local.array(4, int32)
+        row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
         shift = job_shift(job)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
@@ -512,7 +504,7 @@ def head_kernel(cfg, nz, cc, size, row_of):
                 top0, top1 = highest(top0), highest(top1)
                 most0, most1 = ptx.byte_permute(top0, 0, 0), ptx.byte_permute(top1, 0, 0)
                 total0, total1 = int32(0), int32(0)
-                for b in range(VB):
+                for b in range(V // 32):
                     a = ptx.load_shared4(int32(at_z + b * 512))
                     total0 = weigh(a[2], most0, at_exps, weigh(a[0], most0, at_exps, total0))
                     total1 = weigh(a[3], most1, at_exps, weigh(a[1], most1, at_exps, total1))
