@@ -213,9 +213,9 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     GATES, INNER, DOWN = (kind == name for name in ("gates", "inner", "down"))
     MATRICES, COLUMNS, K = 2 if GATES else 1, _columns(cfg, kind), shape.K
     SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
-    STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
+    RAGGED, MATRIX_WORDS = shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
-    init, rows, wait_rows, fill, multiply, finish = transformer.product_functions(card, shape)
+    init, prologue, wait_rows, multiply, finish = transformer.product_functions(card, shape)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     as_row, as_column, begin, quotients, pairs = quotient_functions(
@@ -289,10 +289,7 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
         steps = count * (PASSES * PIECES)
         init(bar, t)
         cuda.syncthreads()
-        if count > 0:
-            rows(base, bar, 0, begun, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, begun, every, x, packed, at, t)
+        prologue(base, bar, steps, begun, every, x, packed, at, t)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first))
         tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
         acc, sums = cuda.local.array(ACC, int32), cuda.local.array(2, int32)
@@ -385,12 +382,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     the end."""
     H, MODE, SILENT, BULK = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.silent, card.wgmma
     shape, ROWS, RESIDENT = _recurrence(cfg, card)
-    N, PER, PIECES, STAGES = shape.N, shape.passes // 2, H // shape.KP, shape.stages
+    N, PER, PIECES = shape.N, shape.passes // 2, H // shape.KP
     KS, ACC, PAST, RAGGED = N // 16, N // 2, ROWS * H // (8 * shape.KP), GROUPS * N * PER != H
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    init, _, _, fill, multiply, finish = transformer.product_functions(card, shape, matrices=2)
+    init, prologue, _, multiply, finish = transformer.product_functions(card, shape, matrices=2, own_rows=True)
     noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     as_row, as_column, begin_acc, _, pairs = quotient_functions(cfg, nz, H)
@@ -576,8 +573,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         steps = n * (2 * PER * PIECES)
         init(bar, t)
         cuda.syncthreads()
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, 0, 1, packed, packed, at, t)
+        prologue(base, bar, steps, 0, 1, packed, packed, at, t)
         at_token0 = int64(min(2 * pair, count - 1) if clean else pair) * width + skip
         at_token1 = int64(min(2 * pair + 1, count - 1) if clean else pair) * width + skip
         keeps0, keeps1 = tokens[at_token0] != 0, tokens[at_token1] != 0

@@ -13,13 +13,13 @@ Packing     Columns of the matrices between hidden units are permuted within 16,
             are columns 16 j + 4 q + 0..3. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32
             neighbouring i, so that the four units which share a running integer (SPEC 4) lie in one thread.
 Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups of N columns. Pieces of the weights, K
-            bytes wide in KP bytes at a time, pass through a ring of stages, each with a full and an empty barrier, so
-            that warps drift apart and one multiplies while another does its epilogue. The rows stay in shared memory,
-            or pass through the ring as well.
+            bytes wide in KP bytes at a time, pass through a ring of stages, so that warps drift apart: one multiplies
+            while another does its epilogue. The rows stay in shared memory, or pass through the ring as well. Where
+            they stay for several passes, the column groups of wgmma take turns.
             The copies are bulk copies beside wgmma and cp.async beside mma.sync.
 Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
             head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
-            columns, sums of earlier passes wait in scratch memory of the block, which stays in the second-level cache.
+            columns, sums of earlier passes wait in scratch memory of the block.
 """
 
 import math
@@ -225,15 +225,16 @@ def full_shape(budget, K, H, unit=16, turns=False):
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
-def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
+def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
     """Device functions, in this order, of the product of a Shape whose passes come round `repeat` times for every tile
     of rows, and are those of so many matrices, one behind the other:
 
     init(bar, t)                                        barriers, before a barrier of the block
-    rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
+    prologue(base, bar, steps, first, every, x, w, at, t)
+                                                        starts the first copies: the rows of tile `first`, unless the
+                                                        kernel makes them (`own_rows`), and the first of all steps
+                                                        (pieces of a pass, passes of a tile, every `every`-th tile)
     wait_rows(bar, turn, t)                             turn: how many tiles came before
-    fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
-                                                        tiles)
     multiply(acc, ..., step, steps, ..., t, from_piece) acc += the product of all pieces of a pass, with `fresh` acc =
                                                         it; the rows lie in the pieces from from_piece on. The tensor
                                                         cores may still work on the last, whose step it returns
@@ -325,9 +326,12 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
                 ptx.barrier_fence()
 
     @card.device
-    def rows(base, bar, turn, tile, x, t):
-        if not STREAM and (not BULK or t % ROW_THREADS == 0):
-            fetch_rows(base, bar, t // ROW_THREADS, tile, x, t)
+    def prologue(base, bar, steps, first, every, x, w, at, t):
+        if not STREAM and not own_rows and steps > 0 and (not BULK or t % ROW_THREADS == 0):
+            fetch_rows(base, bar, t // ROW_THREADS, first, x, t)
+        if not BULK or t == 0:
+            for step in range(min(STAGES, steps)):
+                fetch(base, bar, int32(step), first, every, x, w, at, t)
 
     @card.device
     def wait_rows(bar, turn, t):
@@ -353,11 +357,6 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             if not BULK and more:
                 wait(bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(base, bar, group, coming, x, t)
-
-    @card.device
-    def fill(base, bar, step, first, every, x, w, at, t):
-        if not BULK or t == 0:
-            fetch(base, bar, step, first, every, x, w, at, t)
 
     @card.device
     def leave(base, bar, step, steps, first, every, x, w, at, t):
@@ -419,7 +418,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
         step, group = int32(step), t >> 7
         if TURNS and step > 0:
-            # also because only who has waited for a stage last time may wait for it now
+            # A barrier tells only odd phases from even ones: nobody may wait for a stage two phases ahead.
             ptx.named_barrier(TURN + group, 256)
         for piece in range(int32(PIECES - 1)):
             start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
@@ -427,7 +426,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             leave(base, bar, step, steps, first, every, x, w, at, t)
             step = int32(step + 1)
         start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
-        if TURNS:                                            # after the last step for nobody: a branch would cost more
+        if TURNS:                                            # nobody waits in the end; a branch would cost more
             ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
         return step
 
@@ -439,7 +438,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             leave_rows(base, bar, more, turn, coming, x, t)
         return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
-    return init, rows, wait_rows, fill, multiply, finish
+    return init, prologue, wait_rows, multiply, finish
 
 
 def _place_function(cfg, RG):
@@ -484,13 +483,13 @@ def _up_kernel(cfg, nz, card, KP):
         shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG, CG, PASSES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RG, CG, PASSES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
     PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
+    init, prologue, wait_rows, multiply, finish = product_functions(card, shape)
     noise, scaled, factor, whole_factor, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     vector = masked_vector(cfg, nz)
@@ -582,9 +581,7 @@ def _up_kernel(cfg, nz, card, KP):
         for i in range(t, 4 * H, THREADS):
             whole = int32(whole & whole_factor(overlay[plan[p + 9] + i]))
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
-        rows(base, bar, 0, first, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, first, every, x, packed, at, t)
+        prologue(base, bar, steps, first, every, x, packed, at, t)
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
@@ -697,13 +694,13 @@ def _full_kernel(cfg, nz, card, kind):
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     BIAS, TABLE = CG * BIAS, CG * TABLE
     GROUP = 2 * SLOTS * TABLE
-    (STEPS, APART), STAGES, RAGGED, ACC = shape.steps(), shape.stages, shape.columns() != H, N // 2
+    (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
     place = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, fresh=True)
+    init, prologue, wait_rows, multiply, finish = product_functions(card, shape, fresh=True)
     noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
     vector = masked_vector(cfg, nz)
 
@@ -818,10 +815,7 @@ def _full_kernel(cfg, nz, card, kind):
             for i in range(t, LENGTH * D, THREADS):
                 sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
         cuda.syncthreads()
-        if count > 0:
-            rows(base, bar, 0, first, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, first, every, x, packed, at, t)
+        prologue(base, bar, steps, first, every, x, packed, at, t)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
         acc, tops = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
         for i in range(ACC):
@@ -937,12 +931,12 @@ def head_kernel(cfg, nz, card, like=None):
     if NATS:                                                 # one column group, if possible with the packing of `like`
         found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
         shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
-    RG, CG, TILES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
+    init, prologue, wait_rows, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or SILENT) if PAIRED
@@ -1075,9 +1069,7 @@ def head_kernel(cfg, nz, card, like=None):
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
         cuda.syncthreads()
-        rows(base, bar, 0, tile, x, t)
-        for i in range(min(STAGES, STEPS)):
-            fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
+        prologue(base, bar, STEPS, tile, 1, x, packed, at_tiles, t)
         row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
         unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
         if PAIRED:                                           # rows beyond the last pair go with it
