@@ -213,8 +213,8 @@ shared_address = _instruction("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.
 # --- matrix products, cc >= 8.0 --------------------------------------------------------------------------------------
 
 # f(a, b0, b1, c) -> D[16 x 8] = A[16 x 32] B[32 x 8] + C; a, c: tuples or local arrays of 4. a: A[g, 4q..], A[g + 8,
-# 4q..], A[g, 16 + 4q..], A[g + 8, 16 + 4q..]; b0, b1: B[4q.., g], B[16 + 4q.., g]; c, and D: the two from [g, 2q] and the
-# two from [g + 8, 2q] on.
+# 4q..], A[g, 16 + 4q..], A[g + 8, 16 + 4q..]; b0, b1: B[4q.., g], B[16 + 4q.., g]; c and D: the two from [g, 2q] on,
+# and the two from [g + 8, 2q] on.
 MMA = "mma.sync.aligned.m16n8k32.row.col.s32.%s.s8.s32 "
 _OPERANDS = MMA + "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 mma_s8, mma_u8s8 = (_instruction(_OPERANDS % of_a, 4, (4, int32, int32, 4)) for of_a in ("s8", "u8"))
