@@ -42,7 +42,7 @@ from numba import cuda, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels import transformer
-from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
+from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, rounded
 from kernels import products
 from kernels.products import Kernel, block_max, block_sum, matrix_vector
 from kernels.rules import build_noise, device
@@ -78,7 +78,7 @@ def _token_kernel(cfg):
     @device
     def scaled_down(v, part, t):
         """Entry t of amax(v)."""
-        return quantise(v, amax_scale(block_max(int32(abs(v)), part, t)))
+        return byte(rounded(v, amax_scale(block_max(int32(abs(v)), part, t))), 1)
 
     @cuda.jit(launch_bounds=1024)
     def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores,

@@ -119,11 +119,18 @@ def weight(d, k, exps):
 
 
 @device
-def quantise(v, scale):
-    """clip(roundf(v * scale)), halves away from zero; |v| is at most the maximum the scale is made of, so there is
-    nothing to clip."""
-    f = float32(float32(v) * scale)
-    return ptx.trunc_f32(ptx.add_rz(f, ptx.half_like(f)))
+def rounded(v, scale):
+    """clip(roundf(v * scale)) in the second byte of the result, without its conversion to an integer, which is slow:
+    what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down
+    to 256ths by the size of the sum.
+    Equal for every float32 up to 128."""
+    x = float32(float32(v) * scale)
+    return ptx.float_bits(ptx.add_down(ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
+
+
+@device
+def pack_rounded(a, b, c, d):
+    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
 
 
 @device
