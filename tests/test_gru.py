@@ -405,7 +405,7 @@ def test_which_path_serves():
                                 (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Narrow"),
                                 ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Narrow")):
         forward = gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
-        assert type(forward._noisy).__name__ == name, (constants, cc)
+        assert kit.path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
         gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
 
