@@ -97,7 +97,8 @@ def _token_kernel(cfg):
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
             h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
             if NTT:
-                h = int32(h + look_up(weights, weights, uint32(0), int32(0), coefficient(tokens, 0, here), t)[0])
+                c = coefficient(tokens, 0, here)
+                h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, c, t)[0])
             h = clip(h)
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):

@@ -33,7 +33,7 @@ from kernels import ptx
 from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, pack_rounded, quad_max, quad_sum, quad_sum64, quotient_function, rounded,
                            vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
 from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
@@ -1100,11 +1100,13 @@ def head_kernel(cfg, nz, card, like=None):
             ptx.named_barrier(1 + group, 128)
             step = finish(acc, ring, step, False, False, 0, 0)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
+            hidden = 0                                       # columns, which will count as the smallest weight
             if RAGGED and limit < 128:
                 for j in range(16):
                     for e in range(2):
                         if j * 8 + e >= limit:
                             acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
+                            hidden += 1
             if ahead < TILES:
                 for j in range(16):
                     for half in range(2):
@@ -1124,11 +1126,6 @@ def head_kernel(cfg, nz, card, like=None):
                         for half in range(2):
                             w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
                             some[half] = uint32(some[half] + uint32(w))
-                hidden = 0                                   # columns, which counted as the smallest weight
-                if RAGGED and limit < 128:
-                    for j in range(16):
-                        for e in range(2):
-                            hidden += 1 if j * 8 + e >= limit else 0
                 for half in range(2):
                     totals[half] += int64(some[half])
                     if RAGGED and limit < 128:
@@ -1216,53 +1213,52 @@ def drawn_kernel(cfg, nz, card):
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
-def _embed_kernel(cfg, nz, card, clean):
+def _embed_kernel(cfg, nz, card):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
-    plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
-    H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector, WIDTH = vector_function(cfg, nz), T + 1 if clean else cfg.WINDOW
+    four lanes a position. each: 1 or, for validation, 2 windows a pair, each `width` tokens long; the last is repeated
+    where their number `count` is odd. plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    H, T, LENGTH, (_, vector) = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), pair_functions(cfg, nz)
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @card.device
-    def token_of(windows, window, position, plan, p, q):
+    def token_of(windows, first, position, plan, p, q):
         """The token at a position of a window, its first packed word for this lane, and its coefficient of NTT_MODE."""
         position = min(position, T - 1)
-        token = windows[window * WIDTH + position]
+        token = windows[first + position]
         at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        return token, at, coefficient(windows, window * WIDTH, position) if NTT else int32(0)
+        return token, at, coefficient(windows, first, position) if NTT else int32(0)
 
     @cuda.jit(launch_bounds=256)
     @card.written
-    def embed(call, plan, weights, packed, overlay, windows, count, job, offset, h, losses):
+    def embed(call, plan, weights, packed, overlay, windows, each, width, count, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p = call * PLAN
-        seed, shift = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), job_shift(job)
+        p, mask, shift = call * PLAN, int32(job[2]), job_shift(job)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        source = Source(plan, p, weights, overlay, job, seed)
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
         stream = uint32(seed + uint32(H))
         for i in range(t, H, 4 * POSITIONS):
-            table[i], table[H + i] = vector(weights, overlay, plan, p + 8, seed, i)
-            table[2 * H + i] = noise(stream, i)
+            table[i], table[H + i] = vector(source, 8, 0, i)
+            table[2 * H + i] = int32(noise(stream, i) & mask)
             factors[i] = factor(overlay[plan[p + 22] + i], stream, i)
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
             q = lane & 3
-            token, at_e, coef = token_of(windows, 2 * unit if clean else unit, position, plan, p, q)
+            token, at_e, coef = token_of(windows, each * unit * width, position, plan, p, q)
             at_o, coef_o = at_e, coef
-            if clean:
-                _, at_o, coef_o = token_of(windows, min(2 * unit + 1, count - 1), position, plan, p, q)
+            if each == 2:
+                _, at_o, coef_o = token_of(windows, min(2 * unit + 1, count - 1) * width, position, plan, p, q)
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
             address, x = ptx.shared_address(table, q * 4), cuda.local.array(8, int32)
             for piece in range(H // 16):
-                word = packed[uint64(at_e + piece * 32)]
-                word_o = packed[uint64(at_o + piece * 32)] if clean else word
+                word, word_o = packed[uint64(at_e + piece * 32)], packed[uint64(at_o + piece * 32)]
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
@@ -1270,9 +1266,7 @@ def _embed_kernel(cfg, nz, card, clean):
                     d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
                     e, o, more, more_o = byte(word, k), byte(word_o, k), int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, shift, coef, i)
-                        if clean:
-                            more_o = look_up(weights, overlay, seed, shift, coef_o, i)[1]
+                        more, more_o = look_up(weights, overlay, seed, shift, mask, coef, coef_o, i)
                     x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
                     x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
@@ -1616,18 +1610,17 @@ class Members(Pass):
 
     def __init__(self, cfg, packing, card, silent):
         super().__init__(cfg)
-        nz, none, add = build_noise(cfg, silent), build_noise(cfg, True), self.add
+        nz, add = build_noise(cfg, silent), self.add
+        self.embed = add(_embed_kernel(cfg, nz, card))
         self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams)) for streams in (1, 3)}
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
-        shared = list(self.kernels)
-        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(head_kernel(cfg, nz, card))
+        self.clean_kernels, self.head = list(self.kernels), add(head_kernel(cfg, nz, card))
         self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
-        of_step, self.kernels = self.kernels, shared
-        self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
-        self.clean_head = add(head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
-        self.kernels, self.clean_kernels = of_step, self.kernels
+        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, self.head.shape), losses=AF64,
+                                 exps=AF64)
+        self.clean_kernels.append(self.clean_head)
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
         used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
@@ -1671,8 +1664,8 @@ class Members(Pass):
             product(self.up, calls.up, up, layer, n)
             product(self.full["down"], calls.down, down, layer, given["u"])
 
-        embed, head = (self.clean_embed, self.clean_head) if clean else (self.embed, self.head)
-        embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed)
+        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed, each=2 if clean else 1,
+                   width=self.cfg.SEQ_LEN + 1 if clean else self.cfg.WINDOW, losses=given["losses"].view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -1685,6 +1678,7 @@ class Members(Pass):
         norm(plan.ln_f, 1)
         if self.drawn and not clean:
             self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
+        head = self.clean_head if clean else self.head
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
              exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])

@@ -18,7 +18,7 @@ from model import optimizers
 from model import parameters
 from model import rules
 from kernels import muon
-from kernels.parts import pack4, quad_sum, wgmma_descriptor
+from kernels.parts import A8, A32, AU32, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
                          proxy_fence, shared_address, wgmma_done, wgmma_fence, wgmma_s8)
@@ -118,8 +118,7 @@ def ones(fit):
     return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
 
 
-A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, int8, uint32))
-A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
+F1, B1, A2, F2 = (types.Array(t, n, "C") for t, n in ((float32, 1), (uint8, 1), (int32, 2), (float32, 2)))
 
 
 @device
@@ -131,12 +130,15 @@ def place(rows, row, n):
 
 
 @device
-def fetch(to, operand, at):
-    """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight
-    rows."""
+def fetch(to, operand, plain_at, signed_at, step):
+    """This thread's share of a stage: TILE plain and TILE signed rows of DEPTH values, which begin at these words in
+    step 0; 512 bytes of each eight rows."""
     t = cuda.threadIdx.x
-    for i in range(4):
-        copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+    for side in range(2):
+        at = (signed_at if side else plain_at) + step * (DEPTH * 2)
+        for i in range(4):
+            copy_async16(int32(to + side * (STAGE // 2) + (t + i * THREADS) * 16), operand,
+                         at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
 
 
 @device
@@ -230,8 +232,7 @@ def products_kernel(wgmma):
         base = shared_address(sm, 0)
         for ahead in range(2):
             if ahead < steps:
-                fetch(base + ahead * STAGE, operand, plain_at + ahead * (DEPTH * 2))
-                fetch(base + ahead * STAGE + STAGE // 2, operand, signed_at + ahead * (DEPTH * 2))
+                fetch(base + ahead * STAGE, operand, plain_at, signed_at, ahead)
             copy_commit()
         lane, warp = t & 31, t >> 5
         g, q = lane >> 2, lane & 3
@@ -251,9 +252,7 @@ def products_kernel(wgmma):
                 proxy_fence()
             cuda.syncthreads()
             if step + 2 < steps:
-                to = base + (slot + 2 if slot == 0 else slot - 1) * STAGE
-                fetch(to, operand, plain_at + (step + 2) * (DEPTH * 2))
-                fetch(to + STAGE // 2, operand, signed_at + (step + 2) * (DEPTH * 2))
+                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
             copy_commit()
             here = base + slot * STAGE
             if wgmma:
@@ -454,12 +453,12 @@ def rescale_kernel(cfg):
 def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: see products_kernel."""
     return {
-        "operands": (operands_kernel(cfg), (A2, U1, A1, int32, int32, A1)),
-        "products": (products_kernel(wgmma), (A2, A1, int32, int32, A1)),
-        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
-        "rescale": (rescale_kernel(cfg), (B1, S1)),
-    } | ({"seen": (seen_kernel(cfg), (A1, A2, S1, U1, A1))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
+        "operands": (operands_kernel(cfg), (A2, AU32, A32, int32, int32, A32)),
+        "products": (products_kernel(wgmma), (A2, A32, int32, int32, A32)),
+        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A32, A32, int32, int32, int32, A32)),
+        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A32, F1, A8, F2, B1, A32)),
+        "rescale": (rescale_kernel(cfg), (B1, A8)),
+    } | ({"seen": (seen_kernel(cfg), (A32, A2, A8, AU32, A32))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
 
 
 def window_bytes(cfg):
