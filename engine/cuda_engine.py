@@ -8,6 +8,7 @@ compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows
 import contextlib
 import fcntl
 import os
+import struct
 import sys
 import time
 from typing import NamedTuple
@@ -398,7 +399,7 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state, self._copies = (self._weights, self._moments, self._overlay), None
-        self._given = cuda.device_array(32, np.uint8)        # see _set_job
+        self._given, self._sent = cuda.device_array(32, np.uint8), None      # see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # losses of two evaluations that are begun, digest, number of changed weights
@@ -430,6 +431,7 @@ class CudaEngine:
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
+        self._keep()
         self.stream.synchronize()
 
     def _set_state(self, arrays):
@@ -438,8 +440,7 @@ class CudaEngine:
         self._forward.pack(self.stream, self._weights, self._packed)
         # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
         # after that update
-        self._begun, self._fitness, self._at = {}, None, (self.step, self.seed)
-        self._digested = self._prepared = False
+        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
 
     def state(self):
         """A copy of the State."""
@@ -475,10 +476,7 @@ class CudaEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._take_back()
         self.begin(first, count)
-        losses = self._begun.pop((self._at, first, count))
-        if self._copies and not self._begun:
-            self._prepare_update()
-        return losses.wait().copy()
+        return self._begun.pop((self._at, first, count)).wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
@@ -502,9 +500,10 @@ class CudaEngine:
         mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
         cfg, pair, (step, seed) = self.cfg, first // 2, self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
-        self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
-        self._prepared = False
+        given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        if given != self._sent:                              # an update has that of its step's first chunk
+            self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
+            self._sent = given
 
     def _cutting(self, windows, drawn=False):
         """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
@@ -543,6 +542,7 @@ class CudaEngine:
             self._take_back()
             self._enqueue_update(fitness)
         (self.step, self.seed), self._fitness = self._at, None
+        self._keep()
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
@@ -551,19 +551,16 @@ class CudaEngine:
         if self._copies is None:
             fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
+            self._keep()
         if self._copies and not self._is_begun(fitness):
             self._take_back()
-            if not self._prepared:
-                self._prepare_update()
             self._enqueue_update(fitness)
         return bool(self._copies)
 
-    def _prepare_update(self):
-        """Copies the state and sends what an update needs besides fitness, while the GPU is still at the evaluation."""
-        for copy, array in zip(self._copies, self._state):
+    def _keep(self):
+        """Copies the state, to which `_take_back` returns; early, so that the next update needs not wait for it."""
+        for copy, array in zip(self._copies or (), self._state):
             copy.copy_to_device(array, self.stream)
-        self._set_job()
-        self._prepared = True
 
     def _is_begun(self, fitness):
         return self._fitness is not None and np.array_equal(self._fitness, fitness)
@@ -596,9 +593,7 @@ class CudaEngine:
             if self._tokens is None:
                 cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
                 votes.windows.copy_to_device(cut.ravel(), self.stream)
-        if not self._prepared:
-            self._set_job()
-        self._prepared = False
+        self._set_job()
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
