@@ -5,6 +5,8 @@ Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kern
 compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
+import bisect
+import collections
 import contextlib
 import fcntl
 import os
@@ -680,13 +682,8 @@ class Fetched:
 
 
 def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
-    large."""
-    low, high = 0, most
-    while low < high:
-        n = (low + high + 1) // 2
-        low, high = (n, high) if size(n) <= budget else (low, n - 1)
-    return low
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
+    return bisect.bisect_right(range(1, most + 1), budget, key=size)
 
 
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
@@ -715,15 +712,13 @@ def update_times(engine, fitness, repeats=5):
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
-        events = [cuda.event()]
+        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
         events[0].record(engine.stream)
-        for _, launch in engine._update_steps:
+        for (_, launch), event in zip(engine._update_steps, events[1:]):
             launch()
-            events.append(cuda.event())
-            events[-1].record(engine.stream)
+            event.record(engine.stream)
         engine.stream.synchronize()
-        spent = {}
         for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
+            spent[name] += cuda.event_elapsed_time(start, end)
         best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
     return best
