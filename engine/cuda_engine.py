@@ -339,7 +339,7 @@ def data_on_device(cfg, tokens, name):
         return None, []
     kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
     need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
-    if need <= cuda.current_context().get_memory_info().free // 4:
+    if need <= memory().free // 4:
         return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
     if kinds:
         tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
@@ -391,8 +391,7 @@ class CudaEngine:
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
         left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        free = cuda.current_context().get_memory_info().free
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        need, free = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg), memory().free
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
@@ -519,10 +518,7 @@ class CudaEngine:
         forward, stream, job = self._forward, self.stream, self._job
         width, chunk = self.cfg.WINDOW, self.cfg.CHUNK_SIZE // 2
         if not self._evaluations:
-            most = largest(forward.scratch_bytes, chunk, cuda.current_context().get_memory_info().free // 2)
-            if not most:
-                raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-            self._buffers = (most, cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8),
+            self._buffers = (*self._slices(forward.scratch_bytes, chunk, "evaluate a single pair"),
                              cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
         most, scratch, windows, losses = self._buffers
         windows, losses = windows[:pairs * width], losses[:2 * pairs]
@@ -538,6 +534,13 @@ class CudaEngine:
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
         return windows, losses, Replay(stream, enqueue)
 
+    def _slices(self, size, count, what):
+        """(how many of `count` at a time, scratch for them, of size(n) bytes, in half of the free memory)."""
+        most = largest(size, count, memory().free // 2)
+        if count and not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to {what}")
+        return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
+
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
         if not self._is_begun(fitness):
@@ -551,7 +554,7 @@ class CudaEngine:
         """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
         step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._copies is None:
-            fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
+            fits = sum(array.nbytes for array in self._state) <= memory().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
             self._keep()
         if self._copies and not self._is_begun(fitness):
@@ -604,11 +607,8 @@ class CudaEngine:
         self._take_back()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
-        free = cuda.current_context().get_memory_info().free
-        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), free // 2)
-        if len(windows) and not most:
-            raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
-        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
+        most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
+                                     "validate a single window")
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
@@ -631,7 +631,7 @@ def continuation(engine, prompt, count, seed, s):
     positions at a time and fetches what they chose."""
     cfg, forward, stream = engine.cfg, engine._forward, engine.stream
     total = len(prompt) + count
-    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > memory().free:
         raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")
     sequence = np.zeros(total, np.int32)
     sequence[:len(prompt)] = prompt
@@ -651,15 +651,23 @@ def continuation(engine, prompt, count, seed, s):
     advance = Replay(stream, enqueue)                    # lives as long as this generator
     done, given = 0, len(prompt)
     while given < total:
-        reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
-        for _ in range(done, reach):
+        reach = min(total, given + AHEAD)
+        for _ in range(done, reach - 1):
             advance()
-        done = reach
         new = tokens.copy_to_host(stream=stream)
         stream.synchronize()
-        for token in new[given:done + 1]:
-            yield int(token)
-        given = done + 1
+        yield from map(int, new[given:reach])
+        done, given = reach - 1, reach
+
+
+def largest(size, most, budget):
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
+    return bisect.bisect_right(range(1, most + 1), budget, key=size)
+
+
+def memory():
+    """(free, total): bytes of the memory of the current GPU."""
+    return cuda.current_context().get_memory_info()
 
 
 class Fetched:
@@ -681,11 +689,6 @@ class Fetched:
         return self._array[:self._size]
 
 
-def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
-    return bisect.bisect_right(range(1, most + 1), budget, key=size)
-
-
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
 
 # dense int8 operations a clock and multiprocessor; other cards: 2048
@@ -698,12 +701,6 @@ def card(device):
     gpu = cuda.get_current_device()
     operations = OPERATIONS.get(gpu.compute_capability, 2048)
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-
-
-def memory():
-    """(bytes in use, bytes) of the memory of the current GPU."""
-    info = cuda.current_context().get_memory_info()
-    return info.total - info.free, info.total
 
 
 def update_times(engine, fitness, repeats=5):

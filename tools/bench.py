@@ -150,9 +150,10 @@ def bench_engine(cfg, tokens, device, threads):
     print(f"generation  {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)", flush=True)
     if not on_cpu:
         from engine import cuda_engine
-        kernels, (used, total) = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
+        kernels, memory = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
         print("kernels of the update, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kernels.items()))
-        print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
+        used = (memory.total - memory.free) / 2**30
+        print(f"device memory in use {used:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)
 
 
 def evaluation_on_cpu(cfg, tokens, threads):
