@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import struct
-import sys
 import time
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
 from engine import hardware, kernel_cache
-from engine.kernel_cache import tell
+from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
@@ -85,24 +84,24 @@ def compile_all(every, capability, what):
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability)
+                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability, started)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
     with quickly():
         for i, (kernel, path) in enumerate(zip(every, paths)):
             if not path.exists():
-                _progress(i, len(every), started)
+                show(f"egg: {i} of {len(every)} kernels, {time.monotonic() - started:.0f} s")
             kernel.dispatcher._cache = kernel_cache.CudaCache(path)
             ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
             kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        _progress()
+        show()
         tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
-def _compile_together(missing, capability):
+def _compile_together(missing, capability, started):
     """Has the kernels {file: Kernel} compiled into their files by forks of this process, unless there is only one core.
     Each takes the next number of a kernel from a pipe when it has compiled one. A kernel that fails there is compiled
     by this process, which reports the error."""
@@ -113,7 +112,7 @@ def _compile_together(missing, capability):
     numbers, all_of_them = os.pipe()
     os.write(all_of_them, bytes(range(len(some))))
     os.close(all_of_them)
-    forks, started = [], time.monotonic()
+    forks = []
     for _ in range(count):
         forks.append(os.fork())
         if not forks[-1]:
@@ -129,13 +128,8 @@ def _compile_together(missing, capability):
     os.close(numbers)
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
-        _progress(sum(path.exists() for path in missing), len(missing), started)
-
-
-def _progress(done=0, total=0, started=0.0):
-    """Shows on a terminal how many kernels are compiled; by default it clears that line."""
-    if sys.stderr.isatty():
-        tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
+        done = sum(path.exists() for path in missing)
+        show(f"egg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
 
 
 def quickly():
