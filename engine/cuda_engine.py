@@ -5,10 +5,12 @@ Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kern
 compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
+import bisect
+import collections
 import contextlib
 import fcntl
 import os
-import sys
+import struct
 import time
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
 from engine import hardware, kernel_cache
-from engine.kernel_cache import tell
+from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
@@ -82,24 +84,24 @@ def compile_all(every, capability, what):
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability)
+                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability, started)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
     with quickly():
         for i, (kernel, path) in enumerate(zip(every, paths)):
             if not path.exists():
-                _progress(i, len(every), started)
+                show(f"egg: {i} of {len(every)} kernels, {time.monotonic() - started:.0f} s")
             kernel.dispatcher._cache = kernel_cache.CudaCache(path)
             ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
             kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        _progress()
+        show()
         tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
-def _compile_together(missing, capability):
+def _compile_together(missing, capability, started):
     """Has the kernels {file: Kernel} compiled into their files by forks of this process, unless there is only one core.
     Each takes the next number of a kernel from a pipe when it has compiled one. A kernel that fails there is compiled
     by this process, which reports the error."""
@@ -110,7 +112,7 @@ def _compile_together(missing, capability):
     numbers, all_of_them = os.pipe()
     os.write(all_of_them, bytes(range(len(some))))
     os.close(all_of_them)
-    forks, started = [], time.monotonic()
+    forks = []
     for _ in range(count):
         forks.append(os.fork())
         if not forks[-1]:
@@ -126,13 +128,8 @@ def _compile_together(missing, capability):
     os.close(numbers)
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
-        _progress(sum(path.exists() for path in missing), len(missing), started)
-
-
-def _progress(done=0, total=0, started=0.0):
-    """Shows on a terminal how many kernels are compiled; by default it clears that line."""
-    if sys.stderr.isatty():
-        tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
+        done = sum(path.exists() for path in missing)
+        show(f"egg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
 
 
 def quickly():
@@ -336,7 +333,7 @@ def data_on_device(cfg, tokens, name):
         return None, []
     kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
     need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
-    if need <= cuda.current_context().get_memory_info().free // 4:
+    if need <= memory().free // 4:
         return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
     if kinds:
         tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
@@ -388,8 +385,7 @@ class CudaEngine:
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
         left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        free = cuda.current_context().get_memory_info().free
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        need, free = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg), memory().free
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
@@ -398,7 +394,7 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state, self._copies = (self._weights, self._moments, self._overlay), None
-        self._given = cuda.device_array(32, np.uint8)        # see _set_job
+        self._given, self._sent = cuda.device_array(32, np.uint8), None      # see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # losses of two evaluations that are begun, digest, number of changed weights
@@ -430,6 +426,7 @@ class CudaEngine:
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
+        self._keep()
         self.stream.synchronize()
 
     def _set_state(self, arrays):
@@ -438,8 +435,7 @@ class CudaEngine:
         self._forward.pack(self.stream, self._weights, self._packed)
         # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
         # after that update
-        self._begun, self._fitness, self._at = {}, None, (self.step, self.seed)
-        self._digested = self._prepared = False
+        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
 
     def state(self):
         """A copy of the State."""
@@ -475,10 +471,7 @@ class CudaEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._take_back()
         self.begin(first, count)
-        losses = self._begun.pop((self._at, first, count))
-        if self._copies and not self._begun:
-            self._prepare_update()
-        return losses.wait().copy()
+        return self._begun.pop((self._at, first, count)).wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
@@ -502,9 +495,10 @@ class CudaEngine:
         mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
         cfg, pair, (step, seed) = self.cfg, first // 2, self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
-        self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
-        self._prepared = False
+        given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        if given != self._sent:                              # an update has that of its step's first chunk
+            self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
+            self._sent = given
 
     def _cutting(self, windows, drawn=False):
         """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
@@ -518,10 +512,7 @@ class CudaEngine:
         forward, stream, job = self._forward, self.stream, self._job
         width, chunk = self.cfg.WINDOW, self.cfg.CHUNK_SIZE // 2
         if not self._evaluations:
-            most = largest(forward.scratch_bytes, chunk, cuda.current_context().get_memory_info().free // 2)
-            if not most:
-                raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-            self._buffers = (most, cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8),
+            self._buffers = (*self._slices(forward.scratch_bytes, chunk, "evaluate a single pair"),
                              cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
         most, scratch, windows, losses = self._buffers
         windows, losses = windows[:pairs * width], losses[:2 * pairs]
@@ -537,33 +528,38 @@ class CudaEngine:
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
         return windows, losses, Replay(stream, enqueue)
 
+    def _slices(self, size, count, what):
+        """(how many of `count` at a time, scratch for them, of size(n) bytes, in half of the free memory)."""
+        most = largest(size, count, memory().free // 2)
+        if count and not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to {what}")
+        return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
+
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
         if not self._is_begun(fitness):
             self._take_back()
             self._enqueue_update(fitness)
         (self.step, self.seed), self._fitness = self._at, None
+        self._keep()
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
         """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
         step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._copies is None:
-            fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
+            fits = sum(array.nbytes for array in self._state) <= memory().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
+            self._keep()
         if self._copies and not self._is_begun(fitness):
             self._take_back()
-            if not self._prepared:
-                self._prepare_update()
             self._enqueue_update(fitness)
         return bool(self._copies)
 
-    def _prepare_update(self):
-        """Copies the state and sends what an update needs besides fitness, while the GPU is still at the evaluation."""
-        for copy, array in zip(self._copies, self._state):
+    def _keep(self):
+        """Copies the state, to which `_take_back` returns; early, so that the next update needs not wait for it."""
+        for copy, array in zip(self._copies or (), self._state):
             copy.copy_to_device(array, self.stream)
-        self._set_job()
-        self._prepared = True
 
     def _is_begun(self, fitness):
         return self._fitness is not None and np.array_equal(self._fitness, fitness)
@@ -596,9 +592,7 @@ class CudaEngine:
             if self._tokens is None:
                 cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
                 votes.windows.copy_to_device(cut.ravel(), self.stream)
-        if not self._prepared:
-            self._set_job()
-        self._prepared = False
+        self._set_job()
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
@@ -607,11 +601,8 @@ class CudaEngine:
         self._take_back()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
-        free = cuda.current_context().get_memory_info().free
-        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), free // 2)
-        if len(windows) and not most:
-            raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
-        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
+        most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
+                                     "validate a single window")
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
@@ -634,7 +625,7 @@ def continuation(engine, prompt, count, seed, s):
     positions at a time and fetches what they chose."""
     cfg, forward, stream = engine.cfg, engine._forward, engine.stream
     total = len(prompt) + count
-    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > memory().free:
         raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")
     sequence = np.zeros(total, np.int32)
     sequence[:len(prompt)] = prompt
@@ -654,15 +645,23 @@ def continuation(engine, prompt, count, seed, s):
     advance = Replay(stream, enqueue)                    # lives as long as this generator
     done, given = 0, len(prompt)
     while given < total:
-        reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
-        for _ in range(done, reach):
+        reach = min(total, given + AHEAD)
+        for _ in range(done, reach - 1):
             advance()
-        done = reach
         new = tokens.copy_to_host(stream=stream)
         stream.synchronize()
-        for token in new[given:done + 1]:
-            yield int(token)
-        given = done + 1
+        yield from map(int, new[given:reach])
+        done, given = reach - 1, reach
+
+
+def largest(size, most, budget):
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
+    return bisect.bisect_right(range(1, most + 1), budget, key=size)
+
+
+def memory():
+    """(free, total): bytes of the memory of the current GPU."""
+    return cuda.current_context().get_memory_info()
 
 
 class Fetched:
@@ -684,16 +683,6 @@ class Fetched:
         return self._array[:self._size]
 
 
-def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
-    large."""
-    low, high = 0, most
-    while low < high:
-        n = (low + high + 1) // 2
-        low, high = (n, high) if size(n) <= budget else (low, n - 1)
-    return low
-
-
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
 
 # dense int8 operations a clock and multiprocessor; other cards: 2048
@@ -708,27 +697,19 @@ def card(device):
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
 
 
-def memory():
-    """(bytes in use, bytes) of the memory of the current GPU."""
-    info = cuda.current_context().get_memory_info()
-    return info.total - info.free, info.total
-
-
 def update_times(engine, fitness, repeats=5):
     """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real
     updates)."""
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
-        events = [cuda.event()]
+        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
         events[0].record(engine.stream)
-        for _, launch in engine._update_steps:
+        for (_, launch), event in zip(engine._update_steps, events[1:]):
             launch()
-            events.append(cuda.event())
-            events[-1].record(engine.stream)
+            event.record(engine.stream)
         engine.stream.synchronize()
-        spent = {}
         for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
+            spent[name] += cuda.event_elapsed_time(start, end)
         best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
     return best

@@ -2,16 +2,14 @@
 
 import collections
 import contextlib
-import functools
 import gc
 from types import SimpleNamespace
 from unittest import mock
 
-from numba.core import analysis as numba_analysis
 from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
-from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, ir, ir_utils, postproc, ssa,
-                             transforms, typed_passes, typeinfer, untyped_passes)
+from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes, typeinfer,
+                             untyped_passes)
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
 
@@ -33,9 +31,9 @@ def without_gpu(capability):
 def quick():
     """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
     passes for closures and array expressions; after every inlining the search for live variables, which only `del`
-    wants (by an older, slower function than numba's); copies of what does not change; reading a function again to
-    inline it again; the choice of a signature for every single call; to make a variable static, the rewriting of
-    blocks that do not name it; a search through its block for every variable; and Python's search for garbage."""
+    wants; copies of what does not change; reading a function again to inline it again; the choice of a signature for
+    every single call; to make a variable static, the rewriting of blocks that do not name it; a search through its
+    block for every variable; and Python's search for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
     inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
@@ -91,21 +89,16 @@ def quick():
         self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
-    live = numba_analysis.compute_live_map
     gc.disable()
     try:
-        with (mock.patch.object(analysis, "compute_live_map", live),
-              mock.patch.object(ir_utils, "compute_live_map", live),
-              mock.patch.object(postproc.PostProcessor, "run", run),
+        with (mock.patch.object(postproc.PostProcessor, "run", run),
               mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
               mock.patch.object(InlineWorker, "inline_function", inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
-              mock.patch.object(base, "_has_loc", functools.cache(base._has_loc)),
               mock.patch.object(ssa, "_run_ssa", run_ssa),
               mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
               mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-              mock.patch.object(compiler_machinery, "enforce_no_dels", lambda blocks: None),
               mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
               mock.patch.object(typed_passes.NopythonRewrites, "run_pass", lambda self, state: True)):
             yield

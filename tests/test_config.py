@@ -388,7 +388,7 @@ def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
     from engine import cuda_engine
     of_verb = cuda_engine.kernels(egg_config.make(), (9, 0), CARDS[9, 0] * 1024, types.uint32)[2]
     made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
-    cuda_engine._compile_together(made, (9, 0))
+    cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():
         library = kernel_cache.read(path)._codelibrary
         cubin, = library._cubin_cache.values()
@@ -411,7 +411,7 @@ assert "engine.quick_numba" not in sys.modules
 with cuda_engine.quickly():
     pass
 cuda_engine.hardware.cores, os.fork = lambda: 8, None
-cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0))
+cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0), 0.0)
 """
 
 
