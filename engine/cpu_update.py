@@ -190,11 +190,11 @@ mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.
 
 
 @njit
-def word_sums(words, first):
-    """The two sums of model.state_digest over uint64 [n], the first of them being word number `first` (uint64)."""
+def word_sums(words, number, first, end):
+    """The two sums of model.state_digest over words first..end - 1 of uint64 [n]; number: that of words[0]."""
     a = b = np.uint64(0)
-    for i in range(words.size):
-        x = mixed(words[i], first + np.uint64(i))
+    for i in range(first, end):
+        x = mixed(words[i], np.uint64(number + i))
         a += x
         b += halves(x)
     return a, b

@@ -27,41 +27,30 @@ PANEL = 32                  # columns of a packed weight panel; a tile is ROWS x
 ROWS = 8
 _lost = np.maximum(np.arange(-127, 1), 0) - integer_tables.gelu_table()[np.arange(-127, 1)]     # by GELU, of |x|
 GELU_STEPS = [(int(x), int(step)) for x, step in enumerate(np.diff(_lost[::-1]), 1) if step]
-KINDS = ("vnni512", "vnni256", "madd", "portable")
+KIND = None                 # set by `use`, as is this:
+LANES = None                # int32 accumulators of a register; LANES / 2 rows of a tile, two registers each, are kept
 
 
 def available():
     """The kinds this processor can run, fastest first."""
     has = llvm.get_host_cpu_features().get
-    can = has("avx512vnni"), has("avxvnni") or has("avx512vnni") and has("avx512vl"), has("avx2"), True
-    return [kind for kind, ok in zip(KINDS, can) if ok]
-
-
-def choose(wanted):
-    """The kind to use for cfg.SIMD. Raises ValueError (one line) for one this processor lacks."""
-    if wanted == "auto":
-        return available()[0]
-    if wanted not in available():
-        raise ValueError(f"SIMD = {wanted}: this processor has only {', '.join(available())}")
-    return wanted
-
-
-KIND = None                 # set by `use`, as are these:
-WIDE = None                 # whether registers have 512 bits
-LANES = None                # int32 accumulators of one register
-TILE_ROWS = TILE_VECTORS = None            # accumulators kept in registers: 16 of 32, or 8 of 16
+    can = (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
+           ("madd", has("avx2")), ("portable", True))
+    return [kind for kind, ok in can if ok]
 
 
 def use(wanted="auto"):
     """Chooses the kind for cfg.SIMD when it is first called, because numba compiles for one kind; the kind. Raises
     ValueError (one line) for a kind that this processor lacks, and for another kind than that in use."""
-    global KIND, WIDE, LANES, TILE_ROWS, TILE_VECTORS
+    global KIND, LANES
+    kinds = available()
+    if wanted not in ("auto", *kinds):
+        raise ValueError(f"SIMD = {wanted}: this processor has only {', '.join(kinds)}")
     if KIND is None:
-        has = llvm.get_host_cpu_features().get
-        KIND = choose(wanted)
-        WIDE = KIND == "vnni512" or KIND == "madd" and bool(has("avx512bw"))
-        LANES, TILE_ROWS, TILE_VECTORS = (16, 8, 2) if WIDE else (8, 4, 2)
-    elif wanted != "auto" and choose(wanted) != KIND:
+        KIND = kinds[0] if wanted == "auto" else wanted
+        wide = KIND == "vnni512" or KIND == "madd" and llvm.get_host_cpu_features().get("avx512bw")
+        LANES = 16 if wide else 8
+    elif wanted not in ("auto", KIND):
         raise ValueError(f"SIMD = {wanted}: this process has compiled for {KIND} already; start another one")
     return KIND
 
@@ -123,52 +112,32 @@ def _splat(builder, scalar, n):
 
 
 def _dot_step(builder, acc, activations, weights):
-    """acc [LANES] += sum of 4 products: activations i32 (four u8 of one row), weights <4 LANES x i8>."""
-    acc_t, bytes_t = _vector(I32, LANES), _vector(I8, 4 * LANES)
+    """acc [n] += sums of 4 products: activations <4 n x i8>, unsigned; weights: of `_weights`."""
+    n = acc.type.count
     if KIND.startswith("vnni"):
-        f = _function(builder, acc_t, [acc_t, bytes_t, bytes_t], f"llvm.x86.avx512.vpdpbusd.{32 * LANES}")
-        return builder.call(f, [acc, builder.bitcast(_splat(builder, activations, LANES), bytes_t), weights])
-    words, mask = _vector(I16, 2 * LANES), I32(0x00FF00FF)
-    halves = builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask)
-    for part, four in zip(weights, halves):
-        pair = builder.bitcast(_splat(builder, four, LANES), words)
+        name, types_ = f"llvm.x86.avx512.vpdpbusd.{32 * n}", [acc.type, activations.type, weights.type]
+        return builder.call(_function(builder, acc.type, types_, name), [acc, activations, weights])
+    words, wide = builder.bitcast(activations, _vector(I16, 2 * n)), _vector(I32, 2 * n)
+    halves = builder.and_(words, _all(words.type, 255)), builder.lshr(words, _all(words.type, 8))
+    for part, half in zip(weights, halves):
         if KIND == "madd":
-            name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
-            product = builder.call(_function(builder, acc_t, [words, words], name), [pair, part])
+            name = "llvm.x86.avx512.pmaddw.d.512" if n == 16 else "llvm.x86.avx2.pmadd.wd"
+            product = builder.call(_function(builder, acc.type, [words.type] * 2, name), [half, part])
         else:
-            wide = _vector(I32, 2 * LANES)
-            p = builder.mul(builder.sext(pair, wide), builder.sext(part, wide))
-            product = builder.add(*(_lanes(builder, p, range(o, 2 * LANES, 2)) for o in (0, 1)))
+            p = builder.mul(builder.sext(half, wide), builder.sext(part, wide))
+            product = builder.add(*(_lanes(builder, p, range(o, 2 * n, 2)) for o in (0, 1)))
         acc = builder.add(acc, product)
     return acc
 
 
-def _weights(builder, pointer):
-    """One register of packed weights as `_dot_step` wants it: the bytes, or the even and the odd bytes widened to 16
-    bits."""
-    v = _load(builder, pointer, _vector(I8, 4 * LANES))
+def _weights(builder, pointer, n):
+    """4 n weights as `_dot_step` wants them: the bytes, or the even and the odd bytes widened to 16 bits."""
+    v = _load(builder, pointer, _vector(I8, 4 * n))
     if KIND.startswith("vnni"):
         return v
-    words = builder.bitcast(v, _vector(I16, 2 * LANES))
+    words = builder.bitcast(v, _vector(I16, 2 * n))
     eight = _all(words.type, 8)
     return builder.ashr(builder.shl(words, eight), eight), builder.ashr(words, eight)
-
-
-def _new_array(cleared):
-    @intrinsic
-    def new(ctx, shape, dtype):
-        """np.empty or np.zeros, made in place: numba's are functions that it compiles anew for every type of shape."""
-        def codegen(context, builder, sig, args):
-            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
-            array = arrayobj._empty_nd_impl(context, builder, sig.return_type, shapes)
-            if cleared:
-                cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
-            return array._getvalue()
-        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
-    return new
-
-
-empty, zeros = _new_array(False), _new_array(True)
 
 
 def _on_stack(context, builder, kind, shapes):
@@ -182,14 +151,29 @@ def _on_stack(context, builder, kind, shapes):
     return array._getvalue()
 
 
-@intrinsic
-def local(ctx, shape, dtype):
-    """np.empty that ends with the calling function, without malloc and references: for what is small, outside of
-    loops. It must not be returned."""
-    def codegen(context, builder, sig, args):
-        shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
-        return _on_stack(context, builder, sig.return_type, shapes)
-    return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+def _on_heap(context, builder, kind, shapes, cleared=False):
+    array = arrayobj._empty_nd_impl(context, builder, kind, shapes)
+    if cleared:
+        cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
+    return array._getvalue()
+
+
+def _new_array(make):
+    """An intrinsic (shape, dtype), made in place: numba's are functions that it compiles anew for every type of
+    shape."""
+    @intrinsic
+    def new(ctx, shape, dtype):
+        def codegen(context, builder, sig, args):
+            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+            return make(context, builder, sig.return_type, shapes)
+        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+    return new
+
+
+empty, zeros = _new_array(_on_heap), _new_array(functools.partial(_on_heap, cleared=True))
+# np.empty that ends with the calling function, without malloc and references: for what is small, outside of loops. It
+# must not be returned.
+local = _new_array(_on_stack)
 
 
 def locals_of(record, *arrays):
@@ -211,20 +195,32 @@ def locals_of(record, *arrays):
 def _accumulate(builder, count, begin, left, right, step, out, stride):
     """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
     begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
-    for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
+    for group, column in itertools.product(range(0, ROWS, LANES // 2), range(0, PANEL, 2 * LANES)):
         cells = {}                                           # become registers
-        for r, j in itertools.product(range(TILE_ROWS), range(TILE_VECTORS)):
+        for r, j in itertools.product(range(LANES // 2), range(2)):
             first = begin(I64(group + r), I64(column + LANES * j))
             cells[r, j] = cgutils.alloca_once(builder, first.type)
             builder.store(first, cells[r, j])
         with cgutils.for_range(builder, count, intp=I64) as loop:
-            parts = [right(loop.index, I64(column + LANES * j)) for j in range(TILE_VECTORS)]
-            for r in range(TILE_ROWS):
+            parts = [right(loop.index, I64(column + LANES * j)) for j in range(2)]
+            for r in range(LANES // 2):
                 factor = left(loop.index, group + r)
                 for j, part in enumerate(parts):
                     builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
         for (r, j), cell in cells.items():
             _store(builder, builder.load(cell), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
+
+
+def _product(builder, begin, xp, x_stride, wp, op, out_stride, k4):
+    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly, of pointers."""
+    rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
+
+    def four(k, r):
+        word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
+        return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
+
+    panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
+    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
 
 
 @intrinsic
@@ -237,13 +233,32 @@ def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_a
     sig = types.void(x, i, i, w, i, init, i, i, out, i, i, i)
 
     def codegen(context, builder, sig, args):
-        x_stride, init_stride, out_stride, k4 = (args[i] for i in (2, 7, 10, 11))
         xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
-        rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
-        begin = lambda r, c: _load(builder, _at(builder, ip, init_stride, r, c), _vector(I32, LANES))
-        four = lambda k, r: _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
-        panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))))
-        _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
+        begin = lambda r, c: _load(builder, _at(builder, ip, args[7], r, c), _vector(I32, LANES))
+        _product(builder, begin, xp, args[2], wp, op, args[10], args[11])
+        return context.get_dummy_value()
+    return sig, codegen
+
+
+@intrinsic
+def noisy_tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, sums, sums_at, noise, noise_at, noise_stride, shift,
+               out, out_at, out_stride, k4):
+    """The same with noise: init int32 is one row, to which row r adds sums[r] * noise[r // 2] >> shift, int32; a
+    noise_stride of 0 gives one row of noise to all."""
+    i = types.int64
+    sig = types.void(x, i, i, w, i, init, i, sums, i, noise, i, i, types.int32, out, i, i, i)
+
+    def codegen(context, builder, sig, args):
+        xp, wp, ip, sp, np_, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 7, 9, 13))
+        shift, vector = _splat(builder, args[12], LANES), _vector(I32, LANES)
+
+        def begin(r, c):
+            first = _load(builder, builder.gep(ip, [c]), vector)
+            scale = _splat(builder, builder.load(builder.gep(sp, [r])), LANES)
+            part = _load(builder, _at(builder, np_, args[11], I64(r.constant // 2), c), vector)
+            return builder.add(first, builder.ashr(builder.mul(scale, part), shift))
+
+        _product(builder, begin, xp, args[2], wp, op, args[15], args[16])
         return context.get_dummy_value()
     return sig, codegen
 
@@ -275,21 +290,14 @@ def dot(ctx, x, x_at, w, w_at, count):
     sig = types.int32(x, i, w, i, i)
 
     def codegen(context, builder, sig, args):
-        pointers = [_pointer(context, builder, sig, args, i) for i in (0, 2)]
-        vector, acc_t = _vector(I8, 32), _vector(I32, 8)
-        acc = cgutils.alloca_once(builder, acc_t)
-        builder.store(_all(acc_t, 0), acc)
+        xp, wp = (_pointer(context, builder, sig, args, i) for i in (0, 2))
+        acc = cgutils.alloca_once(builder, _vector(I32, 8))
+        builder.store(_all(_vector(I32, 8), 0), acc)
         with cgutils.for_range(builder, builder.sdiv(args[4], I64(32)), intp=I64) as loop:
             at = builder.mul(loop.index, I64(32))
-            some, their = (_load(builder, builder.gep(p, [at]), vector) for p in pointers)
-            if KIND.startswith("vnni"):
-                f = _function(builder, acc_t, [acc_t, vector, vector], "llvm.x86.avx512.vpdpbusd.256")
-                builder.store(builder.call(f, [builder.load(acc), some, their]), acc)
-            else:
-                words, ints = _vector(I16, 32), _vector(I32, 32)
-                products = builder.mul(builder.sext(builder.zext(some, words), ints), builder.sext(their, ints))
-                for part in range(0, 32, 8):
-                    builder.store(builder.add(builder.load(acc), _lanes(builder, products, range(part, part + 8))), acc)
+            some = _load(builder, builder.gep(xp, [at]), _vector(I8, 32))
+            theirs = _weights(builder, builder.gep(wp, [at]), 8)
+            builder.store(_dot_step(builder, builder.load(acc), some, theirs), acc)
         return _sum(builder, builder.load(acc))
     return sig, codegen
 
@@ -324,7 +332,7 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
     """int64: the sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i where out has elements.
 
     table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
-    far as out is written. `short` (0 or 1): the table is zero from entry 96 on, as it is at the usual scale."""
+    far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
     i = types.int64
     sig = types.int64(table, i, types.int32, types.int32, z, i, i, out, i)
 
@@ -352,17 +360,14 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
         blocks = builder.sdiv(builder.add(count, I64(15)), I64(16))
 
         def look_up(pairs):
-            """The loop over the blocks with a table of 32 * pairs entries, then zeros, in registers."""
+            """The loop over the blocks with a table in registers: 32 * pairs entries, the last of which goes on."""
             parts = [_load(builder, builder.gep(tp, [I64(16 * q)]), v) for q in range(2 * pairs)]
             with cgutils.for_range(builder, blocks, intp=I64) as loop:
                 at = builder.mul(loop.index, I64(16))
                 d = builder.sub(top, builder.ashr(_load(builder, builder.gep(zp, [at]), v), shift))
                 lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
-                valid = builder.icmp_signed("<", lane, last)
-                if pairs == 8:
-                    d = builder.select(builder.icmp_unsigned("<", d, number(255)), d, number(255))
-                else:
-                    valid = builder.and_(valid, builder.icmp_unsigned("<", d, number(32 * pairs)))
+                end = number(32 * pairs - 1)
+                d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
                 # the low five bits of d select within a pair of registers, the others the pair
                 values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
                 bit = 32
@@ -371,7 +376,7 @@ def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
                     values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
                               for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
                     bit *= 2
-                e = builder.select(valid, values[0], number(0))
+                e = builder.select(builder.icmp_signed("<", lane, last), values[0], number(0))
                 with builder.if_then(stored):
                     _store(builder, e, builder.gep(op, [at]))
                 # two 32-bit lanes: add both halves as 64-bit numbers

@@ -49,11 +49,10 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     if known is None:
         return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
-    at %= len(tokens)
+    size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
     seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
     random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
-    which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
-    return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
+    return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
 
 
 class Tables:
