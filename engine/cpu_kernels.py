@@ -24,7 +24,6 @@ AT_W, AT_P, AT_C, COLUMN, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range
 i64 = np.int64
 # the layer of what is in none, a model without noise
 NO_LAYER = CLEAN = i64(0)
-NO_INTS = np.empty(0, np.int32)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
@@ -358,7 +357,7 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
         if noisy:
-            totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, NO_INTS, 0)
+            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, z, 0, 0)
             at = start + T + 1 + drawn * ((first + r) % T)
             for k in range(at, at + drawn):
                 targets[r] += z[r, windows[window, k]]

@@ -108,7 +108,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
             for r in range(count):
                 seen = start + block + r + 1
                 top = shift_right(largest(scores, r, seen), shift)
-                totals[r] = exp_sum(exp, c.short_exp, top, shift, scores, r * columns, seen, weights, 0)
+                totals[r] = exp_sum(exp, 0, c.short_exp, top, shift, scores, r * columns, seen, weights, 0, 1)
                 for p in range(seen, wide):
                     weights[p] = 0
                 for p in range(wide):

@@ -10,6 +10,7 @@ All give the same bits: every product is exact.
 """
 
 import functools
+import inspect
 import itertools
 
 import llvmlite.binding as llvm
@@ -63,12 +64,6 @@ def _function(builder, result, arguments, name):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _pointer(context, builder, sig, args, i, at=None):
-    """To array argument i, from element `at` on: argument i + 1."""
-    data = context.make_array(sig.args[i])(context, builder, args[i]).data
-    return builder.gep(data, [args[i + 1] if at is None else at])
-
-
 def _at(builder, pointer, stride, row, column):
     return builder.gep(pointer, [builder.add(builder.mul(stride, row), column)])
 
@@ -99,11 +94,8 @@ def _lanes(builder, vector, which):
 
 def _sum(builder, vector):
     """The sum of a vector's lanes."""
-    n = vector.type.count
-    while n > 1:
-        n //= 2
-        vector = builder.add(_lanes(builder, vector, range(n)), _lanes(builder, vector, range(n, 2 * n)))
-    return builder.extract_element(vector, I32(0))
+    name = f"llvm.vector.reduce.add.v{vector.type.count}i{vector.type.element.width}"
+    return builder.call(_function(builder, vector.type.element, [vector.type], name), [vector])
 
 
 def _splat(builder, scalar, n):
@@ -211,183 +203,167 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
             _store(builder, builder.load(cell), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
 
 
-def _product(builder, begin, xp, x_stride, wp, op, out_stride, k4):
-    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly, of pointers."""
-    rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
+def operation(result):
+    """A decorator that makes an intrinsic of a function that generates its code from a builder and values. A parameter
+    that is marked "array" is a pointer; the caller gives an array and the index of the element to which it points.
+    The others are int64, or of the type that they are marked with. result: the type of what is returned."""
+    def decorate(generate):
+        marks = [p.annotation for p in inspect.signature(generate).parameters.values()][1:]
+        count = 1 + len(marks) + marks.count("array")
+
+        def define(ctx, *given):
+            given, kinds = iter(given), []
+            for mark in marks:
+                if mark == "array":
+                    kinds.append(next(given))
+                next(given)
+                kinds.append(types.int64 if mark in ("array", inspect.Parameter.empty) else mark)
+
+            def codegen(context, builder, sig, args):
+                args, values = iter(zip(sig.args, args)), []
+                for kind, value in args:
+                    if isinstance(kind, types.Array):
+                        value = builder.gep(context.make_array(kind)(context, builder, value).data, [next(args)[1]])
+                    values.append(value)
+                return generate(builder, *values) or context.get_dummy_value()
+            return result(*kinds), codegen
+
+        define.__signature__ = inspect.Signature([inspect.Parameter(f"argument_{n}", inspect.Parameter.POSITIONAL_ONLY)
+                                                  for n in range(count)])
+        return intrinsic(define)
+    return decorate
+
+
+def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
+    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8: one
+    packed panel [k4, PANEL, 4], out int32 (row stride in elements)."""
+    rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
         word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
-    panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
-    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
+    panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
+    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
 
 
-@intrinsic
-def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_at, out_stride, k4):
-    """out[ROWS, PANEL] = init + x[ROWS, 4 k4] . w, exactly.
-
-    x uint8 (row stride in bytes), w int8: one packed panel [k4, PANEL, 4] from byte w_at on; init and out int32 with
-    row strides in elements (init_stride 0 repeats one row; init may be out itself)."""
-    i = types.int64
-    sig = types.void(x, i, i, w, i, init, i, i, out, i, i, i)
-
-    def codegen(context, builder, sig, args):
-        xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
-        begin = lambda r, c: _load(builder, _at(builder, ip, args[7], r, c), _vector(I32, LANES))
-        _product(builder, begin, xp, args[2], wp, op, args[10], args[11])
-        return context.get_dummy_value()
-    return sig, codegen
+@operation(types.void)
+def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
+    """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
+    others: see `_product`."""
+    begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
-@intrinsic
-def noisy_tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, sums, sums_at, noise, noise_at, noise_stride, shift,
-               out, out_at, out_stride, k4):
-    """The same with noise: init int32 is one row, to which row r adds sums[r] * noise[r // 2] >> shift, int32; a
-    noise_stride of 0 gives one row of noise to all."""
-    i = types.int64
-    sig = types.void(x, i, i, w, i, init, i, sums, i, noise, i, i, types.int32, out, i, i, i)
+@operation(types.void)
+def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "array", noise: "array", noise_stride,
+               shift: types.int32, out: "array", out_stride, k4):
+    """out[ROWS, PANEL] = init + (sums[r] * noise[r // 2] >> shift) + x . w in row r, all int32: init one row, sums
+    [ROWS], noise as many rows as its stride, in elements, allows: a stride of 0 repeats one. The others: see
+    `_product`."""
+    vector, shift = _vector(I32, LANES), _splat(builder, shift, LANES)
 
-    def codegen(context, builder, sig, args):
-        xp, wp, ip, sp, np_, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 7, 9, 13))
-        shift, vector = _splat(builder, args[12], LANES), _vector(I32, LANES)
+    def begin(r, c):
+        factor = _splat(builder, builder.load(builder.gep(sums, [r])), LANES)
+        part = _load(builder, _at(builder, noise, noise_stride, I64(r.constant // 2), c), vector)
+        first = _load(builder, builder.gep(init, [c]), vector)
+        return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-        def begin(r, c):
-            first = _load(builder, builder.gep(ip, [c]), vector)
-            scale = _splat(builder, builder.load(builder.gep(sp, [r])), LANES)
-            part = _load(builder, _at(builder, np_, args[11], I64(r.constant // 2), c), vector)
-            return builder.add(first, builder.ashr(builder.mul(scale, part), shift))
-
-        _product(builder, begin, xp, args[2], wp, op, args[15], args[16])
-        return context.get_dummy_value()
-    return sig, codegen
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
 
 
-@intrinsic
-def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
+@operation(types.void)
+def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stride, count):
     """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in
     order, from 0. x, out: row strides in elements; w: one contiguous panel."""
-    i = types.int64
-    sig = types.void(x, i, i, w, out, i, i, i)
-
-    def codegen(context, builder, sig, args):
-        x_stride, out_stride, count, vector = args[2], args[6], args[7], _vector(ir.FloatType(), LANES)
-        xp, op = (_pointer(context, builder, sig, args, i) for i in (0, 4))
-        wp = _pointer(context, builder, sig, args, 3, I64(0))
-        fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
-        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, I64(r), k)), LANES)
-        panel = lambda k, c: _load(builder, _at(builder, wp, k, I64(PANEL), c), vector)
-        _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
-                    lambda acc, a, b: builder.call(fma, [a, b, acc]), op, out_stride)
-        return context.get_dummy_value()
-    return sig, codegen
+    vector = _vector(ir.FloatType(), LANES)
+    fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
+    factor = lambda k, r: _splat(builder, builder.load(_at(builder, x, x_stride, I64(r), k)), LANES)
+    panel = lambda k, c: _load(builder, _at(builder, w, k, I64(PANEL), c), vector)
+    _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
+                lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
-@intrinsic
-def dot(ctx, x, x_at, w, w_at, count):
-    """int32: the sum of x[x_at + i] * w[w_at + i], exactly; x uint8, w int8, count a multiple of 32."""
-    i = types.int64
-    sig = types.int32(x, i, w, i, i)
-
-    def codegen(context, builder, sig, args):
-        xp, wp = (_pointer(context, builder, sig, args, i) for i in (0, 2))
-        acc = cgutils.alloca_once(builder, _vector(I32, 8))
-        builder.store(_all(_vector(I32, 8), 0), acc)
-        with cgutils.for_range(builder, builder.sdiv(args[4], I64(32)), intp=I64) as loop:
-            at = builder.mul(loop.index, I64(32))
-            some = _load(builder, builder.gep(xp, [at]), _vector(I8, 32))
-            theirs = _weights(builder, builder.gep(wp, [at]), 8)
-            builder.store(_dot_step(builder, builder.load(acc), some, theirs), acc)
-        return _sum(builder, builder.load(acc))
-    return sig, codegen
+@operation(types.int32)
+def dot(builder, x: "array", w: "array", count):
+    """The sum of x[i] * w[i], exactly; x uint8, w int8, count a multiple of 32."""
+    acc = cgutils.alloca_once(builder, _vector(I32, 8))
+    builder.store(_all(_vector(I32, 8), 0), acc)
+    with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+        at = builder.mul(loop.index, I64(32))
+        some, theirs = _load(builder, builder.gep(x, [at]), _vector(I8, 32)), _weights(builder, builder.gep(w, [at]), 8)
+        builder.store(_dot_step(builder, builder.load(acc), some, theirs), acc)
+    return _sum(builder, builder.load(acc))
 
 
-@intrinsic
-def gelu(ctx, x, at, count):
-    """x[at + i] = GELU(x[at + i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from
-    -127 on. GELU(x) is max(x, 0) less a function of |x| that has few steps."""
-    i = types.int64
-    sig = types.void(x, i, i)
-
-    def codegen(context, builder, sig, args):
-        size, p = 4 * LANES, _pointer(context, builder, sig, args, 0)
-        v = _vector(I8, size)
-        number = functools.partial(_all, v)
-        with cgutils.for_range(builder, builder.sdiv(args[2], I64(size)), intp=I64) as loop:
-            here = builder.gep(p, [builder.mul(loop.index, I64(size))])
-            value = _load(builder, here, v)
-            positive = builder.icmp_signed(">", value, number(0))
-            distance = builder.select(positive, value, builder.neg(value))
-            value = builder.add(builder.select(positive, value, number(0)), number(128))
-            for first, step in GELU_STEPS:
-                reached = builder.icmp_unsigned(">=", distance, number(first))
-                value = builder.sub(value, builder.select(reached, number(step), number(0)))
-            _store(builder, value, here)
-        return context.get_dummy_value()
-    return sig, codegen
+@operation(types.void)
+def gelu(builder, x: "array", count):
+    """x[i] = GELU(x[i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from -127 on.
+    GELU(x) is max(x, 0) less a function of |x| that has few steps."""
+    size = 4 * LANES
+    number = functools.partial(_all, _vector(I8, size))
+    with cgutils.for_range(builder, builder.sdiv(count, I64(size)), intp=I64) as loop:
+        here = builder.gep(x, [builder.mul(loop.index, I64(size))])
+        value = _load(builder, here, _vector(I8, size))
+        positive = builder.icmp_signed(">", value, number(0))
+        distance = builder.select(positive, value, builder.neg(value))
+        value = builder.add(builder.select(positive, value, number(0)), number(128))
+        for first, step in GELU_STEPS:
+            reached = builder.icmp_unsigned(">=", distance, number(first))
+            value = builder.sub(value, builder.select(reached, number(step), number(0)))
+        _store(builder, value, here)
 
 
-@intrinsic
-def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
-    """int64: the sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i where out has elements.
+@operation(types.int64)
+def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array",
+            stored):
+    """The sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i unless `stored` is 0.
 
     table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
     far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
-    i = types.int64
-    sig = types.int64(table, i, types.int32, types.int32, z, i, i, out, i)
+    stored, v, v64 = builder.icmp_signed("!=", stored, I64(0)), _vector(I32, 16), _vector(I64, 8)
+    total = cgutils.alloca_once(builder, v64 if KIND == "vnni512" else I64)
+    builder.store(ir.Constant(total.type.pointee, None), total)
+    if KIND != "vnni512":
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            d = builder.sub(top, builder.ashr(builder.load(builder.gep(z, [loop.index])), shift))
+            d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
+            e = builder.load(builder.gep(table, [builder.zext(d, I64)]))
+            builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
+            with builder.if_then(stored):
+                builder.store(e, builder.gep(out, [loop.index]))
+        return builder.load(total)
+    number, low = functools.partial(_all, v), _all(v64, 0xFFFFFFFF)
+    permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
+    top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
 
-    def codegen(context, builder, sig, args):
-        _, short, top, shift, _, _, count, oa, _ = args
-        tp, zp, op = (_pointer(context, builder, sig, args, i, at) for i, at in ((0, I64(0)), (4, None), (7, None)))
-        stored = builder.icmp_signed(">", context.make_array(sig.args[7])(context, builder, oa).nitems, I64(0))
-        if KIND != "vnni512":
-            total = cgutils.alloca_once(builder, I64)
-            builder.store(I64(0), total)
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                d = builder.sub(top, builder.ashr(builder.load(builder.gep(zp, [loop.index])), shift))
-                d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
-                e = builder.load(builder.gep(tp, [builder.zext(d, I64)]))
-                builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
-                with builder.if_then(stored):
-                    builder.store(e, builder.gep(op, [loop.index]))
-            return builder.load(total)
-        v, v64 = _vector(I32, 16), _vector(I64, 8)
-        number = functools.partial(_all, v)
-        permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-        acc = cgutils.alloca_once(builder, v64)
-        builder.store(_all(v64, 0), acc)
-        top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
-        blocks = builder.sdiv(builder.add(count, I64(15)), I64(16))
+    def look_up(pairs):
+        """The loop with a table in registers: 32 * pairs entries, the last of which goes on."""
+        parts = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(2 * pairs)]
+        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
+            at, end = builder.mul(loop.index, I64(16)), number(32 * pairs - 1)
+            d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
+            d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
+            # the low five bits of d select within a pair of registers, the others the pair
+            values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
+            bit = 32
+            while len(values) > 1:
+                high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
+                values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
+                          for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
+                bit *= 2
+            lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
+            e = builder.select(builder.icmp_signed("<", lane, last), values[0], number(0))
+            with builder.if_then(stored):
+                _store(builder, e, builder.gep(out, [at]))
+            # two 32-bit lanes: add both halves as 64-bit numbers
+            wide = builder.bitcast(e, v64)
+            both = builder.add(builder.and_(wide, low), builder.lshr(wide, _all(v64, 32)))
+            builder.store(builder.add(builder.load(total), both), total)
 
-        def look_up(pairs):
-            """The loop over the blocks with a table in registers: 32 * pairs entries, the last of which goes on."""
-            parts = [_load(builder, builder.gep(tp, [I64(16 * q)]), v) for q in range(2 * pairs)]
-            with cgutils.for_range(builder, blocks, intp=I64) as loop:
-                at = builder.mul(loop.index, I64(16))
-                d = builder.sub(top, builder.ashr(_load(builder, builder.gep(zp, [at]), v), shift))
-                lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
-                end = number(32 * pairs - 1)
-                d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
-                # the low five bits of d select within a pair of registers, the others the pair
-                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
-                bit = 32
-                while len(values) > 1:
-                    high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
-                    values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
-                              for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
-                    bit *= 2
-                e = builder.select(builder.icmp_signed("<", lane, last), values[0], number(0))
-                with builder.if_then(stored):
-                    _store(builder, e, builder.gep(op, [at]))
-                # two 32-bit lanes: add both halves as 64-bit numbers
-                wide = builder.bitcast(e, v64)
-                both = builder.add(builder.and_(wide, _all(v64, 0xFFFFFFFF)), builder.lshr(wide, _all(v64, 32)))
-                builder.store(builder.add(builder.load(acc), both), acc)
-
-        with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
-            with then:
-                look_up(3)
-            with otherwise:
-                look_up(8)
-        return _sum(builder, builder.load(acc))
-    return sig, codegen
+    with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
+        with then:
+            look_up(3)
+        with otherwise:
+            look_up(8)
+    return _sum(builder, builder.load(total))

@@ -5,29 +5,16 @@ A rule is a plain function of scalars, built with a compiler and its arithmetic:
 result is cast, because numba's own rules of promotion differ between its targets.
 """
 
+from collections import namedtuple
 from types import SimpleNamespace
-from typing import Callable, NamedTuple
 
 import numpy as np
 
-
-class Arithmetic(NamedTuple):
-    """The operations of a target. Floats are float32, IEEE, rounded once to nearest, never contracted."""
-    i32: Callable               # casts; integers wrap
-    u32: Callable
-    f32: Callable
-    trunc: Callable = None      # int32 of a float32, toward zero, saturating
-    trunc_64th: Callable = None  # int32 / 64, toward zero
-    divide: Callable = None     # divide(p, d): int32 p / int32 d, toward zero, for |p| < 2^23 and d > 0
-    log2_floor: Callable = None  # of a positive int64
-    sqrt: Callable = None
-    fma: Callable = None
-    add: Callable = None
-    sub: Callable = None
-    mul: Callable = None
-    div: Callable = None
-
-
+# The operations of a target. i32, u32, f32: casts; integers wrap, floats are IEEE, rounded once to nearest, never
+# contracted. trunc: int32 of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32
+# p / int32 d, toward zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
+Arithmetic = namedtuple("Arithmetic", "i32 u32 f32 trunc trunc_64th divide log2_floor sqrt fma add sub mul div",
+                        defaults=(None,) * 10)
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
 
 

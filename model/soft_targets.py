@@ -1,23 +1,20 @@
 """Soft targets (SPEC 7): a position is scored against the token that follows it and against tokens that follow the same
 context elsewhere in the training data. Most of the noise in a pair's loss difference is which token happened to
-follow. NumPy, without devices or sockets."""
+follow."""
 
 import os
 import threading
+from collections import namedtuple
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import numpy as np
 
 from model import rules
 
 
-class Followers(NamedTuple):
-    """What follows every context in the data. The tokens after the context of the token at place p are
-    tokens[first[p]:first[p] + size[p]], in ascending order."""
-    first: np.ndarray       # uint32 [n]
-    size: np.ndarray        # uint32 [n], at least 1
-    tokens: np.ndarray      # as the data [n]
+# What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of the
+# token at place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
+Followers = namedtuple("Followers", "first size tokens")
 
 
 def followers(cfg, tokens, context):

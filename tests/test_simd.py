@@ -29,7 +29,7 @@ def hold_against_numpy():
 
     @njit(error_model="numpy")
     def chains(x, w, out, count):
-        simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), out.ravel(), 0, out.shape[1], count)
+        simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), 0, out.ravel(), 0, out.shape[1], count)
 
     @njit(error_model="numpy")
     def dotted(x, x_at, w, w_at, count):
@@ -41,7 +41,7 @@ def hold_against_numpy():
 
     @njit(error_model="numpy")
     def summed(table, short, top, shift, z, z_at, count, out, out_at):
-        return simd.exp_sum(table, short, top, shift, z, z_at, count, out, out_at)
+        return simd.exp_sum(table, 0, short, top, shift, z, z_at, count, out, out_at, out.size)
 
     for k4 in (1, 2, 3, 8, 17, 64, 257):
         for low, high in ((0, 256), (255, 256)):                # extreme operands too: no sum of pairs may saturate
