@@ -71,7 +71,7 @@ def log2_floor(q):
 
 
 TARGET = rules.Arithmetic(
-    i32, u32, f32, trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
+    trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
     add=rule(lambda a, b: f32(a + b)), sub=rule(lambda a, b: f32(a - b)), mul=rule(lambda a, b: f32(a * b)),
     div=rule(lambda a, b: f32(a / b)))
 
@@ -94,7 +94,7 @@ def _by_mode(name):
     return _switched(*(getattr(rules.factor_rules(rule, TARGET, mode), name) for mode in range(3)))
 
 
-_draws = [rules.draw_rules(rule, TARGET, gaussian) for gaussian in range(2)]
+_draws = [rules.draw_rules(rule, gaussian) for gaussian in range(2)]
 # draw(gaussian, r, mask)
 hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
 # each (mode, ...)

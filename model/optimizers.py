@@ -14,8 +14,8 @@ MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
 
 
-# float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON (size is then the length of a
-# step), or ZTEST (lr is then the smallest vote that moves a weight, a whole number)
+# float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON (size is then the length of
+# a step), or ZTEST (lr is then the smallest vote that moves a weight, a whole number)
 Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size")
 
 

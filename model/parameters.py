@@ -5,6 +5,7 @@
 import functools
 import hashlib
 import math
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
@@ -73,27 +74,16 @@ GRU_TABLE = (
 LAYER_SEED = 1000           # seed distance of two layers
 
 
-class Tensor(NamedTuple):
-    """One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`."""
-    param: int              # index into the table
-    name: str
-    layer: int
-    rows: int               # inputs; 1 for a vector
-    cols: int               # outputs; the width of a vector
-    size: int               # rows * cols
-    matrix: bool
-    weights: int            # first element in State.weights and in the optimizer arrays
-    seed_a: int             # added to a member's seed: stream of the output side (vector: first stream)
-    seed_b: int             # stream of the input side (vector: second stream)
-    overlay_a: int          # first entry in State.overlay that scales stream a
-    overlay_b: int          # ... that scales stream b (vector: the same as overlay_a)
-    lr_scale: float
-    per_layer: bool
-    looked_up: bool         # its columns are looked up
-    product: bool           # activations are multiplied by it
-    hidden: bool            # a matrix from hidden units to hidden units: those that Muon moves
-    by_token: bool          # a table with a column for every token
-    seen: bool              # SEEN_VOTES applies: not to the recurrent head, which every window teaches about all tokens
+# One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`. param: index into the
+# table; rows: inputs, 1 for a vector; cols: outputs, or the width of a vector; size: rows * cols; weights: first
+# element in State.weights and in the optimizer arrays; seed_a, seed_b: added to a member's seed, streams of the output
+# and of the input side (vector: first and second stream); overlay_a, overlay_b: first entry in State.overlay that
+# scales stream a or b (vector: the same); looked_up: its columns are; product: activations are multiplied by it;
+# hidden: a matrix from hidden units to hidden units, which Muon moves; by_token: a table with a column for every token;
+# seen: SEEN_VOTES applies, not to the recurrent model's head, which every window teaches about all tokens.
+Tensor = namedtuple("Tensor", (
+    "param name layer rows cols size matrix weights seed_a seed_b overlay_a overlay_b lr_scale per_layer looked_up "
+    "product hidden by_token seen"))
 
 
 def table(cfg):

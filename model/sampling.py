@@ -7,8 +7,8 @@ import numpy as np
 from model.rules import hash32
 
 
-# temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept; penalty float32: logit units taken
-# once from every token seen
+# temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept; penalty float32: logit units
+# taken once from every token seen
 Sampling = namedtuple("Sampling", "temp floor penalty")
 
 

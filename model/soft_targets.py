@@ -12,8 +12,8 @@ import numpy as np
 from model import rules
 
 
-# What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of the
-# token at place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
+# What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of
+# the token at place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
 Followers = namedtuple("Followers", "first size tokens")
 
 
