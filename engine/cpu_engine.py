@@ -190,7 +190,7 @@ class CpuEngine:
 
         def work(a, b):
             windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
-            self._model.evaluate(self._w, windows, seed, shift, first // 2 + a, losses[a:b])
+            self._model.run(self._w, windows, None, self.cfg.STATE_TOKENS, seed, 1, first // 2 + a, shift, losses[a:b])
 
         return losses, Shared(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
 
@@ -302,7 +302,7 @@ class CpuEngine:
         exp64 = np.exp(-np.arange(8192) * unit)
 
         def work(a, b):
-            self._model.validate(self._w, windows[a:b], exp64, unit, nats[a:b])
+            self._model.run(self._w, windows[a:b], nats=nats[a:b], exp64=exp64, unit=unit)
 
         self._spread(len(windows), 1 << 30, work, together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)

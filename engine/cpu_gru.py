@@ -162,6 +162,6 @@ class Gru(Forward):
 
         def read(tokens):
             windows = np.append(tokens, 0)[None].astype(np.int32)
-            return self._run(w, windows, state)[(len(tokens) - 1) % GROUP]
+            return self.run(w, windows, state)[(len(tokens) - 1) % GROUP]
 
         return read

@@ -396,24 +396,21 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
 
 
 class Forward:
-    """The forward pass of a model as the engine wants it. run: its `run_windows`; tables: what that reads besides the
-    weights; `together`: pairs that share work, so that the engine cuts a job at multiples of it."""
+    """The forward pass of a model as the engine wants it. run_windows: the model's; tables: what that reads besides the
+    weights. A model has `together`, pairs that share work, so that the engine cuts a job at multiples of it; _memory,
+    what run_windows keeps from position to position; and reader(w, total), a function that takes the next tokens of a
+    sequence, `total` tokens at most in all, and gives int32 logits [>= V]."""
 
-    def __init__(self, cfg, constants, tables, run):
-        self.cfg, self._constants, self._tables, self._run_windows = cfg, constants, tables, run
+    def __init__(self, cfg, constants, tables, run_windows):
+        self.cfg, self._constants, self._tables, self._run_windows = cfg, constants, tables, run_windows
 
-    def evaluate(self, w, windows, seed, shift, first_pair, losses):
-        """Adds the losses of pairs first_pair.. of a step to int64 [pairs, 2]; windows int32, of model.soft_targets;
-        seed, shift: of the step and its noise."""
-        self._run(w, windows, self._memory(2, len(windows), self.cfg.SEQ_LEN), self.cfg.STATE_TOKENS, seed + first_pair,
-                  1, first_pair, shift, losses=losses)
-
-    def validate(self, w, windows, exp64, unit, nats):
-        """Adds the cross-entropies of windows int32 [n, tokens + 1] to nats float64 [n]; exp64, unit: see Scoring."""
-        self._run(w, windows, self._memory(1, len(windows), windows.shape[1] - 1), nats=nats, exp64=exp64, unit=unit)
-
-    def _run(self, w, windows, memory, start=0, seed=0, noisy=0, first_pair=0, shift=0, losses=np.empty((0, 2), i64),
-             nats=np.empty(0), exp64=np.empty(0), unit=0.0):
+    def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
+            losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):
+        """Adds up what Scoring says; int32 [GROUP, V padded]: logits. noisy: windows int32 are those of
+        model.soft_targets for pairs first_pair.. of a step with this seed and noise shift."""
+        if memory is None:
+            positions = (windows.shape[1] - 1 - start) // (self.cfg.TARGETS if noisy else 1)
+            memory = self._memory(2 if noisy else 1, len(windows), positions)
         return self._run_windows(self._constants._replace(matrix_shift=shift), w, self._tables,
                                  Scoring(losses, nats, exp64, unit), windows, start, memory,
-                                 np.uint32(seed & 0xFFFFFFFF), noisy, first_pair)
+                                 np.uint32(seed + first_pair & 0xFFFFFFFF), noisy, first_pair)

@@ -8,7 +8,7 @@ import numpy as np
 from engine.cpu_kernels import (GROUP, NO_LAYER, Forward, add_residual, amax, draw_norm, draw_sides, embed, i64,
                                 inlined, inner, largest, layer_norm, leaf, mlp, new_sides, njit, product, score_rows)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
-from engine.simd import PANEL, ROWS, dot, empty, exp_sum, local, tile
+from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
 from model import integer_tables, parameters, transforms
 
 LN_INIT, LN_1, W_Q, W_K, W_V, W_O, LN_2 = (i64([p.name for p in parameters.TABLE].index(name)) for name in (
@@ -50,15 +50,17 @@ def rotate(pairs, r, rope, t, bit):
 
 
 @leaf
-def pack_head(keys, words, values, first, context, ones, packed_k, packed_v, correction):
+def pack_head(keys, words, values, first, context, packed_k, packed_v, correction):
     """Fills the panels of one head for `tile` with `context` rows from `first` on: packed_k int32 [columns / PANEL,
     D / 4, PANEL] with the keys as columns, packed_v uint32 [D / PANEL, columns / 4, PANEL] with the values as rows,
     correction int32 [columns]. keys int8 and words int32, the same memory, and values uint8 have a row a position and
-    begin with this head; ones uint8 [D]: 128 each."""
-    D = ones.size
+    begin with this head."""
+    D = 4 * packed_k.shape[1]
     for p in range(context):
-        correction[p] = i32(-dot(ones, 0, keys[first + p], 0, D))
-        four, column = words[first + p], packed_k[p // PANEL, :, p % PANEL]
+        total, key, four, column = i32(0), keys[first + p], words[first + p], packed_k[p // PANEL, :, p % PANEL]
+        for d in range(D):
+            total = i32(total + key[d])
+        correction[p] = i32(-128 * total)
         for d in range(D // 4):
             column[d] = four[d]
     for p in range(0, context, 4):
@@ -71,12 +73,12 @@ def pack_head(keys, words, values, first, context, ones, packed_k, packed_v, cor
 
 
 @leaf
-def weighted_mean(weighted, r, total, out):
-    """out uint8 [D] = clip(weighted[r] / total) + 128, truncated: float64 as in `divide`, exact for these sums."""
+def weighted_mean(weighted, total, out):
+    """out uint8 [D] = clip(weighted / total) + 128, truncated: float64 as in `divide`, exact for these sums."""
     reciprocal = 1.0 / f64(total)
     for d in range(out.size):
-        size = i32((abs(weighted[r, d]) + 0.5) * reciprocal)
-        out[d] = np.uint8(clip(size if weighted[r, d] >= 0 else i32(-size)) + i32(128))
+        size = i32((abs(weighted[d]) + 0.5) * reciprocal)
+        out[d] = np.uint8(clip(size if weighted[d] >= 0 else i32(-size)) + i32(128))
 
 
 @leaf
@@ -87,17 +89,14 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of
     byte limbs."""
     D, H, columns, scores, limbs, weights = c.D, c.H, room.correction.size, room.scores, room.limbs, room.weights
-    ones, nothing = local(D, np.uint8), local(PANEL, i32)
     sums, weighted, totals = local((3, ROWS, D), i32), local((ROWS, D), f64), local(ROWS, np.int64)
-    shift, exp = i32(c.attn), tb.exp
-    for d in range(D):
-        ones[d] = 128
+    shift, exp, nothing = i32(c.attn), tb.exp, local(PANEL, i32)
     for p in range(PANEL):
         nothing[p] = 0
     for head in range(c.heads):
         base = head * D
         pack_head(room.keys[slot, :, base:], room.key_words[slot, :, base // 4:], room.value_bytes[slot, :, base:],
-                  cache_row, start + n, ones, room.words_k, room.words_v, room.correction)
+                  cache_row, start + n, room.words_k, room.words_v, room.correction)
         for block in range(0, n, ROWS):
             count = min(ROWS, n - block)
             reach = start + block + count                      # positions the last row of the block sees
@@ -127,8 +126,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
                         # exact: below 2^53 for 2^28 positions
                         weighted[r, d] = part + (weighted[r, d] if first else 0.0)
             for r in range(count):
-                row = first_row + block + r
-                weighted_mean(weighted, r, totals[r], room.x[row, base:base + D])
+                weighted_mean(weighted[r], totals[r], room.x[first_row + block + r, base:base + D])
 
 
 @leaf
@@ -211,8 +209,6 @@ class Transformer(Forward):
         return np.zeros((2, layers, members * positions, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
-        """A function that takes the next tokens of a sequence, `total` tokens at most in all, and gives int32 logits
-        [>= V]."""
         own, sequence, start = copy.copy(self), np.zeros((1, 0), np.int32), 0
         cache = self._memory(1, 1, 0, self.cfg.N_LAYERS)     # grows as it fills
 
@@ -226,7 +222,7 @@ class Transformer(Forward):
                 sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
                 own._tables = tables_for(self.cfg, self._tables.exp, room, True)
             sequence[0, start:start + n] = tokens
-            z = own._run(w, sequence[:, :start + n + 1], cache, start)
+            z = own.run(w, sequence[:, :start + n + 1], cache, start)
             start += n
             return z[(n - 1) % GROUP]
 
