@@ -100,13 +100,12 @@ class CpuEngine:
 
     def __init__(self, cfg, tokens=None, threads=None):
         simd.use(cfg.SIMD)
-        limit = hardware.cores()
-        if threads is not None and not 1 <= threads <= limit:
-            raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
-        self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
+        if threads is not None and not 1 <= threads <= hardware.cores():
+            raise ValueError(f"{threads} threads: this machine allows 1 to {hardware.cores()}")
+        self.cfg, self.tokens, self.threads = cfg, tokens, threads or hardware.cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
-        self._begun = {}                                     # (first, count): `_evaluation`
+        self._begun = {}                # (first, count): (losses int64 [pairs, 2], the Shared that fills them)
         exp = integer_tables.exp_table(cfg)
         self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = constants(cfg, self._exp)
@@ -168,31 +167,29 @@ class CpuEngine:
         digest.update(self._w.overlay.data)
         return digest.digest()
 
-    def begin(self, first, count):
-        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
-        and begins when `update` ends. Two may be begun."""
-        if self._updating:
-            self._following = first, count
-        elif (first, count) not in self._begun:
-            if len(self._begun) > 1:
-                self._stop(next(iter(self._begun)))
-            self._begun[first, count] = self._evaluation(first, count)
-
     def begin_update(self, fitness):
         """What is begun next follows the update by this fitness. True: it can be begun."""
         self._updating = True
         return True
 
-    def _evaluation(self, first, count):
-        """(losses int64 [pairs, 2], the Shared that fills them)."""
-        losses, step, seed = np.zeros((count // 2, 2), np.int64), self.step, self.seed
-        shift, known = self.cfg.noise_shift(step), self._followers.of(step)
+    def begin(self, first, count):
+        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
+        and begins when `update` ends. Two may be begun."""
+        if self._updating:
+            self._following = first, count
+        if self._updating or (first, count) in self._begun:
+            return
+        if len(self._begun) > 1:
+            self._stop(next(iter(self._begun)))
+        cfg, step, seed, losses = self.cfg, self.step, self.seed, np.zeros((count // 2, 2), np.int64)
+        shift, known = cfg.noise_shift(step), self._followers.of(step)
 
         def work(a, b):
-            windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
-            self._model.run(self._w, windows, None, self.cfg.STATE_TOKENS, seed, 1, first // 2 + a, shift, losses[a:b])
+            windows = soft_targets.windows(cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
+            self._model.run(self._w, windows, None, cfg.STATE_TOKENS, seed, 1, first // 2 + a, shift, losses[a:b])
 
-        return losses, Shared(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
+        self._begun[first, count] = losses, Shared(self._pool, self.threads,
+                                                   cut(count // 2, self.threads, self._model.together), work)
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for; nothing reads the weights then, if it is all."""

@@ -79,48 +79,39 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
         divided(y, count, d, -127, 0, candidates[at:])
 
 
-@leaf
-def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
-    """Reads the first n of tokens int32 [sequences, or pairs with noise, >= n]: x int8 [sequences * n, H], the last
-    layer's output; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
-    overwritten. S: seed of the first pair."""
-    members = 2 if noisy else 1
+@inner
+def read(c, w, S, noisy, tokens, n, state):
+    """int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with noise,
+    >= n]; state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
+    members, size = 2 if noisy else 1, (tokens.shape[0] * (2 if noisy else 1) * n, c.H)
+    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
+    units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:])
-    units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for layer in range(c.L):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
         recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x)
         for q in range(units):
             mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
+    return x
 
 
 @inner
 def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
-    n, H, members = windows.shape[0], c.H, 2 if noisy else 1
-    T = (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
+    n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
-        some, size = empty((groups, before), i32), (groups * before, H)
+        some = empty((groups, before), i32)
+        theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
         for i in range(n):
-            for t in range(before):
-                some[(first_pair + i) // c.per_group - first, t] = windows[i, t]
-        theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, H), np.int8)
-        read(c, w, u32(0), CLEAN, some, before, theirs, empty(size, np.int8), empty(size, np.int8),
-             empty(size, np.int8))
-        for layer in range(c.L):
-            for s in range(2 * n):
-                for i in range(H):
-                    state[layer, s, i] = theirs[layer, (first_pair + s // 2) // c.per_group - first, i]
-    tokens, size = empty((n, T + 1), i32), (members * n * T, H)
-    for i in range(n):
-        for t in range(T + 1):
-            tokens[i, t] = windows[i, before + t]
-    x = empty(size, np.int8)
-    read(c, w, S, noisy, tokens, T, state, empty(size, np.int8), empty(size, np.int8), x)
+            some[(first_pair + i) // c.per_group - first] = windows[i, :before]
+        read(c, w, u32(0), CLEAN, some[:, 0:], before, theirs)
+        for s in range(2 * n):
+            state[:, s] = theirs[:, (first_pair + s // 2) // c.per_group - first]
+    x = read(c, w, S, noisy, windows[:, before:], T, state)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
         score_rows(c, w, exp, scoring, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)

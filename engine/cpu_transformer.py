@@ -163,30 +163,24 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
         add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], i32(c.out), zero)
 
 
-@leaf
-def run_window(c, w, tb, scoring, windows, q, start, T, S, noisy, room, z):
-    """`run_windows` of window q: items 1 to 4 of SPEC 7."""
-    members, h = 2 if noisy else 1, room.h
-    rows = members * T
-    embed(c, w, tb.ntt, S, noisy, windows[q], T, start, rows, h)
-    mlp(c, w, LN_INIT, NO_LAYER, S, noisy, rows, T, h)
-    for layer in range(c.L):
-        attention(c, w, tb, layer, S, noisy, members, T, start, room)
-        mlp(c, w, LN_2, layer, S, noisy, rows, T, h)
-    score_rows(c, w, tb.exp, scoring, windows, q, S, noisy, start, T, h, rows, z)
-
-
 @njit
 def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
     [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
     members of pair seed S + i, else by the unperturbed model; drawn targets follow it. cache int8 [2, 1 or L, members *
     (start + T), H]: keys and values; one layer's worth is enough where nothing follows."""
-    T = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1)
-    room = new_room(c, 2 * T if noisy else T, start + T, cache[0], cache[1])
-    z = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
+    T, members = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1), 2 if noisy else 1
+    rows = members * T
+    room = new_room(c, rows, start + T, cache[0], cache[1])
+    z, h = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32), room.h
     for q in range(windows.shape[0]):
-        run_window(c, w, tb, scoring, windows, q, start, T, u32(S + q), noisy, room, z)
+        seed = u32(S + q)
+        embed(c, w, tb.ntt, seed, noisy, windows[q], T, start, rows, h)
+        mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, rows, T, h)
+        for layer in range(c.L):
+            attention(c, w, tb, layer, seed, noisy, members, T, start, room)
+            mlp(c, w, LN_2, layer, seed, noisy, rows, T, h)
+        score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, h, rows, z)
     return z
 
 
