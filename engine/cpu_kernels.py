@@ -263,7 +263,7 @@ def layer_norm(c, h, count, left, norm, x):
                 x[r, i] = np.uint8(normed(c.mode, h[r, i], norm[0, m, i], norm[1, m, i], mean) + i32(128))
 
 
-@leaf
+@inlined
 def divided(y, count, d, lowest, zero, out):
     """out [count, n] = clip(y / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
