@@ -422,8 +422,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
 
 def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here, capsys):
     call(capsys, "export", "w.safetensors")
-    arrays, metadata = use.read_tensors("w.safetensors")
-    arrays = {name: array.copy() for name, array in arrays.items()}
+    arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
 
     def refused(changed, says, metadata=metadata, **more):
         safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
@@ -432,8 +431,8 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
     refused(arrays, "holds extra, which", extra=np.zeros(3, np.int8))
-    refused(arrays, "ln_f is int8 [63], this configuration has int8 [64]:", ln_f=np.zeros(63, np.int8))
-    refused(arrays, "ln_f is float32 [64]", ln_f=np.zeros(64, np.float32))
+    refused(arrays, "ln_f is I8 [63], this configuration has I8 [64]:", ln_f=np.zeros(63, np.int8))
+    refused(arrays, "ln_f is F32 [64]", ln_f=np.zeros(64, np.float32))
     refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
     refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, np.int8))
     refused(arrays, "its step and seed", {**metadata, "step": "many"})

@@ -284,7 +284,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("tensorboardX", "matplotlib.figure", "torch"):
+    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
     advice = f"{egg.pip()} install tensorboardX"
@@ -294,6 +294,9 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
     assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
+    assert egg.main(["import", "w", "--save-dir", "new"]) == 1
+    lists = os.path.relpath(HERE / "requirements" / "export.txt")
+    assert f"egg: export and import need safetensors: `{egg.pip()} install -r {lists}`" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()
 
 
