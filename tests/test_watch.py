@@ -295,8 +295,8 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
     assert egg.main(["import", "w", "--save-dir", "new"]) == 1
-    lists = os.path.relpath(HERE / "requirements" / "export.txt")
-    assert f"egg: export and import need safetensors: `{egg.pip()} install -r {lists}`" in capsys.readouterr().err
+    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements' / 'export.txt')}"
+    assert capsys.readouterr().err == f"egg: export and import need safetensors: `{advice}`\n"
     assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()
 
 
@@ -772,6 +772,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
         assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
         assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
+        assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
         assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
