@@ -548,8 +548,8 @@ def test_a_trace_shows_every_part_of_member_0(here):
     layer = ["LN1", "Attn", "Attn", "Attn", "LN2", "MLP_Exp", "MLP"]
     assert [p["name"] for p in told["parts"]] == ["Emb", "LN_Init", "InitMLP_Exp", "InitMLP", *layer, *layer, "LN_F"]
     assert (told["step"], told["position"]) == (STEPS, 7) and len(told["weights"]) == len(parameters.tensors(CFG))
-    reading = Reading(CFG, state, lambda layer, name, values: shown.update({(layer, name): values}))
-    whole = reading.logits(rules.windows(CFG, tokens, STEPS, 0, 1)[0][:-1], state.seed, 1)
+    reading = Reading(CFG, state, state.seed, 1, lambda layer, name, values: shown.update({(layer, name): values}))
+    whole = reading.logits(rules.windows(CFG, tokens, STEPS, 0, 1)[0][:-1])
     for part in told["parts"]:
         values = shown[part["layer"], "Weights" if "head" in part else part["name"]]
         want = debug.attention_statistics(values[part["head"]][7]) if "head" in part else debug.statistics(values[7])

@@ -335,7 +335,7 @@ class Stream(io.StringIO):
 
 
 def charts(paths, x="tokens", log=False):
-    curves = plot.read_curves([str(p) for p in paths])
+    curves = [read_curve(p) for p in paths]
     made = [plot.Chart("validation", curves, x, log), plot.Chart("loss", curves, x, log)]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
 

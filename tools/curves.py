@@ -139,8 +139,10 @@ def _cut(points, step):
 class Thinned:
     """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles at need."""
 
-    def __init__(self, most):
+    def __init__(self, most, points=()):
         self.most, self.every, self.points, self._rest = most, 1, [], []
+        for point in points:
+            self.add(*point)
 
     def add(self, *point):
         self._rest.append(point)

@@ -113,7 +113,6 @@ class Figures:
 
     def __init__(self, coordinator):
         self.coordinator, self.step, self.finished, self.best = coordinator, {}, False, None
-        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
         self.lines, self.merges = deque(maxlen=LINES), deque(maxlen=MERGES)
         self.counts, self.sent, self.received = dict.fromkeys(self.COUNTED, 0), 0, 0
         self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
@@ -123,8 +122,8 @@ class Figures:
                 self.curve = curves.read_curve(run.directory)
         self.curve.cut(run.step)
         self.curve.add({"event": "start", "config": coordinator.cfg.constants()})
-        for point in self.curve.loss:
-            self.loss.add(*point[1:])
+        self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))
+        self.validation = curves.Thinned(POINTS)
         for point in self.curve.validation:
             self._add_validation(point)
         for merge in self.curve.merges:
