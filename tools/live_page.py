@@ -76,32 +76,32 @@ def where(address, access):
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
-# metrics that are a field of `Figures.state`: (name without egg_, help text, field, {label: field} if any)
+# (name, help text, field of `Figures.state`)
 METRICS = (
-    ("steps_total", "steps of the run that are complete", "step"),
-    ("tokens_total", "tokens evaluated in them", "tokens"),
-    ("loss", "mean loss of the population in the last step", "loss", {"unit": "loss_unit"}),
-    ("tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so", "tokens_per_second"),
-    ("step_seconds", "duration of the last step", "step_seconds"),
-    ("learning_rate", "learning rate of the last step", "learning_rate"),
-    ("sigma_shift", "SIGMA_SHIFT of the current step: larger means quieter noise", "sigma_shift"),
-    ("weights_changed", "weights that the last reported update changed", "updates"),
-    ("chunks", "chunks of a step", "chunks"),
-    ("chunks_done", "chunks of the current step that are done", "chunks_done"),
-    ("sent_bytes_total", "bytes sent to workers in the steps since the start", "sent"),
-    ("received_bytes_total", "bytes received from workers in the steps since the start", "received"),
-    ("snapshot_step", "step of the newest snapshot, 0 without one", "snapshot"),
-    ("workers", "workers that are connected", "n_workers"))
-# of a worker or a peer, with the fields of it that are labels
-WORKER_METRICS = tuple((*row, ("name", "address", "device")) for row in (
-    ("worker_chunks_total", "results taken from a worker", "chunks"),
-    ("worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
-    ("worker_last_seen_seconds", "seconds since a worker was heard", "last_seen")))
+    ("egg_steps_total", "steps of the run that are complete", "step"),
+    ("egg_tokens_total", "tokens evaluated in them", "tokens"),
+    ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so", "tokens_per_second"),
+    ("egg_step_seconds", "duration of the last step", "step_seconds"),
+    ("egg_learning_rate", "learning rate of the last step", "learning_rate"),
+    ("egg_sigma_shift", "SIGMA_SHIFT of the current step: larger means quieter noise", "sigma_shift"),
+    ("egg_weights_changed", "weights that the last reported update changed", "updates"),
+    ("egg_chunks", "chunks of a step", "chunks"),
+    ("egg_chunks_done", "chunks of the current step that are done", "chunks_done"),
+    ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", "sent"),
+    ("egg_received_bytes_total", "bytes received from workers in the steps since the start", "received"),
+    ("egg_snapshot_step", "step of the newest snapshot, 0 without one", "snapshot"),
+    ("egg_workers", "workers that are connected", "n_workers"))
+# ... of a worker
+WORKER_METRICS = (
+    ("egg_worker_chunks_total", "results taken from a worker", "chunks"),
+    ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
+    ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen"))
+# ... of a peer, fields that are labels beside the name
 PEER_METRICS = (
-    ("island_peer_fitness", "fitness that a peer states", "fitness", ("name", "kind")),
-    ("island_peer_step", "step that a peer states", "step", ("name",)),
-    ("island_given_total", "states given to a peer", "given", ("name",)),
-    ("island_taken_total", "states taken from a peer", "taken", ("name",)))
+    ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "kind"),
+    ("egg_island_peer_step", "step that a peer states", "step"),
+    ("egg_island_given_total", "states given to a peer", "given"),
+    ("egg_island_taken_total", "states taken from a peer", "taken"))
 
 
 class Figures:
@@ -199,37 +199,37 @@ class Figures:
 
     def metrics(self):
         """The same in the text format of Prometheus."""
-        state, island = self.state(), self.coordinator.status()["island"]
-        rows = [(name, text, state[field], {label: state[of] for labels in more for label, of in labels.items()})
-                for name, text, field, *more in METRICS]
-        rows += [("events_total", "events since the start, by kind", n, {"event": k}) for k, n in self.counts.items()]
+        state, island, unit = self.state(), self.coordinator.status()["island"], {"unit": self.curve.unit}
+        rows = [(name, text, state[field]) for name, text, field in METRICS]
+        rows += [("egg_loss", "mean loss of the population in the last step", state["loss"],
+                  {"unit": state["loss_unit"]})]
+        rows += [("egg_events_total", "events since the start, by kind", n, {"event": k})
+                 for k, n in self.counts.items()]
         if self.best:
-            unit = {"unit": self.curve.unit}
-            rows += [("validation", "the last validation", self.last_validation["value"], unit),
-                     ("validation_best", "the lowest validation", self.best["value"], unit),
-                     ("validation_step", "step of the last validation", self.last_validation["step"])]
-        tables = [(WORKER_METRICS, state["workers"])]
+            rows += [("egg_validation", "the last validation", self.last_validation["value"], unit),
+                     ("egg_validation_best", "the lowest validation", self.best["value"], unit),
+                     ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
+        rows += [(name, text, worker[field], {k: worker[k] for k in ("name", "address", "device")})
+                 for name, text, field in WORKER_METRICS for worker in state["workers"]]
         if island:
             up, kind = sum(peer["state"] == "up" for peer in island["peers"]), {"kind": island["kind"]}
-            rows += [("island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
-                     ("island_fitness", "what is compared with peers, lower is better", island["fitness"], kind),
-                     ("island_peers", "islands that are known", len(island["peers"])),
-                     ("island_peers_up", "islands that can be reached", up)]
-            tables.append((PEER_METRICS, state["island"]["peers"]))
-        rows += [(name, text, one[field], {label: one[label] for label in labels})
-                 for table, those in tables for name, text, field, labels in table for one in those]
+            rows += [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
+                     ("egg_island_fitness", "what is compared with peers, lower is better", island["fitness"], kind),
+                     ("egg_island_peers", "islands that are known", len(island["peers"])),
+                     ("egg_island_peers_up", "islands that can be reached", up),
+                     *((name, text, peer[field], {k: peer[k] for k in ("name", *labels)})
+                       for name, text, field, *labels in PEER_METRICS for peer in island["peers"][:WORKERS])]
         return prometheus(row for row in rows if row[2] is not None)
 
 
 def prometheus(rows):
-    """str: the text format. rows: (name without egg_, help text, value, {label: value} if any); names in _total are
-    counters."""
+    """str: the text format. rows: (name, help text, value, {label: value} if any); names in _total are counters."""
     lines = []
     for (name, text), found in itertools.groupby(rows, lambda row: row[:2]):
-        lines += [f"# HELP egg_{name} {text}", f"# TYPE egg_{name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
         for _, _, value, *labels in found:
             words = ",".join(f"{k}={quoted(v)}" for k, v in labels[0].items()) if labels else ""
-            lines.append(f"egg_{name}{{{words}}} {value}" if words else f"egg_{name} {value}")
+            lines.append(f"{name}{{{words}}} {value}" if words else f"{name} {value}")
     return "\n".join(lines) + "\n"
 
 
