@@ -49,8 +49,10 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
-def number(kind, low, high, what):
+def number(kind, low, high, what=None):
     """A type for argparse: `kind` from low to high; what: the same in words."""
+    what = what or f"{egg_config.KINDS[kind]} from {low:,} to {high:,}"
+
     def parse(text):
         try:
             value = kind(text)
@@ -78,28 +80,32 @@ def option(usage, help, type=None, **more):
     return name, {"help": help, **({"metavar": metavar, "type": type, **more} if metavar else {"action": "store_true"})}
 
 
-PORT = number(int, 0, 65535, "a port from 0 to 65535")
-TOKENS = number(int, 1, 1 << 40, "a number of tokens, 1 or more")
-CORES = hardware.cores()
+def of_constant(usage, help, name):
+    """An `option` in place of a constant of egg_config."""
+    kind, allowed = type(getattr(egg_config, name)), egg_config.FACTS[name].allowed
+    return option(usage, f"{help} (default: {name}, {getattr(egg_config, name)})", number(kind, *allowed))
+
+
+COUNT = number(int, 1, 10 ** 12)
+MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
-    option("--port N", f"TCP port (default: PORT, {egg_config.PORT})", PORT),
-    option("--steps N", "stop when the run has N steps", number(int, 1, 1 << 40, "a number of steps, 1 or more")),
-    option("--minutes N", "stop after N minutes", number(float, 1e-3, 1e7, "a number of minutes")),
+    of_constant("--port N", "TCP port", "PORT"),
+    option("--steps N", "stop when the run has N steps", COUNT),
+    option("--minutes N", "stop after N minutes", MINUTES),
     option("--save-dir DIR", "keep the run in DIR, and continue the run that is in it"),
     option("--load-dir DIR", "start from the run in DIR"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
     option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
-    option("--threads N", "cores that the CPU engine uses (default: all)",
-           number(int, 1, CORES, f"a number of cores of this machine, 1 to {CORES}")),
+    option("--threads N", "cores that the CPU engine uses (default: all)", number(int, 1, hardware.cores())),
     option("--secret-file FILE", "the secret that coordinator and workers share (default: variable EGG_SECRET)"),
     option("--tls-cert FILE", "own certificate, PEM"),
     option("--tls-key FILE", "key of the own certificate"),
     option("--tls-ca FILE", "certificate of the other side or of its signer; with it a coordinator refuses workers "
            "without a certificate"),
     option("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
-    option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023, "the number of a GPU, 0 or more")),
+    option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 ROOT = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
@@ -237,9 +243,9 @@ def worker(cfg, args):
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
          option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
-                "if this is given (default: the fewest that a node has)", number(int, 1, 1024, "a number of cores")),
-         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)",
-                number(float, 1e-3, 1e6, "a number of minutes")), saved=of_directory)
+                "if this is given (default: the fewest that a node has)", number(int, 1, 1024)),
+         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)", MINUTES),
+         saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
 
@@ -286,15 +292,12 @@ def of_run(args):
 
 @command(*SAVED_RUN,
          option("--prompt TEXT", "text to continue; -: all of standard input (default: a new line)", default="\n"),
-         option("--tokens N", "tokens to add (default: 200); memory is the only limit", TOKENS, default=200),
-         option("--temp T", "temperature; 0 always takes the likeliest token (default: SAMPLING_TEMP)",
-                number(float, *egg_config.FACTS["SAMPLING_TEMP"].allowed, "a temperature from 0 to 100")),
-         option("--min-p P", "cut tokens less likely than this share of the likeliest (default: SAMPLING_MIN_P)",
-                number(float, *egg_config.FACTS["SAMPLING_MIN_P"].allowed, "a share from 0 to 1")),
-         option("--penalty X", "nats taken once from every token seen (default: SAMPLING_PRESENCE_PENALTY)",
-                number(float, *egg_config.FACTS["SAMPLING_PRESENCE_PENALTY"].allowed, "a penalty from 0 to 100")),
+         option("--tokens N", "tokens to add (default: 200); memory is the only limit", COUNT, default=200),
+         of_constant("--temp T", "temperature; 0 always takes the likeliest token", "SAMPLING_TEMP"),
+         of_constant("--min-p P", "cut tokens less likely than this share of the likeliest", "SAMPLING_MIN_P"),
+         of_constant("--penalty X", "nats taken once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
          option("--seed N", "another seed gives another text (default: 1); both engines write the same",
-                number(int, 0, (1 << 32) - 1, "a seed from 0 to 4294967295"), default=1), saved=of_run)
+                number(int, 0, (1 << 32) - 1), default=1), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
 
@@ -310,7 +313,7 @@ def generate(cfg, args):
 
 
 @command(*SAVED_RUN, option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
-         option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", TOKENS, default=0),
+         option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),
          saved=of_run)
 def eval_(cfg, args):
     """measure a saved run on held-out text: bits per byte, beside simple models
@@ -389,8 +392,7 @@ def arch(cfg, args):
 
 
 @command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
-         option("--vocab-size N", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
-                "plain bytes", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace such files without asking"))
@@ -412,10 +414,9 @@ def prepare(cfg, args):
 
 
 @command("--minutes", "--threads", "--log-json",
-         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)",
-                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=32),
-         option("--rate X", "the highest learning rate (default: 0.006)",
-                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.006))
+         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)", COUNT,
+                default=32),
+         option("--rate X", "the highest learning rate (default: 0.006)", number(float, 1e-9, 10), default=0.006))
 def backprop(cfg, args):
     """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
 

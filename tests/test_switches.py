@@ -462,6 +462,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
     assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in parameters.describe(cfg)
+    assert "targets" not in parameters.describe(cfg)
     engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()
