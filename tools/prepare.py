@@ -84,7 +84,8 @@ def training_on(directory, n_tokens, plain, gpu):
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
     first = "ckpt-" + os.path.basename(os.path.abspath(directory))
-    kept = next(name for name in (first, *(f"{first}-{n}" for n in itertools.count(2))) if not os.path.exists(name))
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    kept = next(name for name in names if not os.path.exists(name))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]
 
