@@ -180,13 +180,12 @@ def open_tensors(path):
     """(safetensors.safe_open of a file, which reads an array when it is asked for; its metadata, {name: text}). Raises
     UseError."""
     safetensors = library()
+    with explained(UseError, path, "give the path of a .safetensors file"), open(path, "rb"):
+        pass                                         # the library does not say why it cannot open a file
     try:
         file = safetensors.safe_open(path, "np")
         return file, file.metadata() or {}
-    except OSError:
-        why = "cannot be read" if os.path.exists(path) else "is missing"
-        raise UseError(f"{path} {why}: give the path of a .safetensors file") from None
-    except safetensors.SafetensorError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         raise UseError(f"{path} is no safetensors file of `egg.py export`, or damaged: {error}") from None
 
 
