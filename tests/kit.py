@@ -58,10 +58,15 @@ def population_fitness(cfg, losses):
     return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
-def loss_of(reading, window, seed, sign):
+def member_reading(cfg, state, member, kind=Reading):
+    """The plain reading of a member of the State's step."""
+    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
+
+
+def loss_of(reading, window):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
     cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
-    z = reading.logits(window[:-1], seed, sign)
+    z = reading.logits(window[:-1])
     total = 0
     for row, target in zip(z, window[1:]):
         q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
