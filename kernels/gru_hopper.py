@@ -13,8 +13,8 @@ from numba import cuda, int8, int32, int64, uint32
 
 from model import parameters
 from kernels import gru_parts, ptx
-from kernels.gru_parts import stream_of, thread
-from kernels.parts import PLAN, quad_sum
+from kernels.gru_parts import stream_of
+from kernels.parts import PLAN, quad_sum, thread
 from kernels.rules import device, loudest
 
 H = 256

@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of, thread
-from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, unrolled, vector_function,
-                           weight)
+from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
+from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, thread, unrolled,
+                           vector_function, weight)
 from kernels.rules import device, loss_function
 from model import parameters
 

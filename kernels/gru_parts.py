@@ -38,14 +38,6 @@ def both(x):
 
 
 @device
-def thread():
-    """The thread's number in its block, of which the compiler knows that all lanes have the same warpgroup, t >> 7:
-    then descriptors of wgmma are made once a warp."""
-    t = int32(cuda.threadIdx.x)
-    return int32(int32(cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << int32(7)) | int32(t & 127))
-
-
-@device
 def stream_of(plan, at, seed):
     """The noise stream whose offset from the seed of a pair is plan[at]."""
     return uint32(seed + uint32(plan[at]))
