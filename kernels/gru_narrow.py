@@ -83,15 +83,14 @@ def sizes(cfg, limit, wgmma=False):
 
 def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
     """gates, candidates = W_f n, W_h n with n = ln_1(x); in the first layer x is the embedding, which is stored. Launch
-    [blocks] of size.warps warps. A warp takes eight positions of a pair after the other; the warps that make a product
-    together go through pairs side by side. row_of: where rows lie.
+    [blocks] of size.warps warps; a warp takes eight positions after the other. row_of: where rows lie.
 
     at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
     kernels.gru."""
     H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
     COLUMNS, TOGETHER, ACC, TURNS = size.columns, size.together, size.columns // 2, blocks(T, 8)
     THREADS, WEIGHTS, AT, TABLE, WORDS = 32 * size.warps, size.weights, size.at, size.table, H // 8
-    GROUPS, GROUP_BITS = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
+    GROUPS, BITS_OF_GROUP = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
     AT_LN, AT_OTHER = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4)
     noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
@@ -153,18 +152,18 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
         at_weights = origin(base, packed, at, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
+        acc, start, shift = cuda.local.array(ACC, int32), cuda.local.array(4, int32), job_shift(job)
         row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
-        shift = job_shift(job)
         steps = ((units - 1) // TOGETHER + 1) * TURNS
         each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
-        begin = (cuda.blockIdx.x * GROUPS + (t >> GROUP_BITS)) * each
+        begin = (cuda.blockIdx.x * GROUPS + (t >> BITS_OF_GROUP)) * each
+        unit, first = min(begin // TURNS * TOGETHER + (t >> 5) % TOGETHER, units - 1), begin % TURNS * 8
+        token_stream = uint32(0)
         for step in range(begin, min(begin + each, steps)):
-            turn = int32(uint32(step) // uint32(TURNS))
-            unit, first = min(turn * TOGETHER + (t >> 5) % TOGETHER, units - 1), (step - turn * TURNS) * 8
-            seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             if first == 0 or step == begin:
+                seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+                token_stream = stream_of(plan, call_embed * PLAN + 1, seed)
                 cuda.syncwarp()                              # nobody reads the tables any more
                 if first_layer and lane < 2:
                     losses[2 * unit + lane] = 0
@@ -180,13 +179,11 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
                             words[other + H] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i],
                                                                            stream, i))
                 cuda.syncwarp()
-            position = min(first + g, T - 1)
-            row = row_of(unit, position, T)
+            row = row_of(unit, min(first + g, T - 1), T)
             if first_layer:
-                token = tokens[int64(unit) * width + skip + position]
-                stream = stream_of(plan, call_embed * PLAN + 1, seed)
-                own = noise(stream, token)
-                own_factor = (embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token) if MODE
+                token = tokens[int64(unit) * width + skip + min(first + g, T - 1)]
+                own = noise(token_stream, token)
+                own_factor = (embed_factor(overlay[plan[call_embed * PLAN + 3] + token], token_stream, token) if MODE
                               else float32(float32(own) * unit_of(shift)))
                 embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
                          shift, q)
@@ -199,6 +196,9 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
                      int32(table + q * 16), q)
             multiply(acc, n, at_weights + H * H, start, candidates, row, factor(h0, 0, shift), factor(h1, 1, shift),
                      shift, int32(table + 4 * H + q * 16), q)
+            first += 8
+            if first >= T:
+                unit, first = min(unit + TOGETHER, units - 1), 0
 
     return gates_and_candidates, size.bytes
 
