@@ -23,7 +23,7 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
-from model import fitness_digits, parameters, rules
+from model import seeds, ternary
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
@@ -99,6 +99,7 @@ def write_file(directory, name, data):
 
 def sizes(cfg):
     """(bytes of weights, of moments, of overlay)."""
+    from model import parameters                     # with NumPy, which a coordinator does not need to start
     n = parameters.n_weights(cfg)
     return n, 12 * n, parameters.n_overlay(cfg)
 
@@ -122,7 +123,7 @@ class Start(NamedTuple):
 
 
 def beginning(cfg):
-    return Start(0, rules.first_seed(cfg))
+    return Start(0, seeds.first_seed(cfg))
 
 
 class Run:
@@ -148,7 +149,7 @@ class Run:
         if step == self.start.step - 1:
             return b""
         try:
-            return unzip(self.body(step), fitness_digits.packed_size(self.cfg.N_PAIRS))
+            return unzip(self.body(step), ternary.packed_size(self.cfg.N_PAIRS))
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
@@ -223,7 +224,7 @@ class Run:
 
     def _advance(self, at):
         self._offsets.append(at)
-        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _pread(self, size, at):
@@ -378,6 +379,7 @@ def newest(pattern="ckpt*"):
 
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
+    from model import fitness_digits
     for step in range(engine.step, run.step if until is None else until):
         try:
             fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS)
@@ -392,7 +394,7 @@ def read_cpp_checkpoints(cfg, directory):
     found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
     if not found:
         raise _no_run(directory)
-    out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
+    out, seed, size = [], seeds.first_seed(cfg), ternary.packed_size(cfg.N_PAIRS)
 
     def need(ok, what):
         if not ok:
@@ -401,7 +403,7 @@ def read_cpp_checkpoints(cfg, directory):
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found.get(step, f"checkpoint_{step:08d}.bin"))
         need(step in found, " is missing, and without it the model cannot be rebuilt")
-        seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
+        seed = seeds.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         try:
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
@@ -415,7 +417,7 @@ def read_cpp_checkpoints(cfg, directory):
                  f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
             need(its_seed == seed, f": seed {its_seed} where step {step} has {seed}: this is another kind of run")
-            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+            ternary.check(packed, cfg.N_PAIRS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         out.append(packed)
@@ -479,7 +481,7 @@ def _crc(data):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = fitness_digits.packed_size(cfg.N_PAIRS)
+    size = ternary.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 
