@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.prepared, self.begins = Foresight(cfg), set(), hasattr(engine, "begin")
+        self.foresight, self.prepared = Foresight(cfg), set()
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -82,27 +82,25 @@ class Worker:
             self.piece = first, self._slice_size(end - first)
         while at < end:
             (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
-            if self.begins:
-                self.engine.begin(at, count)
+            self.engine.begin(at, count)
             if at + count < end:
                 self._begin(at + count, end)
             elif (following := self.foresight.following(self.engine.step)) > first:
                 self._begin(following)
-            sizes = {count, self.piece[1]} if self.begins else set()
+            sizes = {count, self.piece[1]}
             parts.append(self.engine.evaluate(at, count))
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        losses = np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
         head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                                      len(packed))
-        self.changed, self.rebuilt = 0, False
-        self.chunks += 1
+        self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
         return link.frame(wire.RESULT, head, packed)
@@ -117,15 +115,13 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Lets an engine that can begin with an update, and with the chunk that follows."""
-        if self.begins and self.engine.begin_update(fitness):
-            if (following := self.foresight.following(self.engine.step)) >= 0:
-                self._begin(following)
+        if self.engine.begin_update(fitness) and (following := self.foresight.following(self.engine.step)) >= 0:
+            self._begin(following)
 
     def _begin(self, first, end=None):
         """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
         self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
-        if self.begins:
-            self.engine.begin(*self.piece)
+        self.engine.begin(*self.piece)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
