@@ -20,8 +20,6 @@ ARRIVALS = 256                                 # connections at a time that have
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
 MOST_BANNED = 1 << 26                          # bytes of that file
-NO_VERSION_1 = "protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2"
-NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapshots"
 
 
 class Author(NamedTuple):
@@ -118,12 +116,9 @@ class Admission:
 
     def report(self, host, title, why):
         """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
-        why = one_line(why)
-        if host not in self._refused and len(self._refused) >= ADDRESSES_LOGGED:
-            return
-        logged = self._refused.setdefault(host, set())
-        if why not in logged and len(logged) < REASONS_LOGGED:
-            logged.add(why)
+        why, logged = one_line(why), self._refused.get(host, set())
+        if why not in logged and len(logged) < REASONS_LOGGED and (logged or len(self._refused) < ADDRESSES_LOGGED):
+            self._refused[host] = logged | {why}
             self.coordinator.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
 
     def author(self, session, card):
@@ -132,9 +127,9 @@ class Admission:
 
     def let_in_version_1(self, session):
         if not self.coordinator.island.takes_version_1:
-            raise Refused(NO_SNAPSHOTS)
+            raise Refused("an island needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
-            raise Refused(NO_VERSION_1)
+            raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
         if why := self.bans.message(author):
             raise Refused(why)
@@ -163,8 +158,7 @@ class Admission:
         if self.by_host.total() >= self.most:
             raise Refused(f"{self.most} connections are open, as many as can be", FULL)
         if self.by_host[session.host] >= (most := self.cfg.CONNECTIONS_PER_ADDRESS):
-            raise Refused(f"{most} connections from one address are open, as many as may be (CONNECTIONS_PER_ADDRESS)",
-                          FULL)
+            raise Refused(f"{most} connections from one address are open, the most (CONNECTIONS_PER_ADDRESS)", FULL)
         self.arrivals.discard(session)
         self.by_host[session.host] += 1
         session.take(wire.FROM_WORKER[version])

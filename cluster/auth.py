@@ -115,8 +115,8 @@ def server_tls(cert, key, ca=None):
 
 def client_tls(ca, cert=None, key=None):
     """The ssl.SSLContext of a worker that trusts coordinators signed by `ca`; None without."""
-    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, "--tls-ca at the worker: the certificate of the coordinator, or of its signer",
-                cert, key, ca)
+    needs = "--tls-ca at the worker: the certificate of the coordinator, or of its signer"
+    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, needs, cert, key, ca)
 
 
 def _tls(kind, complete, needs, cert, key, ca):
