@@ -42,8 +42,8 @@ def read_secret(path=None, environ=os.environ):
     else:
         return b""
     if len(secret) < LEAST_SECRET:
-        raise AuthError(f"{path or 'EGG_SECRET'} holds {len(secret)} bytes, a secret needs {LEAST_SECRET}: make one with "
-                        "`openssl rand -hex 32`")
+        raise AuthError(f"{path or 'EGG_SECRET'} holds {len(secret)} bytes, a secret needs {LEAST_SECRET}: make one "
+                        "with `openssl rand -hex 32`")
     return secret
 
 
@@ -110,7 +110,8 @@ def listen_host(host, access):
 
 def server_tls(cert, key, ca=None):
     """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
-    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, "both --tls-cert and --tls-key at the coordinator", cert, key, ca)
+    needs = "both --tls-cert and --tls-key at the coordinator"
+    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, needs, cert, key, ca)
 
 
 def client_tls(ca, cert=None, key=None):
@@ -134,5 +135,6 @@ def _tls(kind, complete, needs, cert, key, ca):
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as error:
         names = ", ".join(str(name) for name in (cert, key, ca) if name)
-        raise AuthError(f"{names}: {error.strerror or error}: give PEM files, --tls-key the key of --tls-cert") from None
+        what = f"{names}: {error.strerror or error}"
+        raise AuthError(f"{what}: give PEM files, --tls-key the key of --tls-cert") from None
     return context
