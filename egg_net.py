@@ -229,8 +229,7 @@ class Coordinator:
         elif step < run.step:
             session.send(self.dispatcher.catch_up(step, worker.version))
         elif self.island.handover:
-            if worker.sends_snapshots and self.collector.upload is None:
-                self.collector.ask(worker, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
@@ -245,10 +244,9 @@ class Coordinator:
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
-        if result.step > step:
-            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done")
-        if worker.version == V2 and worker.step != step:
-            raise FrameError(f"wrong step: RESULT for step {step} after a request at step {worker.step}")
+        if result.step > step or worker.version == V2 and worker.step != step:
+            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
+                             f"request at step {worker.step}")
         if worker.version == V2 and chunk not in worker.given:       # two liars could outvote whom they like
             raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
         if worker.trusted:

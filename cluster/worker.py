@@ -7,7 +7,7 @@ import numpy as np
 
 from cluster import history, snapshots, wire
 from cluster.hub import NetError
-from cluster.wire import V1, V2
+from cluster.wire import V2
 from model import data_files, fitness_digits, parameters, ternary
 
 SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
@@ -22,7 +22,7 @@ class Worker:
     changed = 0                            # weights changed by the last update, until a result has reported it
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    digest = None                          # (step, digest of the state then)
+    digest = None, b""                     # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     piece = None, 0                        # (first member, members) of the next evaluation
     own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
@@ -42,7 +42,8 @@ class Worker:
             self._fetch_snapshot(link, link.snapshot)
         while True:
             request = wire.REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(result + link.frame(wire.JOB_REQUEST, request, self._state_digest(link)))
+            digest = self._state_digest() if link.version == V2 else b""
+            link.send(result + link.frame(wire.JOB_REQUEST, request, digest))
             result = b""
             while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
                 self._send_state(link, got[0], link.unpack_step(got[1]))
@@ -164,17 +165,14 @@ class Worker:
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
 
-    def _state_digest(self, link):
-        """The digest of this step's state, which goes with every request; b"" with version 1."""
-        if link.version == V1:
-            return b""
-        if self.digest is None or self.digest[0] != self.engine.step:
+    def _state_digest(self):
+        if self.digest[0] != self.engine.step:
             self.digest = self.engine.step, self.engine.digest()
-        return wire.STATED.pack(self.digest[1])
+        return self.digest[1]
 
     def _load(self, state):
         self.engine.load(state)
-        self.changed, self.reported_step, self.digest, self.own = 0, -1, None, (-1, {})
+        self.changed, self.reported_step, self.digest, self.own = 0, -1, (None, b""), (-1, {})
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
