@@ -12,7 +12,6 @@ Coordinator._complete_step_if_done, Coordinator._answer, Worker._apply."""
 
 import contextlib
 import functools
-import importlib.util
 import os
 import random
 import resource
@@ -389,8 +388,6 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
     or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
     event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError."""
     console = console or Console()
-    if importlib.util.find_spec("numpy") is None:            # the first result or snapshot will need it
-        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = history.open_run(cfg, save_dir, load_dir)

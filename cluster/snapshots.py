@@ -13,8 +13,6 @@ import tempfile
 import time
 import zlib
 
-import pyzstd
-
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
 
@@ -72,6 +70,7 @@ def pack(state):
 
 
 def _packed(state):
+    import pyzstd
     compressor = pyzstd.ZstdCompressor(LEVEL)
     for part in _parts(state):
         for at in range(0, len(part), SLICE):
@@ -151,7 +150,7 @@ class Upload:
         self._cfg, self._sizes, self._most = cfg, sizes(cfg), most_bytes(cfg)
         self._size, self._got, self._unpacked = sum(self._sizes), 0, 0       # _got: bytes of the body
         self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
-        self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
+        self._zstd = history.decompressor()
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
@@ -170,10 +169,7 @@ class Upload:
         self.unpack()
 
     def unpack(self):
-        try:
-            raw = self._zstd.decompress(self._data, PIECE)
-        except (pyzstd.ZstdError, EOFError) as error:
-            raise ValueError(str(error)) from None
+        raw = history.decompress(self._zstd, self._data, PIECE)
         self._data, eof, left = b"", self._zstd.eof, self._size - self._unpacked - len(raw)
         if left >= 0:
             for digest in self._digests:
