@@ -325,8 +325,8 @@ class Coordinator:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if verdict.news:
-                self.events.warn(f"step {self.run.step}: workers hold different states of step {step}, as many for one "
-                                 "as for another: start another worker, which decides, or stop the wrong one")
+                self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
+                                 "majority: start another worker, which decides, or stop the wrong one")
             self.dispatcher.hold(worker)
         return False
 

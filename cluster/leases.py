@@ -1,4 +1,4 @@
-"""One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
+"""The chunks of one step: who evaluates which, the results, and which of them are audited. No sockets.
 Two honest results of a chunk are the same to the bit. A chunk that is audited, or whose results differ, is done when a
 result has at least two votes (trust.tally), and more than any other. The others have lied."""
 
