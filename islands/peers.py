@@ -14,7 +14,7 @@ from cluster.hub import Budget, NetError, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
                           STATE_WANTED, V2)
-from egg_config import ConfigError
+from egg_config import ConfigError, explained
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 DISTRUST = 600.0           # seconds for which a peer is not trusted
@@ -56,16 +56,12 @@ def peers_from_slurm(port, environ=os.environ):
     nodes, advice = environ.get("SLURM_JOB_NODELIST"), "give the peers with --peer"
     if not nodes:
         raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except OSError as error:
-        raise ConfigError(f"--peers-from-slurm needs scontrol to list the nodes: {error.strerror}: {advice}") from None
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}") \
-            from None
+    with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}")
     own = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return [(host, port) for host in hosts.split() if host != own]
+    return [(host, port) for host in done.stdout.split() if host != own]
 
 
 class Target:
@@ -93,10 +89,9 @@ class Peer:
     standing, None without an open question; given, taken: complete states."""
 
     def __init__(self, name):
-        self.name, self.session, self.address, self.host, self.id, self.identity = name, None, "", "", "", ""
-        self.standing, self.question_at, self.next_question_at = None, None, 0.0
-        self.given = self.taken = 0
-        self.heard = time.monotonic()
+        self.name, self.address, self.host, self.id, self.identity = name, "", "", "", ""
+        self.session = self.standing = self.question_at = None
+        self.next_question_at, self.given, self.taken, self.heard = 0.0, 0, 0, time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
 
 
@@ -152,8 +147,7 @@ class PeerRole(Role):
         self.wanted = None
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
         total, data = shelf.piece(sha256, shelf.path(step), offset, size)
-        if total and offset < total == offset + len(data):
-            self.peer.given += 1
+        self.peer.given += offset < total == offset + len(data)
         self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
         self.session.go_on()
 
@@ -263,7 +257,7 @@ class Peers:
         if old:
             old.close()
         else:
-            self._log(peer.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+            self._log_peer(peer, "up")
 
     def _call(self, target):
         family, address = target.addresses[0]
@@ -289,7 +283,7 @@ class Peers:
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
-            self._log(peer.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+            self._log_peer(peer, "down")
 
     def refused(self, session, why, code=None):
         if target := session.role.target:
@@ -302,17 +296,20 @@ class Peers:
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self._log(target.host, line, target.title, target.title, state)
+            self.events.about(target.host, "peer", f"island: {line}", peer=target.title, address=target.title,
+                              state=state)
 
-    def _log(self, host, line, name, address, state):
-        self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
+    def _log_peer(self, peer, state):
+        self.events.about(peer.host, "peer", f"island: peer {peer.name} at {peer.address} is {state}", peer=peer.name,
+                          address=peer.address, state=state)
 
     def status(self):
-        def row(peer):
+        rows = []
+        for peer in self.known.values():
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
             standing["fitness"] = self.island.shown(standing["fitness"], standing["kind"])
-            return {"name": peer.name, "address": peer.address, "state": state, **standing,
-                    "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given, "taken": peer.taken}
-
-        return [row(peer) for peer in self.known.values()]
+            rows.append({"name": peer.name, "address": peer.address, "state": state, **standing,
+                         "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given,
+                         "taken": peer.taken})
+        return rows
