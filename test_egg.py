@@ -21,6 +21,7 @@ from model import fitness_digits
 from model import integer_tables
 from model import parameters
 from model import rules
+from model import seeds
 from model import sampling
 from tools.debug import Reading, drawn, hashes
 from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
@@ -107,7 +108,7 @@ def test_noise_of_all_at_once_is_the_rule(gaussian):
     for mask in (0, 1, 15, 42):
         noise = rules.uniform_noise(draws, mask, gaussian)
         assert noise.tolist() == [draw(int(r), mask) for r in draws] == drawn(draws, mask, gaussian).tolist()
-    assert hashes(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+    assert hashes(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
 
 
 def test_windows_begin_where_the_rule_says():

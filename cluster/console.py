@@ -55,7 +55,7 @@ class Printer:
         self.stream.flush()
 
     def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
+        """`text` with prompt and continuation in different colours, if it is a sample (cluster.worker.sample)."""
         parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
         return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
 

@@ -22,7 +22,7 @@ import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
-from model import fitness_digits, parameters, rules
+from model import seeds, ternary
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
@@ -120,6 +120,7 @@ def is_intact(data, size):
 
 def sizes(cfg):
     """(bytes of weights, of moments, of overlay)."""
+    from model import parameters                     # with NumPy, which a coordinator does not need to start
     n = parameters.n_weights(cfg)
     return n, 12 * n, parameters.n_overlay(cfg)
 
@@ -163,7 +164,7 @@ class Run:
         if step == self.start.step - 1:
             return b""
         try:
-            return unzip(self.body(step), fitness_digits.packed_size(self.cfg.N_PAIRS))
+            return unzip(self.body(step), ternary.packed_size(self.cfg.N_PAIRS))
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
@@ -238,7 +239,7 @@ class Run:
 
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
-        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _pread(self, size, at):
@@ -251,7 +252,7 @@ class Run:
         if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **config}, kept(self.cfg)):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
-        self._offsets, self.start = [size], start or Start(0, rules.first_seed(self.cfg))
+        self._offsets, self.start = [size], start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
         most, head = most_body(self.cfg), self._pread(HEAD, size)
         while head:
@@ -363,6 +364,7 @@ def newest(pattern="ckpt*"):
 
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
+    from model import fitness_digits
     for step in range(engine.step, run.step if until is None else until):
         try:
             fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS)
@@ -374,7 +376,7 @@ def replay(run, engine, until=None):
 
 def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
-    run, size = _temporary_run(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
+    run, size = _temporary_run(cfg), ternary.packed_size(cfg.N_PAIRS)
     found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
 
     def need(ok, what):
@@ -396,7 +398,7 @@ def _read_cpp_checkpoints(cfg, directory):
             need(its_size == len(packed) == size,
                  f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
-            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+            ternary.check(packed, cfg.N_PAIRS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         run.append(packed, 0, 0)
@@ -461,7 +463,7 @@ def _copy_rest(cfg, source, target):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = fitness_digits.packed_size(cfg.N_PAIRS)
+    size = ternary.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 

@@ -5,8 +5,6 @@ import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
-
 import egg_config
 from cluster.console import count_text
 from cluster.wire import FrameError
@@ -27,6 +25,11 @@ class Summary(NamedTuple):
     def line(self):
         speed = f" in {self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
         return f"\nsteps {self.first_step} to {self.step}: {count_text(self.tokens)} tokens evaluated{speed}"
+
+
+def median(values):
+    values = sorted(values)
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
 class Progress:
@@ -68,7 +71,7 @@ class Progress:
         seconds = max(now - self._step_started, 1e-6)
         a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
         losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
-        middle = float(np.median(losses))
+        middle = median(losses)
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:

@@ -12,10 +12,8 @@ import struct
 import tempfile
 import time
 
-import numpy as np
 import pyzstd
 
-from model import parameters, state_digest
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
 
@@ -48,7 +46,7 @@ def _begin(step, seed, kind=hashlib.sha256):
 
 
 def _parts(state):
-    return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
+    return [memoryview(x).cast("B") for x in (state.weights, state.moments, state.overlay)]
 
 
 def data_digest(tokens):
@@ -56,9 +54,9 @@ def data_digest(tokens):
     if tokens is None:
         return bytes(32)
     digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
-    small = len(tokens) <= 256 * piece
-    for start in range(0, len(tokens), piece) if small else np.linspace(0, len(tokens) - piece, 256).astype(np.int64):
-        digest.update(np.ascontiguousarray(tokens[start:start + piece]))
+    small, last = len(tokens) <= 256 * piece, len(tokens) - piece
+    for start in range(0, len(tokens), piece) if small else [*(int(k * (last / 255)) for k in range(255)), last]:
+        digest.update(tokens[start:start + piece])
     return digest.digest()
 
 
@@ -87,6 +85,7 @@ def read(cfg, path):
 
 def unpack(cfg, data):
     """The State in the content of a snapshot file. Raises ValueError (one line): damage, another configuration."""
+    from model import parameters                     # with NumPy, which a coordinator does not need to start
     data = memoryview(data)
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
@@ -94,20 +93,11 @@ def unpack(cfg, data):
     if len(data) != HEAD_SIZE + body:
         raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
     try:
-        state = from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
+        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
     if state_sha256(state) != sha256:
         raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
-    return state
-
-
-def from_raw(cfg, raw, step, seed):
-    """The State in the unpacked body of a snapshot. Raises ValueError."""
-    n, m, _ = sizes(cfg)
-    raw = np.frombuffer(raw, np.int8)
-    state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
-    parameters.check_state(state)
     return state
 
 
@@ -156,6 +146,7 @@ class Upload:
     got = _unpacked = 0
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
+        from model import state_digest
         self.step, self.seed, self.digest, self.sha256, self.remembered = step, seed, digest, sha256, remember
         self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
         self._first = 0 if remember else sum(sizes(cfg)[:2])
@@ -202,8 +193,8 @@ class Upload:
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
-        values = np.frombuffer(self._raw, np.int8)[sum(sizes(self._cfg)[:2]) - self._first:]
-        return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
+        values = memoryview(self._raw).cast("b")[sum(sizes(self._cfg)[:2]) - self._first:]
+        return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the previous step."""
@@ -215,11 +206,12 @@ class Upload:
 
     def state(self):
         """The State of a finished upload before `keep` and `drop`. Raises OSError."""
+        from model import parameters
         raw = self._raw
         if not self.remembered:
             self._file.seek(HEAD_SIZE)
             raw = history.unzip(self._file.read(), self._size)
-        return from_raw(self._cfg, raw, self.step, self.seed)
+        return parameters.from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
         if not self.remembered:
@@ -288,6 +280,7 @@ class Shelf:
         start = self.run.start
         if not start.origin:
             return
+        from model import state_digest
         with contextlib.suppress(KeyError, OSError, ValueError):
             if state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]:
                 return

@@ -17,7 +17,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import (integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, transforms)
+from model import integer_tables, optimizers, parameters, sampling, soft_targets, state_digest, transforms
+from model.seeds import next_seed
 from engine import cpu_gru, hardware, kernel_cache, simd
 from engine.cpu_kernels import FIELDS, Constants, Weights, njit
 from engine.cpu_rules import f32, i32, score, share
@@ -233,7 +234,7 @@ class CpuEngine:
             return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
 
         changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
-        self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        self.seed = next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         following, self._updating, self._following = self._following, False, None
         if following:

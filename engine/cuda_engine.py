@@ -38,6 +38,7 @@ from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model.seeds import next_seed
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -686,7 +687,7 @@ class CudaEngine:
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 

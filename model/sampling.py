@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.rules import hash32
+from model.seeds import hash32
 
 
 class Sampling(NamedTuple):

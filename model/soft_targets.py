@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model import rules
+from model.seeds import hash32
 
 
 class Followers(NamedTuple):
@@ -51,7 +52,7 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
     at %= len(tokens)
     seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
-    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
     return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
 

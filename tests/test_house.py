@@ -162,16 +162,16 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
 
-def test_the_coordinator_loads_neither_engine_nor_numba(tmp_path):
+def test_the_coordinator_loads_neither_engine_nor_numpy(tmp_path):
     done = subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    unwanted = {"numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX", "http",
+    unwanted = {"numpy", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX", "http",
                 "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
     assert not unwanted & set(done.stdout.split())
 
 
-def test_the_coordinator_starts_within_150_ms(tmp_path):
-    """CPU time beyond that of Python and NumPy, the best of four: it hardly depends on what else the machine does."""
+def test_the_coordinator_starts_in_less_time_than_numpy(tmp_path):
+    """Processor time, the best of six in turn: it hardly depends on what else the machine does."""
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -182,5 +182,5 @@ def test_the_coordinator_starts_within_150_ms(tmp_path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    own = min(seconds(COORDINATOR) for _ in range(4)) - min(seconds("import numpy") for _ in range(4))
-    assert own < 0.15, f"{own:.3f} s"
+    own, numpys = (min(both) for both in zip(*((seconds(COORDINATOR), seconds("import numpy")) for _ in range(6))))
+    assert own < numpys, f"{own:.3f} s, {numpys:.3f} s"
