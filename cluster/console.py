@@ -108,13 +108,12 @@ class Console(Printer):
         if kind == "start":
             self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
         elif kind == "references":
-            named = {name: value for name, value in event["values"].items() if name != "uniform"}
-            self._references = "(" + ", ".join(f"{name} {value:.2f}" for name, value in named.items()) + ")"
+            texts = [f"{name} {value:.2f}" for name, value in event["values"].items() if name != "uniform"]
+            self._references = f"({', '.join(texts)})"
         elif kind == "validation":
             self._validation = event
             if self.live:
-                figure = f"{event['value']:.3f} {event['unit']}"
-                self.line(fit(f"validation at step {event['step']}: {figure}", self._references))
+                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event), self._references))
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:
@@ -142,24 +141,26 @@ class Console(Printer):
 
     def _figures(self):
         step, val = self._step, self._validation
-        loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
-        same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
-        units = [f"{loss} {step['unit']}", f"{val_text} {val['unit']}"] if val and val["unit"] != step["unit"] else same
+        losses = [f"loss {step['loss']:.2f} {step['unit']}"]
+        if val and val["unit"] == step["unit"]:
+            losses = [f"loss {step['loss']:.2f} val {val['value']:.2f} {val['unit']}"]
+        elif val:
+            losses.append(f"val {val['value']:.2f} {val['unit']}")
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*units, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
+        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""
-        ends = []                                            # [(share done, seconds left)]
+        ends = []                                            # [(seconds left, share done)]
         if self.minutes is not None:
-            ends.append((elapsed / (60 * self.minutes), 60 * self.minutes - elapsed))
+            ends.append((60 * self.minutes - elapsed, elapsed / (60 * self.minutes)))
         if self.steps is not None:
             done, took = self._step["step"] + 1 - self._first, self._step["elapsed"]
             left = self.steps - self._first - done
-            ends.append((done / max(done + left, 1), took / done * left - (elapsed - took)))
+            ends.append((took / done * left - (elapsed - took), done / max(done + left, 1)))
         if not ends:
             return ""
-        share, left = min(ends, key=lambda end: end[1])
+        left, share = min(ends)
         full = min(int(share * self.BAR), self.BAR)
         form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72000 else "%a %d %b"
         end = time.strftime(form, time.localtime(round(time.time() + max(left, 0))))
