@@ -51,8 +51,7 @@ class Printer:
 
     def write(self, text, name=None):
         text = clean(text) if self.terminal else text
-        self.stream.write(self._encodable(self.colour(text, name) if name and text else text))
-        self.stream.flush()
+        self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
         """`text` with prompt and continuation in different colours, if it is a sample (cluster.worker.sample)."""
@@ -140,12 +139,10 @@ class Console(Printer):
         return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        step, val = self._step, self._validation
-        losses = [f"loss {step['loss']:.2f} {step['unit']}"]
-        if val and val["unit"] == step["unit"]:
-            losses = [f"loss {step['loss']:.2f} val {val['value']:.2f} {val['unit']}"]
-        elif val:
-            losses.append(f"val {val['value']:.2f} {val['unit']}")
+        step, loss = self._step, f"loss {self._step['loss']:.2f}"
+        val = "val {value:.2f} {unit}".format(**self._validation) if self._validation else ""
+        same = val and self._validation["unit"] == step["unit"]          # then it is said once
+        losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
         return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
 

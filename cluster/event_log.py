@@ -193,25 +193,20 @@ class TensorBoard:
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
 
     def emit(self, event, _):
-        kind, unit = event["event"], event.get("unit", "").replace("/", "_per_")
+        kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
-            self._scalars(event, {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}})
+            values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
         elif kind == "validation":
-            self._scalars(event, {f"validation/{unit}": event["value"]})
+            values = {f"validation/{unit}": event["value"]}
         elif kind == "snapshot" and event["overlay"]:
-            self._scalars(event, {f"overlay/{name}": value for name, value in event["overlay"].items()})
-        elif kind == "sample":
+            values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
+        summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
+        if kind == "sample":
             # indented: TensorBoard renders it as a code block of Markdown
             text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
-            self._write(event, self._text("sample", text))
-
-    def _scalars(self, event, values):
-        value = self._summary.Value
-        self._write(event, self._summary(value=[value(tag=k, simple_value=v) for k, v in values.items()]))
-
-    def _write(self, event, summary):
-        if self._writer is None:
+            summary = self._text("sample", text)
+        if self._writer is None or not (values or kind == "sample"):
             return
         try:
             self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))

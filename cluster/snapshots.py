@@ -120,15 +120,15 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
 def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
-    sha256, size = state_sha256(state), 0
+    sha256 = state_sha256(state)
     with history.replacing(directory, history.snapshot_name(state.step)) as file:
         file.write(bytes(HEAD_SIZE))
         for piece in [body] if body else _packed(state):
             file.write(piece)
             file.flush()
-            size += len(piece)
             if hasattr(os, "posix_fadvise"):         # the disk writes while the next piece is compressed
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = file.tell() - HEAD_SIZE
         file.seek(0)
         file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
     return sha256
@@ -236,19 +236,18 @@ class Shelf:
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
         names, start = os.listdir(self.directory) if self.directory else [], self.run.start
-        for name in names:
-            if match := history.SNAPSHOT.fullmatch(name):
-                self._take(name, match)
-            elif self.run.owned and name.startswith("snapshot-") and name.endswith(".part"):
-                self.remove(name)                            # otherwise it may be an upload in progress
-        if self.run.owned and start.epoch and (first := self.files.get(start.step)):
-            for match in filter(None, map(history.SNAPSHOT.fullmatch, names)):
-                if int(match[1]) <= start.step and match[0] != first:
-                    self.remove(match[0])
+        found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
+        for match in found:
+            self._take(match)
+        earlier = [match[0] for match in found if int(match[1]) <= start.step and start.epoch and start.step in self.files
+                   and match[0] != self.files[start.step]]
+        parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
+        for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
+            self.remove(name)
 
-    def _take(self, name, match):
-        """Lists a file if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
+    def _take(self, match):
+        """Lists a file, by the match of its name, if its head belongs to this run."""
+        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, match[0])) as file:
             data = file.read(HEAD_SIZE)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
@@ -256,7 +255,7 @@ class Shelf:
                     and max(1, start.step) <= step <= self.run.step and size == HEAD_SIZE + body
                     and (step != start.step or sha256.hex() == start.state)
                     and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
-                self.files[step], self.sha256[step] = name, sha256
+                self.files[step], self.sha256[step] = match[0], sha256
                 if match[2]:
                     self.figures[step] = float(match[2])
 

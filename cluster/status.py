@@ -1,8 +1,10 @@
 """The status: what a coordinator reports about its run and its workers, and the table of `egg.py status`."""
 
+import contextlib
 import json
 import os
 import socket
+import time
 
 from cluster import auth
 from cluster.console import one_line, path_text, printable, table
@@ -25,10 +27,14 @@ PEER_COLUMNS = (("peer", "name", "{:s}"), ("address", "address", "{:s}"), ("stat
 
 def report(coordinator):
     """The status of an egg_net.Coordinator, a dict for JSON."""
-    run, bans = coordinator.run, coordinator.admission.bans
+    run, bans, progress = coordinator.run, coordinator.admission.bans, coordinator.progress
     workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
+    last = progress.validations[-1] if progress.validations else None
     return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
-            "chunks": coordinator.cfg.N_CHUNKS, **coordinator.progress.status(), "snapshot": coordinator.shelf.newest,
+            "chunks": coordinator.cfg.N_CHUNKS, "tokens_per_second": progress.speed,
+            "loss": None if progress.loss is None else progress.loss * progress.bits, "loss_unit": progress.unit,
+            "seconds": round(time.monotonic() - progress.started, 1) if progress.started else 0.0,
+            "validation": last and dict(zip(("step", "figure", "unit"), last)), "snapshot": coordinator.shelf.newest,
             "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
             "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
             "island": coordinator.island.status()}
@@ -39,13 +45,10 @@ def fetch_status(cfg, host, port, access=auth.Access()):
     check_address(host, port)
     card = {"role": "status", "id": os.urandom(8).hex(), "name": socket.gethostname()}
     try:
-        link = Link(cfg, host, port, V2, access, card)
-        try:
+        with contextlib.closing(Link(cfg, host, port, V2, access, card)) as link:
             status = read_json(link.next(STATUS, CONNECT_TIMEOUT))
-            describe_status(status)                  # raises an error for one that is not complete
-            return status
-        finally:
-            link.close()
+        describe_status(status)                      # raises an error for one that is not complete
+        return status
     except OldCoordinator:
         raise NetError(closed_on_greeting(host, port)) from None
     except OSError as error:
