@@ -15,14 +15,13 @@ from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
 LINEAGE = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
 WORKERS, BANS = 4000, 100  # in a status, at most
-# of the tables: title, field, format; those of text come first
-WORKER_COLUMNS = (("worker", "name", "{:s}"), ("device", "device", "{:s}"), ("address", "address", "{:s}"),
-                  ("state", "state", "{:s}"), ("step", "step", "{}"), ("chunks", "chunks", "{}"),
-                  ("s/chunk", "chunk_seconds", "{:.3g}"), ("last seen", "last_seen", "{:.1f} s"))
-PEER_COLUMNS = (("peer", "name", "{:s}"), ("address", "address", "{:s}"), ("state", "state", "{:s}"),
-                ("descends from", "founder", "{:s}"), ("compares", "kind", "{:s}"), ("fitness", "fitness", "{:.4f}"),
-                ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
-                ("last seen", "last_seen", "{:.1f} s"))
+# the columns of the tables, {title: field}, and how some fields are shown
+WORKER_COLUMNS = {"worker": "name", "device": "device", "address": "address", "state": "state", "step": "step",
+                  "chunks": "chunks", "s/chunk": "chunk_seconds", "last seen": "last_seen"}
+PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "descends from": "founder", "compares": "kind",
+                "fitness": "fitness", "step": "step", "epoch": "epoch", "given": "given", "taken": "taken",
+                "last seen": "last_seen"}
+FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 
 
 def report(coordinator):
@@ -90,7 +89,7 @@ def describe_status(status):
         lines.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
                      "bans last until the coordinator ends")
     workers, island = status["workers"], status.get("island")    # coordinators from before there were islands send none
-    lines += _table(WORKER_COLUMNS, workers) if workers else ["no workers"]
+    lines += _table(WORKER_COLUMNS, workers, 4) if workers else ["no workers"]
     more = status.get("connected", 0) - len(workers)
     lines += [f"and {more} more"] * (more > 0)
     if island:
@@ -104,16 +103,15 @@ def describe_status(status):
             source = "rejuvenated" if epoch["peer_step"] is None else \
                 f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
             lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
-        lines += _table(PEER_COLUMNS, island["peers"]) if island["peers"] else []
+        lines += _table(PEER_COLUMNS, island["peers"], 5) if island["peers"] else []
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 
-def _table(columns, entries):
-    """[line]: an empty one, the titles of the columns, and the entries; what is None stays empty."""
-    rows = [["" if entry[key] is None else _cell(form.format(entry[key])) for _, key, form in columns]
-            for entry in entries]
-    words = sum(form == "{:s}" for _, _, form in columns)
-    return ["", *table([title for title, _, _ in columns], rows, words)]
+def _table(columns, entries, words):
+    """[line]: an empty one, the titles of the columns, and the entries; what is None stays empty. words: see `table`"""
+    rows = [["" if entry[key] is None else _cell(FORMATS.get(key, "{}").format(entry[key]))
+             for key in columns.values()] for entry in entries]
+    return ["", *table([*columns], rows, words)]
 
 
 def _cell(value):

@@ -163,6 +163,8 @@ class Peers:
     def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
         self.id, self.name, self.tls, self.bandwidth = os.urandom(8).hex(), name, tls, bandwidth
+        # what this island states about itself in JOIN and ISLAND, see greeting.Card; constants as JSON returns them
+        self.card = {"role": "island", "id": self.id, "name": name, "config": json.loads(json.dumps(self.cfg.shared()))}
         self.targets = [Target(*address) for address in addresses]
         self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
 
@@ -187,11 +189,6 @@ class Peers:
 
     # introductions
 
-    def card(self):
-        """What this island states about itself in JOIN and ISLAND."""
-        config = json.loads(json.dumps(self.cfg.shared()))
-        return {"role": "island", "id": self.id, "name": self.name, "config": config}
-
     def objection(self, card, author):
         """Why an island with this card cannot be a peer, or None. author: the admission.Author of its connection."""
         if not NAME.fullmatch(card.name):
@@ -199,7 +196,7 @@ class Peers:
         if card.name == self.name:
             return f"it is called {card.name} as this island is: give every island a name of its own"
         ours, theirs = ({k: v for k, v in config.items() if not egg_config.may_differ(k)}
-                        for config in (self.card()["config"], card.config))
+                        for config in (self.card["config"], card.config))
         if differ := history.difference(theirs, ours):
             return f"these constants must be the same on all islands: {differ}"
         if card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
@@ -225,7 +222,7 @@ class Peers:
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
     def joined(self, session, card, author):
-        session.reply(ISLAND, json.dumps(self.card()).encode())
+        session.reply(ISLAND, json.dumps(self.card).encode())
         if session.open:
             self._introduced(session, PeerRole(session, self), card, author)
 
@@ -261,7 +258,7 @@ class Peers:
 
     def _call(self, target):
         family, address = target.addresses[0]
-        caller = greeting.Caller(self.coordinator.access.secret, self.card())
+        caller = greeting.Caller(self.coordinator.access.secret, self.card)
         try:
             session = Session(self.coordinator.admission, socket.socket(family, socket.SOCK_STREAM), address,
                               wire.FROM_CALLED, self.tls, target.host)
