@@ -25,7 +25,7 @@ class Printer:
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None):
-        self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
+        self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # Python has none where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
@@ -74,14 +74,11 @@ class Printer:
     def _clean(self, text):
         return "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(OWN_CODES.split(text)))
 
-    def _encodable(self, text):
-        encoding = self.stream.encoding or "utf-8"
-        return text.encode(encoding, "replace").decode(encoding)
-
     def _write(self, text):
-        if text:
-            self.stream.write(self._encodable(text))
-            self.stream.flush()
+        if text and self._out:
+            encoding = self.stream.encoding or "utf-8"
+            self._out.write(text.encode(encoding, "replace").decode(encoding))
+            self._out.flush()
 
 
 class Console(Printer):
@@ -96,7 +93,7 @@ class Console(Printer):
         super().__init__(stream)
         self.steps, self.minutes = steps, minutes
         self.live = self.terminal and not verbose
-        self._lossy = None if quiet else Lossy(self.stream)
+        self._out = None if quiet else Lossy(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
@@ -183,10 +180,6 @@ class Console(Printer):
             line += f" (step {validation['step']})" if validation["step"] != event["step"] else ""
         return line
 
-    def _write(self, text):
-        if self._lossy and text:
-            self._lossy.write(self._encodable(text))
-
 
 class Lossy:
     """Writes to a stream without waiting for its reader. What cannot be written is lost, which is said once; `write`
@@ -212,15 +205,15 @@ class Lossy:
                 self.stream.write(text)
                 self.stream.flush()
             return
-        self._drain()
+        self.flush()
         if len(self.waiting) > self.MOST:
             return self._lose("nobody reads it")
         if self.lost:
             text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
         self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
-        self._drain()
+        self.flush()
 
-    def _drain(self):
+    def flush(self):
         try:
             while self.waiting and (size := self.file.write(self.waiting)):
                 self.waiting = self.waiting[size:]
