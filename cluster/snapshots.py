@@ -239,8 +239,8 @@ class Shelf:
         found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
         for match in found:
             self._take(match)
-        earlier = [match[0] for match in found if int(match[1]) <= start.step and start.epoch and start.step in self.files
-                   and match[0] != self.files[start.step]]
+        first = self.files.get(start.step) if start.epoch else None
+        earlier = [match[0] for match in found if first and int(match[1]) <= start.step and match[0] != first]
         parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
         for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
             self.remove(name)

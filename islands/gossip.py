@@ -351,10 +351,11 @@ class Island(Hook):
         if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
                 or fitness.value <= (1 + REGRET[origin["kind"]]) * origin["ours"]:
             return False
-        why = ("with the state of {from}, which promised {theirs:.4f}, this island has {now:.4f} {unit} after {ours:.4f} "
-               "before").format(**{**origin, "now": fitness.value, "unit": fitness.unit})
-        if origin["from"] in self.peers.known:
-            self.peers.distrust(self.peers.known[origin["from"]], why)
+        giver = origin["from"]
+        why = (f"with the state of {giver}, which promised {origin['theirs']:.4f}, this island has {fitness.value:.4f} "
+               f"{fitness.unit} after {origin['ours']:.4f} before")
+        if giver in self.peers.known:
+            self.peers.distrust(self.peers.known[giver], why)
         else:
             self.events.warn(f"island: {why}")
         return True
