@@ -25,7 +25,7 @@ class Printer:
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None):
-        self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # Python has none where it is closed
+        self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
