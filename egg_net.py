@@ -362,7 +362,7 @@ class Coordinator:
             sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
-            self.shelf.remove(f"snapshot-{state.step:08d}.egg")
+            self.shelf.remove(history.snapshot_name(state.step))
             raise
         self.collector.begin_epoch()
         self.trust.clear()

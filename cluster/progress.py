@@ -108,8 +108,3 @@ class Progress:
         first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
         return Summary(self.first_step, self.run.step, steps * self.tokens_a_step,
                        self._completed - self.started if steps else 0.0, first, last, self.run.directory)
-
-    def status(self):
-        return {"tokens_per_second": self.speed, "loss": None if self.loss is None else self.loss * self.bits,
-                "loss_unit": self.unit, "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
-                "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None}

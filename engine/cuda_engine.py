@@ -560,7 +560,8 @@ class CudaEngine:
         self._forward.pack(self.stream, self._weights, self._packed)
         # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
         # after that update
-        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
+        self._begun, self._fitness, self._at = {}, None, (self.step, self.seed)
+        self._digested = self._prepared = False
 
     def state(self):
         """A copy of the State."""
@@ -596,7 +597,10 @@ class CudaEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._take_back()
         self.begin(first, count)
-        return self._begun.pop((self._at, first, count)).wait().copy()
+        losses = self._begun.pop((self._at, first, count))
+        if self._copies and not self._begun:
+            self._prepare_update()
+        return losses.wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
@@ -622,6 +626,7 @@ class CudaEngine:
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
         self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
+        self._prepared = False
 
     def _cutting(self, windows, drawn=False):
         """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
@@ -670,10 +675,17 @@ class CudaEngine:
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
         if self._copies and not self._is_begun(fitness):
             self._take_back()
-            for copy, array in zip(self._copies, self._state):
-                copy.copy_to_device(array, self.stream)
+            if not self._prepared:
+                self._prepare_update()
             self._enqueue_update(fitness)
         return bool(self._copies)
+
+    def _prepare_update(self):
+        """Copies the state and sends what an update needs besides fitness, while the GPU is still at the evaluation."""
+        for copy, array in zip(self._copies, self._state):
+            copy.copy_to_device(array, self.stream)
+        self._set_job()
+        self._prepared = True
 
     def _is_begun(self, fitness):
         return self._fitness is not None and np.array_equal(self._fitness, fitness)
@@ -706,7 +718,9 @@ class CudaEngine:
             if self._tokens is None:
                 cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
                 votes.windows.copy_to_device(cut.ravel(), self.stream)
-        self._set_job()
+        if not self._prepared:
+            self._set_job()
+        self._prepared = False
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int

@@ -21,12 +21,15 @@ CONFIGURATIONS = {
                      RARE_TOKENS=0.01, SEEN_VOTES=4),
     "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
     "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=540, TENSOR_CORES="mma"),
-    "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact"),
+    "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",
+                   SOFT_TARGETS=((0, 1),)),
     "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=20),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
+    "gru, general": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
+                         SOFT_TARGETS=((0, 1),)),
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
-                      ADAPTIVE_NOISE_MODE=0),
+                      ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFT_TARGETS=((0, 2),)),
 }
 PROGRAM = "from tests import sanitize; print(sanitize.digest_of({!r}))"
 

@@ -188,16 +188,32 @@ def run(engine, steps):
 
 
 def test_what_is_begun_is_kept_apart(engine_of):
-    """In whatever order evaluations are begun and asked for."""
+    """In whatever order evaluations and updates are begun and asked for."""
     plain, ahead, rng = engine_of(), engine_of(), np.random.default_rng(8)
-    for k in range(300):
-        for first, count in rng.integers(0, 5, (rng.integers(0, 4), 2)) * (8, 4) + (0, 4):
-            ahead.begin(int(first), int(count))
-        first, count = rng.integers(0, 5, 2) * (8, 4) + (0, 4)
-        assert ahead.evaluate(int(first), int(count)).tolist() == plain.evaluate(int(first), int(count)).tolist()
-        if k % 10 == 9:
-            assert ahead.update(fitness_of(k)) == plain.update(fitness_of(k))
+    start = plain.state()
+
+    def members():
+        return int(rng.integers(0, 5)) * 8, int(rng.integers(1, 5)) * 4
+
+    for _ in range(1500):
+        kind = rng.choice(["begin", "begin", "evaluate", "evaluate", "begin update", "update", "digest", "load"],
+                          p=[0.2, 0.1, 0.2, 0.1, 0.2, 0.15, 0.04, 0.01])
+        if kind == "begin":
+            ahead.begin(*members())
             assert len(ahead._begun) < 3
+        elif kind == "begin update":
+            ahead.begin_update(fitness_of(int(rng.integers(0, 2))))
+        elif kind == "evaluate":
+            some = members()
+            assert ahead.evaluate(*some).tolist() == plain.evaluate(*some).tolist()
+        elif kind == "update":
+            fitness = fitness_of(int(rng.integers(0, 2)))
+            assert ahead.update(fitness) == plain.update(fitness)
+        elif kind == "digest":
+            assert ahead.digest() == plain.digest()
+        else:
+            ahead.load(start), plain.load(start)
+    assert ahead.state().digests() == plain.state().digests()
 
 
 def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):

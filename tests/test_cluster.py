@@ -1043,7 +1043,8 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = egg_config.load("laptop", environ={})
     run = history.open_run(cfg, tmp_path)
     fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
-    run.copy(100_000, lambda k: (fitness, k, 0), run.start)
+    for k in range(100_000):
+        run.append(fitness, k, 0)
     run.close()
     started = time.thread_time()
     run = history.open_run(cfg, tmp_path)

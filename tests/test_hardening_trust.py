@@ -504,7 +504,7 @@ def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
     small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
     run.close()
     for name, data in (("bomb", bomb), ("small", small)):
-        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._end]
+        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._offsets[0]]
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / history.FILE).write_bytes(header + data)
     (tmp_path / "header").mkdir()
