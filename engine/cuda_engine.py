@@ -281,7 +281,7 @@ def build(cfg, token_type):
 def _windows_kernels(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
     all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
 
     @device
@@ -318,7 +318,7 @@ def _windows_kernels(cfg):
 
 def _choose_kernel(cfg):
     V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
-    hash32, rule = rules.draw_rules(device, TARGET, 0).hash32, rules.sampling_rules(device, TARGET)
+    hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
