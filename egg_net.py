@@ -52,19 +52,21 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
-    version = protocol or V2
-    connected, pause, proves_first = False, BACK_OFF[0], False
-    log_arrival = log_loss = True            # attempts that bring no answer are logged once
+    version, connected, pause, proves_first = protocol or V2, False, BACK_OFF[0], False
+    logged = set()                           # since the last answer: a line is logged once
+
+    def log(line):
+        if line not in logged:
+            logged.add(line)
+            console.line(f"worker: {line}")
+
     while True:
         link, answers = None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
-            if log_arrival:
-                log_arrival, log_loss = False, True
-                spoken = " (protocol 1)" if link.version == V1 else ""
-                console.line(f"worker: {engine.name}, connected to {host}:{port}{spoken}")
             connected = True
+            log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (link.version == V1)}")
             worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
@@ -77,19 +79,19 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
-            if not retry and connected:
-                return worker.chunks
             if not retry:
+                if connected:
+                    return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
         finally:
             if link is not None:
                 link.close()
         if worker.answers > answers:
-            pause, log_arrival, log_loss = BACK_OFF[0], True, True
-        if log_loss:
-            console.line(f"worker: {what}, trying again")
-        log_loss, version = False, protocol or V2
+            pause = BACK_OFF[0]
+            logged.clear()
+        log(f"{what}, trying again")
+        version = protocol or V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
 
@@ -109,12 +111,12 @@ class Coordinator:
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
-        self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
-        self.console, self.events = console, events
+        self.cfg, self.run, self.steps, self.minutes, self.peers = cfg, run, steps, minutes, peers
+        self.console, self.events, self.access = console, events, access
         self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
-        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
-        self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban)
+        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
+        self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
+        self.collector = Collector(cfg, run, events, self.dispatcher, self._snapshot_kept, self.ban)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
@@ -156,8 +158,8 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        kept = "they are not kept (--save-dir keeps them)" if self.run.directory is None else \
-            f"the run lies in {self.run.directory}"
+        kept = f"the run lies in {self.run.directory}" if self.run.directory else \
+            "they are not kept (--save-dir keeps them)"
         self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
         if self.page:
             self.page.farewell()
@@ -226,8 +228,7 @@ class Coordinator:
         elif step < run.step:
             session.send(self.dispatcher.catch_up(step, worker.version))
         elif self.island.handover:
-            if worker.sends_snapshots and self.collector.upload is None:
-                self.collector.ask(worker, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
@@ -242,10 +243,9 @@ class Coordinator:
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
-        if result.step > step:
-            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done")
-        if worker.version == V2 and worker.step != step:
-            raise FrameError(f"wrong step: RESULT for step {step} after a request at step {worker.step}")
+        if result.step > step or worker.version == V2 and worker.step != step:
+            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
+                             f"request at step {worker.step}")
         if worker.version == V2 and chunk not in worker.given:       # two liars could outvote whom they like
             raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
         if worker.trusted:
@@ -325,8 +325,8 @@ class Coordinator:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if verdict.news:
-                self.events.warn(f"step {self.run.step}: workers hold different states of step {step}, as many for one "
-                                 "as for another: start another worker, which decides, or stop the wrong one")
+                self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
+                                 "majority: start another worker, which decides, or stop the wrong one")
             self.dispatcher.hold(worker)
         return False
 

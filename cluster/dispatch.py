@@ -53,14 +53,13 @@ class RemoteWorker(Role):
         if self.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
             coordinator.collector.ignored(self)
         if opcode == wire.JOB_REQUEST:
-            digest = wire.STATED.unpack_from(payload, wire.REQUEST.size)[0] if self.version == V2 else None
-            step = wire.REQUEST.unpack_from(payload)[1]
+            step, digest = wire.REQUEST.unpack_from(payload)[1], payload[wire.REQUEST.size:] or None
             useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
             coordinator.take_request(self, step, digest)
         elif opcode == wire.RESULT:
             result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            if (result.step, result.chunk) in self.owed:
-                self.owed.remove((result.step, result.chunk))
+            if (owed := (result.step, result.chunk)) in self.owed:
+                self.owed.remove(owed)
                 useful = self.has_worked = True
             coordinator.take_result(self, result)
         elif opcode == wire.VALIDATION:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import importlib.util
 import json
 import os
 import re
@@ -17,8 +18,6 @@ import struct
 import tempfile
 import zlib
 from typing import NamedTuple
-
-import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
@@ -32,10 +31,10 @@ SETTINGS = "settings.json"               # egg_config.Config.settings; names of 
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
-WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
 # step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
+LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
@@ -185,6 +184,7 @@ class Run:
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
+        import pyzstd                                # here, so that a coordinator starts without it
         body = pyzstd.compress(packed, 1)
         data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
         handle, end, done = self._file.fileno(), self._offsets[-1], 0
@@ -285,6 +285,9 @@ def open_run(cfg, save_dir=None, load_dir=None):
     begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, or in load_dir
     itself. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants that differ),
     damage, a directory in use or not writable."""
+    for library in LOADED_LATER:
+        if importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
     own = _holds_own(load_dir)
@@ -467,14 +470,26 @@ def most_body(cfg):
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 
+def decompressor():
+    """A pyzstd.ZstdDecompressor for foreign data: its window bounds the memory (level 1 needs 2^19)."""
+    import pyzstd
+    return pyzstd.ZstdDecompressor(option={pyzstd.DParameter.windowLogMax: 20})
+
+
+def decompress(source, data, most):
+    """bytes, at most so many, that a `decompressor` makes of data. Raises ValueError."""
+    import pyzstd
+    try:
+        return source.decompress(data, most)
+    except (pyzstd.ZstdError, EOFError) as error:
+        raise ValueError(str(error)) from None
+
+
 def unzip(data, size):
     """bytes [size] of one zstd frame. Raises ValueError for anything else, before that takes more memory."""
-    decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
-    try:
-        raw = decompressor.decompress(data, size + 1)
-    except pyzstd.ZstdError as error:
-        raise ValueError(str(error)) from None
-    if len(raw) != size or not decompressor.eof or decompressor.unused_data:
+    source = decompressor()
+    raw = decompress(source, data, size + 1)
+    if len(raw) != size or not source.eof or source.unused_data:
         raise ValueError(f"it does not unpack to {size} bytes")
     return raw
 

@@ -1,10 +1,10 @@
-"""One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
+"""The chunks of one step: who evaluates which, the results, and which of them are audited. No sockets.
 Two honest results of a chunk are the same to the bit. A chunk that is audited, or whose results differ, is done when a
 result has at least two votes (trust.tally), and more than any other. The others have lied."""
 
 from collections import deque
 
-from cluster.trust import tally
+from cluster.trust import tally, withdraw
 from model import ternary
 
 COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many times its usual time; times its holders
@@ -88,11 +88,7 @@ class Step:
     def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""
         for chunk, kinds in self.results.items():
-            for key, authors in list(kinds.items()):
-                if author in authors:
-                    authors.remove(author)
-                    if not authors:
-                        del kinds[key]
+            withdraw(kinds, author)
             if self.done.get(chunk) not in kinds:
                 self.done.pop(chunk, None)
                 self._judge(chunk)

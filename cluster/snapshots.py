@@ -12,8 +12,6 @@ import struct
 import tempfile
 import time
 
-import pyzstd
-
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
 
@@ -71,6 +69,7 @@ def pack(state):
 
 
 def _packed(state):
+    import pyzstd
     compressor = pyzstd.ZstdCompressor(LEVEL)
     for part in _parts(state):
         for at in range(0, len(part), SLICE):
@@ -152,7 +151,7 @@ class Upload:
         self._first = 0 if remember else sum(sizes(cfg)[:2])
         self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
         self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
-        self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
+        self._zstd = history.decompressor()
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
@@ -170,10 +169,7 @@ class Upload:
         self.unpack(data)
 
     def unpack(self, data=b""):
-        try:
-            raw = self._zstd.decompress(data, PIECE)
-        except (pyzstd.ZstdError, EOFError) as error:
-            raise ValueError(str(error)) from None
+        raw = history.decompress(self._zstd, data, PIECE)
         eof, left = self._zstd.eof, self._size - self._unpacked - len(raw)
         self.pending = not eof and not self._zstd.needs_input
         complete = self.got == self.total and not self.pending

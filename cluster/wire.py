@@ -79,25 +79,19 @@ def read_json(data):
             raise ValueError(f"a number that is too large: {text[:20]}")
         return value
 
+    def levels(value):
+        inner = value.values() if type(value) is dict else value if type(value) is list else ()
+        return 1 + max(map(levels, inner), default=0)
+
     try:
         found = json.loads(str(data, "utf-8"), parse_int=number, parse_float=number, parse_constant=number)
+        json.dumps(found, ensure_ascii=False).encode()       # UnicodeEncodeError, a ValueError, for a lone surrogate
+        if levels(found) > JSON_DEPTH:
+            raise RecursionError
     except RecursionError:
         raise ValueError("too many levels") from None
     if type(found) is not dict:
         raise ValueError("not an object")
-    level = [found]
-    for _ in range(JSON_DEPTH):
-        inner = []
-        for value in level:
-            if type(value) is str:
-                value.encode()                       # UnicodeEncodeError, a ValueError, for a lone surrogate
-            elif type(value) is dict:
-                inner += [*value, *value.values()]
-            elif type(value) is list:
-                inner += value
-        level = inner
-    if level:
-        raise ValueError("too many levels")
     return found
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from cluster import history, snapshots, wire
 from cluster.hub import NetError
-from cluster.wire import V1, V2
+from cluster.wire import V2
 from model import data_files, fitness_digits, parameters, ternary
 
 SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
@@ -22,7 +22,7 @@ class Worker:
     changed = 0                            # weights changed by the last update, until a result has reported it
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    digest = None                          # (step, digest of the state then)
+    digest = None, b""                     # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     piece = None, 0                        # (first member, members) of the next evaluation
     own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.prepared, self.begins = Foresight(cfg), set(), hasattr(engine, "begin")
+        self.foresight, self.prepared = Foresight(cfg), set()
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -42,7 +42,8 @@ class Worker:
             self._fetch_snapshot(link, link.snapshot)
         while True:
             request = wire.REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(result + link.frame(wire.JOB_REQUEST, request, self._state_digest(link)))
+            digest = self._state_digest() if link.version == V2 else b""
+            link.send(result + link.frame(wire.JOB_REQUEST, request, digest))
             result = b""
             while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
                 self._send_state(link, got[0], link.unpack_step(got[1]))
@@ -82,27 +83,25 @@ class Worker:
             self.piece = first, self._slice_size(end - first)
         while at < end:
             (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
-            if self.begins:
-                self.engine.begin(at, count)
+            self.engine.begin(at, count)
             if at + count < end:
                 self._begin(at + count, end)
             elif (following := self.foresight.following(self.engine.step)) > first:
                 self._begin(following)
-            sizes = {count, self.piece[1]} if self.begins else set()
+            sizes = {count, self.piece[1]}
             parts.append(self.engine.evaluate(at, count))
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        losses = np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
         head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                                      len(packed))
-        self.changed, self.rebuilt = 0, False
-        self.chunks += 1
+        self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
         return link.frame(wire.RESULT, head, packed)
@@ -117,15 +116,13 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Lets an engine that can begin with an update, and with the chunk that follows."""
-        if self.begins and self.engine.begin_update(fitness):
-            if (following := self.foresight.following(self.engine.step)) >= 0:
-                self._begin(following)
+        if self.engine.begin_update(fitness) and (following := self.foresight.following(self.engine.step)) >= 0:
+            self._begin(following)
 
     def _begin(self, first, end=None):
         """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
         self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
-        if self.begins:
-            self.engine.begin(*self.piece)
+        self.engine.begin(*self.piece)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
@@ -168,17 +165,14 @@ class Worker:
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
 
-    def _state_digest(self, link):
-        """The digest of this step's state, which goes with every request; b"" with version 1."""
-        if link.version == V1:
-            return b""
-        if self.digest is None or self.digest[0] != self.engine.step:
+    def _state_digest(self):
+        if self.digest[0] != self.engine.step:
             self.digest = self.engine.step, self.engine.digest()
-        return wire.STATED.pack(self.digest[1])
+        return self.digest[1]
 
     def _load(self, state):
         self.engine.load(state)
-        self.changed, self.reported_step, self.digest, self.own = 0, -1, None, (-1, {})
+        self.changed, self.reported_step, self.digest, self.own = 0, -1, (None, b""), (-1, {})
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""

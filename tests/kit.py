@@ -189,6 +189,12 @@ class FakeEngine:
         x = seeds.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
         return (x % 1000).astype(np.int64)
 
+    def begin(self, first, count):
+        pass
+
+    def begin_update(self, fitness):
+        return False
+
     def update(self, fitness):
         assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))

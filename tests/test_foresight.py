@@ -58,7 +58,7 @@ class Beginning(FakeEngine):
 @pytest.mark.parametrize("slice_size", [64, 10])
 def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
     """Also where a chunk takes several slices; audits go nowhere without a second worker."""
-    monkeypatch.setattr(egg_net, "FIRST_SLICE", slice_size)
+    monkeypatch.setattr(Worker, "slice", slice_size)
     monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
     engine = Beginning()
     server = cluster(tmp_path, [engine], STEPS)

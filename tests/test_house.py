@@ -154,19 +154,25 @@ COORDINATOR = """
 import os, sys, egg_config, egg_net
 from cluster import event_log, history
 cfg, console = egg_config.make(), egg_net.Console()
-run = history.open_run(cfg)
+run = history.open_run(cfg, sys.argv[1])
 events = event_log.Events(cfg, run, sys.argv[1], console)
 coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, console=console, events=events)
 assert coordinator.address[1]
+print(f"step {run.step},")
 print(*sorted({name.split(".")[0] for name in sys.modules}))
+run.append(bytes(-(-cfg.N_PAIRS // 5)), 0, 0)
 """
 
 
-def test_the_coordinator_loads_neither_engine_nor_numpy(tmp_path):
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_coordinator_loads_neither_engine_nor_libraries(tmp_path, steps):
+    """Also where it goes on with a saved run."""
+    for _ in range(steps):
+        subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, check=True)
     done = subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    unwanted = {"numpy", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX", "http",
-                "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
+    assert done.returncode == 0 and f"step {steps}," in done.stdout, done.stderr
+    unwanted = {"numpy", "pyzstd", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX",
+                "http", "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
     assert not unwanted & set(done.stdout.split())
 
 
