@@ -28,6 +28,7 @@ from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model.seeds import next_seed
 
 # the versions whose internals engine.quick_numba replaces
 KNOWN_NUMBA = numba.__version__.startswith("0.68.") and numba_cuda.__version__.startswith("0.30.")
@@ -573,7 +574,7 @@ class CudaEngine:
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 
