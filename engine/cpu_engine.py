@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 import egg_config
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_gru import Gru
