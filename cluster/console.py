@@ -15,6 +15,8 @@ import egg_config
 
 COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
            "white": "37", "grey": "90"}
+# of cluster.worker.sample: beginning, step, prompt, arrow, continuation
+SAMPLE = re.compile(r"( *sample at step (\d{1,18}): | *)(.*?)( >>> )(.*)", re.DOTALL)
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
@@ -54,9 +56,9 @@ class Printer:
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a sample (cluster.worker.sample)."""
-        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
-        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
+        """`text` with prompt and continuation in different colours, if it is a SAMPLE."""
+        parts = SAMPLE.fullmatch(text)
+        return parts[1] + self.colour(parts[3], "blue") + parts[4] + self.colour(parts[5], "green") if parts else text
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text

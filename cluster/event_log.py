@@ -7,11 +7,11 @@ import datetime
 import errno
 import json
 import os
-import re
 import stat
 import time
 
 import egg_config
+from cluster.console import SAMPLE
 from cluster.history import EVENTS
 from cluster.hub import Budget, nothing
 from egg_config import EggError, explained
@@ -22,7 +22,6 @@ LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1,
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
 FLUSH_EVERY = 5.0          # seconds between two flushes of TensorBoard's file
-SAMPLE = re.compile(r" *sample at step (\d{1,18}): (.*?) >>> (.*)")
 
 
 class WatchError(EggError):
@@ -80,9 +79,9 @@ class Events(contextlib.AbstractContextManager):
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
-        if found := SAMPLE.fullmatch(text):
-            prompt, sample = (x.replace("\u23ce", "\n") for x in found.groups()[1:])
-            self.emit("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
+        if (found := SAMPLE.fullmatch(text)) and found[2]:
+            prompt, sample = (x.replace("\u23ce", "\n") for x in found.group(3, 5))
+            self.emit("sample", line, worker=worker, step=int(found[2]), prompt=prompt, text=sample)
         else:
             self.emit("message", line, worker=worker, text=text)
 

@@ -58,10 +58,15 @@ def population_fitness(cfg, losses):
     return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
-def loss_of(reading, window, seed, sign):
+def member_reading(cfg, state, member, kind=Reading):
+    """The plain reading of a member of the State's step."""
+    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
+
+
+def loss_of(reading, window):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
     cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
-    z = reading.logits(window[:-1], seed, sign)
+    z = reading.logits(window[:-1])
     total = 0
     for row, target in zip(z, window[1:]):
         q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
@@ -657,6 +662,12 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
+def path_of(forward):
+    """Of the CUDA engine's forward pass, the noisy pass's name: "Hopper" and "Narrow" are one class."""
+    name = type(forward._noisy).__name__
+    return name if name != "Fused" else "Hopper" if forward._noisy.hopper else "Narrow"
+
+
 def kernels_of(constants, cc):
     """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", of these the "forward" pass,
     and of it the "noisy" one."""
@@ -687,7 +698,7 @@ class Compiler:
         each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
         are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
-        from engine.cuda_engine import quick_numba
+        from engine.quick_numba import quick
         listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
         if listed.exists():
             return json.loads(listed.read_text())
@@ -696,7 +707,7 @@ class Compiler:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
         files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
-        with quick_numba():
+        with quick():
             for kernel, file in zip(some, files):
                 self._compile(kernel, self.directory / file, cc, wait)
         made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]

@@ -20,7 +20,7 @@ import egg_config
 import kit
 from cluster import history
 from cluster.console import Console
-from tools import prepare
+from tools import prepare, train
 
 CFG = egg_config.make(**{**kit.CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64, "SNAPSHOT_EVERY": 0})
 CHANGED = {**kit.differing(CFG), "SNAPSHOT_EVERY": 0}
@@ -271,6 +271,18 @@ def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
         said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
         process.kill()
     assert re.match(r"a step of 16,777,216 members takes about [\d.]+ (min|h) here: .* --preset laptop", said), said
+
+
+def test_what_is_made_once_is_no_time_of_a_step():
+    """The first evaluation waits for the table of soft targets."""
+    class Engine:
+        calls = 0
+
+        def evaluate(self, first, count):
+            self.calls += 1
+            time.sleep(0.5 if self.calls == 1 else count / 1000)
+
+    assert 100 < train.members_a_second(egg_config.make(CHUNK_SIZE=4096), Engine()) < 1010
 
 
 # --- no traceback ----------------------------------------------------------------------------------------------------

@@ -552,7 +552,9 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
                                     '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
                                     '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
 def test_an_odd_configuration_of_an_import_is_one_line(tmp_path, config, capsys):
-    use.write_tensors(tmp_path / "x", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
+    header = json.dumps({"embedding": {"dtype": "I8", "shape": [4, 4], "data_offsets": [0, 16]},
+                         "__metadata__": {"config": config}}).encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     assert egg.main(["import", str(tmp_path / "x"), "--save-dir", str(tmp_path / "run")]) in (1, 2)
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -74,6 +74,7 @@ def start_engine(cfg, data, device, threads, log):
 def members_a_second(cfg, engine):
     """How many members this engine evaluates per second, estimated from slices of growing size."""
     count = 2
+    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
     while True:
         started = time.perf_counter()
         engine.evaluate(0, count)
