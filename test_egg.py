@@ -21,6 +21,7 @@ from model import fitness_digits
 from model import integer_tables
 from model import parameters
 from model import rules
+from model import seeds
 from model import sampling
 from tools.debug import Reading
 from kit import (HERE, callable_by_python, golden, loss_of, member_reading, population_fitness, random_config,
@@ -102,17 +103,16 @@ def test_draws_are_xorshift32():
 def test_noise_of_all_at_once_is_the_rule(gaussian):
     """The NumPy form of the draw and the rule on the host; the hash of an array."""
     draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
-    host = rules.Arithmetic(int, lambda x: x & 0xFFFFFFFF, float)
-    draw = rules.draw_rules(lambda rule: rule, host, gaussian).draw
+    draw = rules.draw_rules(lambda rule: rule, gaussian).draw
     for mask in (0, 1, 15, 42):
         noise = rules.uniform_noise(draws, mask, gaussian)
-        assert noise.tolist() == [draw(int(r), mask) for r in draws]
+        assert noise.tolist() == [draw(r, mask) for r in draws]
     for i in (0, 1, 49, 2 ** 31 - 1):
         x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
         x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
         x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
-        assert rules.hash32(2 ** 32 - 3, np.array([i]))[0] == rules.hash32(-3, i) == x ^ x >> 16
-    assert rules.hash32(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
+    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
 
 
 def test_windows_begin_where_the_rule_says():

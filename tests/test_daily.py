@@ -321,8 +321,8 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
 def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "libraries").mkdir()
-    (tmp_path / "libraries" / "pyzstd.py").write_text("raise ModuleNotFoundError('No module', name='pyzstd')")
-    fails(run("train", env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
+    (tmp_path / "libraries" / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
+    fails(run("coordinator", "--port", 0, env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
 
 
 def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):

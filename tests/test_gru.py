@@ -15,6 +15,7 @@ from model import fitness_digits
 from model import optimizers
 from model import parameters
 from model import rules
+from model import seeds
 import egg_net
 from tools import prepare
 from tools import train
@@ -156,11 +157,11 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
 
 
 def test_noise_is_kept():
-    kept = [rules.INITIAL_SEED]
+    kept = [seeds.INITIAL_SEED]
     for step in range(8):
-        kept.append(rules.next_seed(kept[-1], step, 3))
+        kept.append(seeds.next_seed(kept[-1], step, 3))
     assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
-    assert rules.next_seed(42, 6, 0) == 42 != rules.next_seed(42, 6) == rules.hash32(42, 7)
+    assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
 
 
 def test_fast_fitness_is_the_sign():
@@ -313,7 +314,7 @@ def test_which_path_serves():
                                 (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Narrow"),
                                 ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Narrow")):
         forward = gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
-        assert type(forward._noisy).__name__ == name, (constants, cc)
+        assert kit.path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
         gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
 

@@ -25,7 +25,7 @@ from kernels import muon
 from model import transforms
 from tools import train
 from tools.debug import Reading
-from kit import CARDS, HERE, cluster, loss_of, member_reading, random_config
+from kit import CARDS, HERE, cluster, loss_of, member_reading, path_of, random_config
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              VALIDATE_EVERY=0,
@@ -503,7 +503,7 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
     cfg = egg_config.load(preset, environ={})
     forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
     path = "Narrow" if cfg.HIDDEN_DIM < 256 else "Hopper"
-    assert (type(forward._noisy).__name__ == path) == (cfg.MODEL == "gru")
+    assert (path_of(forward) == path) == (cfg.MODEL == "gru")
 
 
 # --- rates and initial values by token -------------------------------------------------------------------------------
