@@ -15,7 +15,7 @@ import egg_config
 
 COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
            "white": "37", "grey": "90"}
-# of cluster.worker.sample: beginning, step, prompt, arrow, continuation
+# of egg_net.sample: beginning, step, prompt, arrow, continuation
 SAMPLE = re.compile(r"( *sample at step (\d{1,18}): | *)(.*?)( >>> )(.*)", re.DOTALL)
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 

@@ -9,9 +9,9 @@ import pytest
 
 import egg_config
 from cluster import history
-from cluster.worker import Worker
-from kit import CFG, cluster
 from model import fitness_digits, parameters, rules, seeds
+from egg_net import Worker
+from kit import CFG, cluster
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import egg_config
-from cluster.worker import SURE_AFTER, Foresight, Worker
+from egg_net import SURE_AFTER, Foresight, Worker
 from kit import CFG, FakeEngine, cluster, expected
 from model import fitness_digits, parameters
 

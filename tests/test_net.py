@@ -24,7 +24,6 @@ import egg_net
 from tools import train
 from cluster import session
 from cluster import wire
-from cluster.worker import Worker, due
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
 from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, begin_together, coordinator_process, expected,
                  filled, free_port, result_frame, until, whole, work_in_thread)
@@ -249,8 +248,8 @@ def test_a_late_worker_catches_up(tmp_path):
 
 def test_the_first_samples_and_validations_come_early():
     for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
-        assert [step for step in range(1001) if due(every, step)][:len(steps)] == steps
-        assert every or not due(every, 0)
+        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
+        assert every or not egg_net.due(every, 0)
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
@@ -387,7 +386,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
         server.stop()
         thread.join(1.5)
         assert not thread.is_alive()
-    worker = Worker(CFG, engine, None, None, None, False, None)
+    worker = egg_net.Worker(CFG, engine, None, None, None, False, None)
     for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
         for _ in range(8):
             worker._measure(worker.slice, worker.slice / speed)

@@ -17,7 +17,6 @@ import egg_net
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary
-from cluster.worker import sample
 from egg_config import EggError
 
 RESTARTS = 3               # restarts of a worker process before training gives up
@@ -124,7 +123,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
             figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
-            text = sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+            text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
             pipe.send(("final", Final(engine.step, figure, text)))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent is gone or needs nothing more
