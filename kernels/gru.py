@@ -27,7 +27,7 @@ from kernels import transformer
 from kernels.gru_parts import padded_rows, row_of
 from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, pack_rounded, quad_sum,
                            quotient_function, unrolled, vector_function, written_out)
-from kernels.products import QUADS, Kernel, block_sum, matrix_vector, ranges
+from kernels.products import QUADS, ROWS, Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device
 from kernels.transformer import GROUPS, THREADS, members_of
 from model import parameters
@@ -811,6 +811,55 @@ class Rows(gru_parts.RecurrentPass):
             self.score(plan, given, units)
 
 
+class Fused(gru_parts.RowsPass):
+    """The noisy pass whose activations stay in registers from a norm to the end of its products: with wgmma, the
+    general recurrence and the MLP of kernels.gru_hopper, or else all of kernels.gru_narrow."""
+
+    def __init__(self, cfg, cc, card, packing, silent, hopper):
+        own_head = cfg.VOCAB_SIZE == cfg.HIDDEN_DIM if hopper else gru_narrow.own_head(cfg)
+        super().__init__(cfg, packing, 128 if hopper else 32, 1 if hopper else 8, own_head)
+        nz, sizes, add = build_noise(cfg, silent), gru_narrow.sizes(cfg, card.shared, hopper), self.add
+        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
+        at, firsts = row_of if hopper else gru_narrow.row_of, (True, False) if cfg.N_LAYERS > 1 else (True,)
+        self.hopper, self.sizes = hopper, sizes
+        self.gates = [add(gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], at, first)) for first in firsts]
+        if hopper:
+            self.recur, self.mlp = add(_recur_kernel(cfg, nz, card, cc, False)), add(gru_hopper.mlp_kernel(cfg, nz))
+            self.state_rows = _recurrence(cfg, card)[1]
+        else:
+            self.recur = add(gru_narrow.recur_kernel(cfg, nz, cc, sizes["recur"]))
+            self.mlp = add(gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"]))
+        if own_head:
+            self.head = add(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"], at))
+        else:
+            self.add_head(nz, cc, card, packing, (gru_parts.word_function(cfg.HIDDEN_DIM, at), gru_parts.two_words))
+
+    def launch(self, plan, tables, units, scratch, **given):
+        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
+        processors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+        def grid(name, work):
+            warps = self.sizes[name].warps
+            return min(processors, blocks(work, warps)), 32 * warps
+
+        recur, mlp = grid("recur", blocks(units, 8)), grid("mlp", units)
+        if self.hopper:
+            tiles, groups = blocks(units * 2 * given["n"], gru_hopper.TILE), gru_hopper.GROUPS
+            each = blocks(tiles, groups * processors)
+            given |= dict(tiles=tiles, each=each)
+            recur, mlp = (blocks(units, self.state_rows // 2), THREADS), (blocks(tiles, groups * each), 128 * groups)
+        for i, layer in enumerate(plan.layers):
+            self.gates[min(i, 1)](*grid("gates", units), given, call_embed=plan.embed, call_norm=layer.norm_1,
+                                  call=layer.gates, at=self.at["w_f", i], rows_at=self.rows_at)
+            self.recur(*recur, given, call=layer.recur, at=self.at["u_f", i], states=self.states(given, i))
+            self.mlp(*mlp, given, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
+                     call_sums=layer.sums, at=self.at["w_up", i])
+        if self.own_head:
+            self.head(*grid("head", units), given, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])
+        else:
+            self.score(plan, given, units)
+
+
 class Forward(products.Forward):
     """What the CUDA engine uses: see the top of egg_kernels."""
 
@@ -819,10 +868,9 @@ class Forward(products.Forward):
         super().__init__(cfg, cc, token, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)), "head")
         self._plan, self._gather = _Plan(cfg, self._packing), Kernel(_gather_kernel())
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
-            self._noisy = gru_hopper.Hopper(cfg, card, self._packing, silent)
-        elif gru_narrow.fits(cfg, cc, shared_limit):
-            self._noisy = gru_narrow.Narrow(cfg, cc, card, self._packing, silent)
+        hopper = cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit)
+        if hopper or gru_narrow.fits(cfg, cc, shared_limit):
+            self._noisy = Fused(cfg, cc, card, self._packing, silent, hopper)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
         self._clean = Rows(cfg, cc, card, self._packing, True)

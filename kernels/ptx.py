@@ -140,6 +140,8 @@ saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;", int32, (int32,) * 2
 add2 = _instruction("add.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 min2 = _instruction("min.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 max2 = _instruction("max.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+min2_unsigned = _instruction("min.u16x2 $0, $1, $2;", int32, (int32,) * 2)
+max2_unsigned = _instruction("max.u16x2 $0, $1, $2;", int32, (int32,) * 2)
 clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
                      "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", int32, (int32,))
 
@@ -360,22 +362,28 @@ def wgmma_done(columns):
 
 
 def wgmma_product(columns, steps, registers, keep):
-    """Intrinsic f(acc, a, b_desc): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with
-    `keep` it is added to acc. One warpgroup, B K-major in shared memory, acc as in wgmma_s8.
+    """Intrinsic f(acc, a, b): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with `keep`
+    it is added to acc. One warpgroup, acc as in wgmma_s8.
 
-    a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4
-    q...; 4 i + 1 = the same in row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
+    b, and a without `registers`: shared address of core matrices, rows of 32 * steps bytes. With `registers` a local
+    int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in row 16 w + g + 8;
+    4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q... The tensor cores wait least where the compiler knows that an
+    address is the same for all lanes."""
     count = columns // 2
-    first = 2 * count if keep else count
-    at_b = first + (4 * steps if registers else 1)
-    text = [f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 b, ${at_b}; setp.{'eq' if keep else 'ne'}.s64 p, b, b;",
-            "" if registers else f"mov.b64 a, ${first};", "wgmma.fence.sync.aligned;"]
+    at_a = 2 * count if keep else count
+    at_b = at_a + (4 * steps if registers else 1)
+    high, low = divmod(wgmma_descriptor_strides(32 * steps), 1 << 32)
+
+    def descriptor(name, i):
+        """Sets that of the operand at `name`, 32 i of K further. Sums of 64 bits would take twice the instructions."""
+        return f"add.u32 t, {name}, {low + 16 * i}; mov.b64 {name}{name}, {{t, {high}}};"
+
+    text = [f"{{ .reg .pred p; .reg .b32 a, b, t; .reg .b64 aa, bb; shr.u32 b, ${at_b}, 4;",
+            "" if registers else f"shr.u32 a, ${at_a}, 4;", "wgmma.fence.sync.aligned;"]
     for i in range(steps):
-        left = _registers(first + 4 * i, 4) if registers else "a"
-        text.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, b, p;")
-        if i == 0:
-            text.append("setp.eq.s64 p, b, b;")
-        if i + 1 < steps:
-            text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
+        left = _registers(at_a + 4 * i, 4) if registers else "aa"
+        text += ["" if registers else descriptor("a", i), descriptor("b", i),
+                 f"setp.{'eq' if keep or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
+                 f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, bb, p;"]
     text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return _instruction(" ".join(text), void, (4 * steps if registers else int64, int64), MEMORY, count, keep)
+    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), MEMORY, count, keep)
