@@ -204,8 +204,7 @@ class Shape(SimpleNamespace):
 
 def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough. turns: column groups may take turns where the rows stay for several
-    passes."""
+    enough. turns: column groups may take turns where the rows stay for several passes."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -811,9 +810,8 @@ def _full_kernel(cfg, nz, card, kind):
             for i in range(t, LENGTH * D, THREADS):
                 sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
             cuda.syncthreads()
-        acc, s, most, least, scales = (cuda.local.array(ACC, int32), cuda.local.array(2, int32),
-                                       cuda.local.array(2, int32), cuda.local.array(2, int32),
-                                       cuda.local.array(2, float32))
+        acc, s, scales = cuda.local.array(ACC, int32), cuda.local.array(2, int32), cuda.local.array(2, float32)
+        most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
