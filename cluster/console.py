@@ -33,7 +33,9 @@ class Printer:
         self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
 
     def line(self, text):
-        self._write(self._erased() + self._clean(text) + "\n")
+        parts = OWN_CODES.split(text)                # every second one is an own code
+        text = "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(parts))
+        self._write(self._erased() + text + "\n")
         self._text, self._next = "", 0.0
         self.progress()
 
@@ -72,9 +74,6 @@ class Printer:
         above = (len(self._shown) - 1) // shutil.get_terminal_size().columns
         there, self._shown = self._shown, ""
         return (f"\x1b[{above}A" if above > 0 else "") + "\r\x1b[J" if there else ""
-
-    def _clean(self, text):
-        return "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(OWN_CODES.split(text)))
 
     def _write(self, text):
         if text and self._out:
@@ -194,12 +193,10 @@ class Lossy:
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()
-            kind = os.fstat(number).st_mode
-            if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+            waits = stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISCHR(os.fstat(number).st_mode)
+            if waits:
                 number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-                self.file = io.FileIO(number, "w")
-            else:
-                self.file = io.FileIO(number, "w", closefd=False)
+            self.file = io.FileIO(number, "w", closefd=waits)
 
     def write(self, text):
         if self.file is None:

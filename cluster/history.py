@@ -51,13 +51,11 @@ class HistoryError(EggError):
 
 def open_file(path, mode="rb"):
     """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device."""
-    def opener(path, flags):
-        # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-    return open(path, mode, buffering=0, opener=opener)
+    # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe))
 
 
 def read_file(path, most):

@@ -13,13 +13,12 @@ MOST_BITS = 64             # of a loss or a validation, a token or byte: more ca
 
 
 class Summary(NamedTuple):
-    """What a coordinator did. Validations are (step, figure, unit) or None."""
+    """What a coordinator did."""
     first_step: int
     step: int               # completed steps of the run
     tokens: int             # evaluated in the completed steps of this session
     seconds: float          # from the first chunk handed out to the last completed step
-    first_validation: object
-    last_validation: object
+    validations: list       # as in Progress
     directory: object       # of the run, or None
 
     def line(self):
@@ -105,6 +104,5 @@ class Progress:
 
     def summary(self):
         steps = self.run.step - self.first_step
-        first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
         return Summary(self.first_step, self.run.step, steps * self.tokens_a_step,
-                       self._completed - self.started if steps else 0.0, first, last, self.run.directory)
+                       self._completed - self.started if steps else 0.0, self.validations, self.run.directory)

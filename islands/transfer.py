@@ -43,14 +43,10 @@ class Incoming:
     def finished(self):
         return self.upload is not None and self.upload.finished
 
-    @property
-    def pending(self):
-        return self.upload is not None and self.upload.pending
-
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        if not (self.requested or self.finished or self.pending) and self.peer.session \
-                and self.bucket.take(self.bucket.piece):
+        busy = self.requested or self.upload and (self.upload.finished or self.upload.pending)
+        if not busy and self.peer.session and self.bucket.take(self.bucket.piece):
             self.requested = True
             self.peer.session.reply(STATE_REQUEST, STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece))
 
@@ -70,7 +66,7 @@ class Incoming:
 
     def unpack(self):
         until = time.monotonic() + UNPACK_SECONDS
-        while self.pending and time.monotonic() < until:
+        while self.upload and self.upload.pending and time.monotonic() < until:
             self.upload.unpack()
 
     def drop(self):

@@ -213,8 +213,7 @@ def ntt_functions(cfg, nz, noisy, causal):
         return None, None
     H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith(
-        "ntt_emb")]        # three alike, evenly spaced
+    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
     AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
     SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
     noise, factor = nz.noise, nz.factor

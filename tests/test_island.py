@@ -753,7 +753,7 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
                                         (len(data) + 1, download.got, some), (len(data), place, some),
                                         (1 << 63, download.got, noise)][kind]
                 download.add(total, offset, piece)
-                while download.pending:
+                while download.upload.pending:
                     download.unpack()
             assert not download.finished or download.upload.sha256 == sha256
         except ValueError:

@@ -267,7 +267,7 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
 
 @pytest.mark.parametrize("arguments, status, says", [
     (["generate", "--prompt", ""], 2, "the prompt is empty"),
-    (["generate", "--tokens", "0"], 2, "'0' is not a whole number from 1 to "),
+    (["generate", "--tokens", "0"], 2, "'0' is not a whole number, 1 or more"),
     (["generate", "--tokens", "-3"], 2, "--tokens"),
     (["generate", "--temp", "-1"], 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
     (["generate", "--min-p", "nan"], 2, "'nan' is not a number from 0.0 to 1.0"),
