@@ -369,7 +369,9 @@ class CudaEngine:
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
                                                               token_type, silent)
-        self._gpu, self.compile_seconds = gpu, 0.0
+        self._gpu, self.compile_seconds, self._tables = gpu, 0.0, soft_targets.Tables(cfg, tokens)
+        if tokens is not None:
+            self._tables.begin(0)                            # while the kernels of a step are compiled
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
@@ -405,7 +407,7 @@ class CudaEngine:
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
-        self._tables, self._known = soft_targets.Tables(cfg, self.tokens), () if cfg.SOFT_TARGETS else None
+        self._known = () if cfg.SOFT_TARGETS else None      # whose tables are on the device
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
         self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)

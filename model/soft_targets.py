@@ -64,12 +64,17 @@ class Tables:
             raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
                              "memory, more than this machine has: use less data or no SOFT_TARGETS")
 
-    def of(self, step):
-        """The Followers of a step; None: its context is 0."""
+    def begin(self, step):
+        """Begins to make what this step and the next context need."""
         context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
         coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
         kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}
         self._made = kept | {c: self._begun(c) for c in dict.fromkeys([context, *coming]) if c and c not in kept}
+
+    def of(self, step):
+        """The Followers of a step; None: its context is 0."""
+        self.begin(step)
+        context = self._cfg.soft_context(step)
         return self._made[context].result() if context else None
 
     def _begun(self, context):
