@@ -242,7 +242,7 @@ def draw_norm(c, w, param, layer, S, noisy, norm):
         perturbed(c, w, param + 1, layer, S, noisy, norm[1])
 
 
-@inlined
+@leaf
 def layer_norm(c, h, count, left, norm, x):
     """x uint8 [>= count, H] = ln(h) + 128 of `count` rows of int8, GROUP at most, the `left` first of which belong to
     the even member; norm: of `draw_norm`."""
@@ -263,7 +263,7 @@ def layer_norm(c, h, count, left, norm, x):
                 x[r, i] = np.uint8(normed(c.mode, h[r, i], norm[0, m, i], norm[1, m, i], mean) + i32(128))
 
 
-@inlined
+@leaf
 def divided(y, count, d, lowest, zero, out):
     """out [count, n] = clip(y / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
@@ -272,7 +272,7 @@ def divided(y, count, d, lowest, zero, out):
             out[r, i] = i32(max(i32(lowest), quotient(y[r, i], d, reciprocal)) + i32(zero))
 
 
-@inlined
+@leaf
 def amax(v, first, count, out, o, zero):
     """out[o..] = amax of v[first..] int32 (SPEC 5) + zero, `count` rows, GROUP at most; zero: 0 for int8 rows, 128 for
     uint8."""
@@ -290,7 +290,7 @@ def amax(v, first, count, out, o, zero):
             out[o + r, i] = i32(i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + i32(zero))
 
 
-@inlined
+@leaf
 def add_residual(h, count, left, y, shift, bias):
     """h = amax(h + (y >> shift) + the bias of the members), `count` rows, GROUP at most; y is overwritten."""
     for r in range(count):
@@ -315,7 +315,8 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
     draw_sides(c, w, down, layer, S, noisy, sides_d)
     x, u, wide, y = (local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32),
                      local((GROUP, H), i32))
-    shift = i32(c.up)
+    d, shift = i32(c.divisor_down), i32(c.up)
+    reciprocal = f32(f32(1) / f32(d))
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
@@ -330,10 +331,9 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
             gelu(u, 0, count * 4 * H)
         product(c, w, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
-            divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
                 for i in range(H):
-                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + y[r, i]))
+                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + quotient(y[r, i], d, reciprocal)))
         else:
             add_residual(h[first:], count, left, y, i32(c.down), bias_d)
 
@@ -379,17 +379,19 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
     norm, sides = local((2, 2, c.H), i32), new_sides(1, c.H, z.shape[1], c.H * c.scaled)
-    x, shift = local((GROUP, c.H), np.uint8), i32(c.logit)
+    x, shift, d = local((GROUP, c.H), np.uint8), i32(c.logit), i32(c.divisor)
+    reciprocal = f32(f32(1) / f32(d))
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         layer_norm(c, h[first:], count, T - first, norm, x)
         product(c, w, c.head, NO_LAYER, sides, noisy, x, count, T - first, z)
-        if c.gru:
-            divided(z, count, i32(c.divisor), -127, 0, z)
-        else:
-            for r in range(count):
+        for r in range(count):
+            if c.gru:
+                for v in range(c.V):
+                    z[r, v] = quotient(z[r, v], d, reciprocal)
+            else:
                 for v in range(c.V):
                     z[r, v] = shift_right(z[r, v], shift)
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
