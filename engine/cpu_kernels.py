@@ -242,7 +242,7 @@ def draw_norm(c, w, param, layer, S, noisy, norm):
         perturbed(c, w, param + 1, layer, S, noisy, norm[1])
 
 
-@leaf
+@inlined
 def layer_norm(c, h, count, left, norm, x):
     """x uint8 [>= count, H] = ln(h) + 128 of `count` rows of int8, GROUP at most, the `left` first of which belong to
     the even member; norm: of `draw_norm`."""
@@ -263,7 +263,7 @@ def layer_norm(c, h, count, left, norm, x):
                 x[r, i] = np.uint8(normed(c.mode, h[r, i], norm[0, m, i], norm[1, m, i], mean) + i32(128))
 
 
-@leaf
+@inlined
 def divided(y, count, d, lowest, zero, out):
     """out [count, n] = clip(y / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
     reciprocal = f32(f32(1) / f32(d))
@@ -272,7 +272,7 @@ def divided(y, count, d, lowest, zero, out):
             out[r, i] = i32(max(i32(lowest), quotient(y[r, i], d, reciprocal)) + i32(zero))
 
 
-@leaf
+@inlined
 def amax(v, first, count, out, o, zero):
     """out[o..] = amax of v[first..] int32 (SPEC 5) + zero, `count` rows, GROUP at most; zero: 0 for int8 rows, 128 for
     uint8."""
@@ -290,7 +290,7 @@ def amax(v, first, count, out, o, zero):
             out[o + r, i] = i32(i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + i32(zero))
 
 
-@leaf
+@inlined
 def add_residual(h, count, left, y, shift, bias):
     """h = amax(h + (y >> shift) + the bias of the members), `count` rows, GROUP at most; y is overwritten."""
     for r in range(count):
