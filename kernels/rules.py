@@ -55,24 +55,15 @@ def build_noise(cfg, silent=False):
     drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32, draw, coefficient = drawn.hash32, drawn.draw, scale.input_coefficient
 
-    if cfg.SIGMA_SCHEDULE:
-        @device
-        def shift(job):
-            return int32(int32(job[3]) & int32(31))          # the mask says that shifts need no 64 bits
+    VARIES, SHIFT, UNIT = bool(cfg.SIGMA_SCHEDULE), cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
 
-        @device
-        def unit(shift):
-            return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23)))
-    else:
-        SHIFT, UNIT = cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
+    @device
+    def shift(job):
+        return int32(int32(job[3]) & int32(31)) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
 
-        @device
-        def shift(job):
-            return int32(SHIFT)
-
-        @device
-        def unit(shift):
-            return float32(UNIT)
+    @device
+    def unit(shift):
+        return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23))) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):

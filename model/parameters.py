@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from model import optimizers
-from model.rules import INITIAL_SEED, first_seed, uniform_noise
+from model.rules import uniform_noise
+from model.seeds import INITIAL_SEED, first_seed
 
 
 class Param(NamedTuple):
@@ -162,6 +163,14 @@ def check_state(state):
         raise ValueError("it holds a weight or noise scale of -128")
 
 
+def from_raw(cfg, raw, step, seed):
+    """The State in the bytes of weights, moments and overlay. Raises ValueError, see `check_state`."""
+    n, raw = n_weights(cfg), np.frombuffer(raw, np.int8)
+    state = State(cfg, raw[:n], raw[n:13 * n].view("<f4").reshape(-1, 3), raw[13 * n:], step, seed)
+    check_state(state)
+    return state
+
+
 def initial_state(cfg):
     """State before the first update (SPEC 3)."""
     weights = np.zeros(n_weights(cfg), np.int8)
@@ -255,12 +264,14 @@ def describe(cfg):
         token += attention
     sides = [sorted((t.rows, t.cols)) for t in arrays if optimizers.constants(cfg, 1.0, t).rule == optimizers.MUON]
     muon = optimizers.MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
-    falling = ", ".join(f"{shift} from step {step:,}" for step, shift in cfg.SIGMA_SCHEDULE)
+    falling, contexts = (", ".join(f"{value} from step {step:,}" for step, value in schedule)
+                         for schedule in (cfg.SIGMA_SCHEDULE, cfg.SOFT_TARGETS))
     facts = (
         ("model", model),
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
         *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         *([("noise", f"SIGMA_SHIFT {cfg.SIGMA_SHIFT}, then {falling}")] if falling else []),
+        *([("targets", f"{cfg.TARGETS} a position; context in tokens: {contexts}")] if contexts else []),
         ("a token", work),
         ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = "
                    f"{members * T:,} tokens"),

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from model import rules
+from model.seeds import hash32
 
 
 # What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of
@@ -48,7 +49,7 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
     size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
     seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
-    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
 
 
