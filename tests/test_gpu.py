@@ -273,8 +273,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
 
     def hold(step):
         context = cfg.soft_context(step)
-        want = (soft_targets.followers(cfg, tokens, context) if context
-                else (np.arange(1000), np.ones(1000), tokens))
+        want = (soft_targets.followers(cfg, tokens, context) if context else (np.arange(1000), np.ones(1000), tokens))
         for there, here in zip(engine._followers, want, strict=True):
             np.testing.assert_array_equal(there, here)
 

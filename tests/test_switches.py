@@ -170,10 +170,9 @@ def test_a_causal_coefficient_sees_no_later_token():
     one, other = rng.integers(1, 256, (2, 8))
     for position in range(8):
         mixed = np.where(np.arange(8) <= position, one, other)
-        assert (transforms.basis(cfg, True) @ mixed)[position] == (transforms.basis(cfg, True) @ one)[position]
-        assert position == 7 or (transforms.basis(cfg,
-                                                  False) @ mixed)[position] != (transforms.basis(cfg,
-                                                                                                 False) @ one)[position]
+        causal, whole = transforms.basis(cfg, True)[position], transforms.basis(cfg, False)[position]
+        assert causal @ mixed == causal @ one
+        assert position == 7 or whole @ mixed != whole @ one
 
 
 def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_embedding():
@@ -269,10 +268,8 @@ def test_directions_are_nearly_orthogonal():
         for t in parameters.tensors(cfg):
             if t.name in ("w_up", "w_down"):
                 row, o = engine._table[t.param, t.layer], optimizers.constants(cfg, 0.5, t)
-                values = np.linalg.svd(engine._muon_direction(o, t, row,
-                                                              rng.integers(-999, 999,
-                                                                           (t.rows, t.cols)).astype(np.int32)),
-                                                                           compute_uv=False)
+                votes = rng.integers(-999, 999, (t.rows, t.cols)).astype(np.int32)
+                values = np.linalg.svd(engine._muon_direction(o, t, row, votes), compute_uv=False)
                 assert low < values.min() and values.max() < high, (ns, values)
 
 
@@ -311,11 +308,8 @@ def product_digest():
     out = [np.empty((96, 96), np.float32), np.empty((96, 128), np.float32)]
     cpu_update.muon_panels(x, x, True, np.float32(1), np.float32(1), out[0], 0, 3)
     cpu_update.muon_panels(square, x, False, np.float32(3.4445), np.float32(0.7), out[1], 0, 4)
-    assert np.array_equal(out[0],
-                          chains(x,
-                                 x.T)) and np.array_equal(out[1],
-                                                          fma(np.float32(0.7), chains(square, x),
-                                                              np.float32(3.4445) * x))
+    assert np.array_equal(out[0], chains(x, x.T))
+    assert np.array_equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
     return hashlib.sha256(out[0].tobytes() + out[1].tobytes()).hexdigest()
 
 
@@ -447,8 +441,8 @@ def test_distributed_and_resumed(tmp_path, values):
 
 
 def test_the_schedule_is_that_of_the_specification_and_data():
-    assert [egg_config.make().learning_rate(step) for step in (0, 99, 100, 199, 200,
-                                                               10**6)] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+    rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
+    assert {step: egg_config.make().learning_rate(step) for step in rates} == rates
     cfg = egg_config.load(defines=["LR_SCHEDULE=0:1,7:0.5,9:0"], environ={})
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
@@ -538,8 +532,8 @@ def test_rare_tokens_learn_more_slowly(rest):
         assert np.array_equal(got.moments[part, :2], without.moments[part, :2])
         scale = np.tile(np.repeat(factor, 4), t.rows // 4)
         where = (scale < 1) & (np.abs(without.moments[part, 2]) < 1) & (got.weights[part] == without.weights[part])
-        assert where.sum() > t.size // 4 and np.array_equal(got.moments[part, 2][where],
-                                                            (without.moments[part, 2] * scale)[where])
+        assert where.sum() > t.size // 4
+        assert np.array_equal(got.moments[part, 2][where], (without.moments[part, 2] * scale)[where])
         assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
 
 
@@ -640,8 +634,8 @@ def test_shares_are_of_all_the_data():
 @pytest.mark.parametrize("model", ["transformer", "gru"])
 def test_initial_values_of_tables_by_token(model):
     rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
-    states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7,
-                                                             TOKEN_MASK=mask)) for mask in (-1, 7, 1, 0)}
+    states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
+              for mask in (-1, 7, 1, 0)}
     assert np.array_equal(states[-1].weights, states[7].weights)
     for t in parameters.tensors(egg_config.make(**rest)):
         parts = {mask: state.weights[t.weights:t.weights + t.size] for mask, state in states.items()}
