@@ -29,10 +29,8 @@ from numba.cuda import lowering
 from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, ir, ir_utils, postproc, ssa,
                              transforms, typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core import config as numba_config
-from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
-from numba.cuda.target import CUDATypingContext
 
 import egg_kernels
 from engine import hardware, kernel_cache
@@ -161,14 +159,12 @@ def quick_numba():
     """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
     passes for closures and array expressions; after every inlining the search for live variables, which only `del`
     wants (by an older, slower function than numba's); copies of what does not change; reading a function again to
-    inline it again; the choice of a signature for every single call, and of a type for every use of a constant; the
-    context of messages that nobody reads; to make a variable static, the rewriting of blocks that do not name it; a
-    search through its block for every variable; and Python's search for garbage."""
+    inline it again; the choice of a signature for every single call; to make a variable static, the rewriting of
+    blocks that do not name it; a search through its block for every variable; and Python's search for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
     inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
-    type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
@@ -220,12 +216,7 @@ def quick_numba():
         self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
-    def resolve_value_type(self, value):
-        if id(value) not in constants:
-            constants[id(value)] = value, type_of_constant(self, value)
-        return constants[id(value)][1]
-
-    live, no_context = numba_analysis.compute_live_map, lambda *_, **__: contextlib.nullcontext()
+    live = numba_analysis.compute_live_map
     gc.disable()
     try:
         with (mock.patch.object(analysis, "compute_live_map", live),
@@ -235,10 +226,6 @@ def quick_numba():
               mock.patch.object(InlineWorker, "inline_function", inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
-              mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
-              mock.patch.object(typeinfer, "new_error_context", no_context),
-              mock.patch.object(lowering, "new_error_context", no_context),
-              mock.patch.object(WarningsFixer, "catch_warnings", no_context),
               mock.patch.object(base, "_has_loc", functools.cache(base._has_loc)),
               mock.patch.object(ssa, "_run_ssa", run_ssa),
               mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
