@@ -4,13 +4,11 @@ interface.
 
 What the CUDA engine uses:
 
-    noise = build_noise(cfg)              device functions with the constants frozen, see there
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        {verb: [(dispatcher, signature, dynamic shared bytes)]}: compile those of a verb
-                        (kernels.ptx.allow_shared) before its first launch; "load": pack, "step": evaluate, "validate",
-                        "generate": token
+        .kernels        {verb: [products.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its first
+                        launch; "load": pack, "step": evaluate, "validate", "generate": token
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -18,10 +16,9 @@ What the CUDA engine uses:
                         model.parameters.State
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
-                        member.
-                        overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these pairs;
-                        job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift of
-                        the noise; offset, pairs: Python ints
+                        member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
+                        pairs; job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift
+                        of the noise; offset, pairs: Python ints
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -40,10 +37,8 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, int8, int32, int64, uint32
 
-from kernels import ptx
-from kernels import transformer
+from kernels import products, ptx, transformer
 from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
-from kernels import products
 from kernels.products import Kernel, block_max, block_sum, matrix_vector
 from kernels.rules import build_noise, device
 from model import integer_tables
@@ -62,7 +57,6 @@ def _token_kernel(cfg):
     SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
     WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
-
     from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
 
     @device
@@ -112,8 +106,8 @@ def _token_kernel(cfg):
                     from_h(words, 0, packed, plan[p + 8 * which], H, y, which * H, t)
                 cuda.syncthreads()
                 if t < H and (t & 1) == 0:
-                    cos, sin, half = int64(rope[here * D + t % D]), int64(rope[here * D + t % D
-                                                                               + 1]), int64(1) << int64(SCALE_BIT - 1)
+                    cos, sin = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1])
+                    half = int64(1) << int64(SCALE_BIT - 1)
                     for which in range(2):
                         a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
                         y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
@@ -187,7 +181,9 @@ class _Plan(products.Plan):
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
-        self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",)) + self._embedding())
+        table = self._tensors["embedding", 0]
+        self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",))
+                               + [packing.at["embedding", 0] // 4, table.overlay_a, table.overlay_b])
         self.emb_mlp = self._mlp(0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up", "mlp_emb_bias_down")
         self.layers = []
         before = ("mlp_emb_bias_down", 0)
@@ -205,10 +201,8 @@ class _Plan(products.Plan):
 
     def token_calls(self):
         """Rows of the plan in the order of the token kernel."""
-        calls = [self.embed, self.emb_mlp.up, self.emb_mlp.down]
-        for layer in self.layers:
-            calls += [layer.ln_1, layer.qkv, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down]
-        return np.array(calls + [self.ln_f], np.int32)
+        calls = [(a.ln_1, a.qkv, a.o, a.ln_2, a.mlp.up, a.mlp.down) for a in self.layers]
+        return np.array([self.embed, self.emb_mlp.up, self.emb_mlp.down, *sum(calls, ()), self.ln_f], np.int32)
 
     def _biased(self, name, layer, bias=None):
         return self._matrix(name, layer) + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
@@ -217,10 +211,6 @@ class _Plan(products.Plan):
         entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer)
         entries += self._vector(bias, bias_layer) if bias else 4 * [0]
         return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
-
-    def _embedding(self):
-        t = self._tensors["embedding", 0]
-        return [self._packing.at["embedding", 0] // 4, t.overlay_a, t.overlay_b]
 
     def _mlp(self, layer, up, down, bias_up, bias_down):
         return SimpleNamespace(up=self._add(self._biased(up, layer, bias_up) + self._input(down, layer)),

@@ -5,31 +5,22 @@ Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kern
 compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
+import bisect
 import collections
 import contextlib
 import fcntl
-import functools
-import gc
 import os
-import pathlib
-import pickle
-import subprocess
+import struct
 import sys
 import time
-from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
+import numba
+import numba_cuda
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
-from numba.core import analysis as numba_analysis
-from numba.core.types.functions import BaseFunction
-from numba.cuda import lowering
-from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, ir, ir_utils, postproc, ssa,
-                             transforms, typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core import config as numba_config
-from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
@@ -38,6 +29,11 @@ from engine.kernel_cache import tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+
+# the versions whose internals engine.quick_numba replaces
+KNOWN_NUMBA = numba.__version__.startswith("0.68.") and numba_cuda.__version__.startswith("0.30.")
+if KNOWN_NUMBA:
+    from engine import quick_numba
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -49,10 +45,6 @@ AHEAD = 16                  # tokens enqueued at once while generating
 SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
 OPERANDS = 1 << 30          # ... and at most so many bytes
 COMPILERS = 8               # most processes that compile kernels at once
-NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
-         and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-COMPILER = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from engine import cuda_engine; cuda_engine.compile_some()"
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
@@ -80,25 +72,23 @@ class Kernel(NamedTuple):
     shared: int
 
 
-def compile_all(every, capability, what, job):
+def compile_all(every, capability, what):
     """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
-    stderr says what is compiled, and a terminal shows how far it is. job: what compile_some needs to build the same
-    kernels."""
+    stderr says what is compiled, and a terminal shows how far it is."""
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
-    missing = [(i, path) for i, path in enumerate(paths) if not path.exists()]
-    missing.sort(key=lambda one: -every[one[0]].shared)      # those with tiles in shared memory take longest
+    missing = {path: kernel for path, kernel in zip(paths, every) if not path.exists()}
     if missing:
         where = kernel_cache.directory()
-        tell(f"egg: compiling {len(missing)} of {len(every)} CUDA kernels for {what}; kept in {where}\n")
-        lock = where / f"lock-{kernel_cache.key({}, [path.name for _, path in missing])}"
+        tell(f"egg: compiling {len(missing)} of {len(set(paths))} CUDA kernels for {what}; kept in {where}\n")
+        lock = where / f"lock-{kernel_cache.key({}, [path.name for path in missing])}"
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _compile_together([(i, path) for i, path in missing if not path.exists()], job)
+                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
-    with quick_numba():
+    with quickly():
         for i, (kernel, path) in enumerate(zip(every, paths)):
             if not path.exists():
                 _progress(i, len(every), started)
@@ -112,22 +102,34 @@ def compile_all(every, capability, what, job):
     return seconds
 
 
-def _compile_together(missing, job):
-    """Has kernels, [(index, file)], compiled into their files by several processes, unless there is only one core. Each
-    takes the next number of a kernel from a pipe, its input, when it has compiled one."""
-    count = min(COMPILERS, hardware.cores(), len(missing))
-    if count < 2:
+def _compile_together(missing, capability):
+    """Has the kernels {file: Kernel} compiled into their files by forks of this process, unless there is only one core.
+    Each takes the next number of a kernel from a pipe when it has compiled one. A kernel that fails there is compiled
+    by this process, which reports the error."""
+    some = sorted(missing.items(), key=lambda one: -one[1].shared)       # tiles in shared memory take longest
+    count = min(COMPILERS, hardware.cores(), len(some))
+    if count < 2 or not KNOWN_NUMBA:
         return
     numbers, all_of_them = os.pipe()
-    os.write(all_of_them, bytes(range(len(missing))))
+    os.write(all_of_them, bytes(range(len(some))))
     os.close(all_of_them)
-    command = [sys.executable, "-c", COMPILER, pickle.dumps((job, missing)).hex()]
-    compilers = [subprocess.Popen(command, stdin=numbers, stderr=subprocess.DEVNULL) for _ in range(count)]
+    forks, started = [], time.monotonic()
+    for _ in range(count):
+        forks.append(os.fork())
+        if not forks[-1]:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                with quick_numba.quick(), quick_numba.without_gpu(capability):
+                    while number := os.read(numbers, 1):
+                        path, kernel = some[number[0]]
+                        kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+                        kernel.dispatcher.compile(kernel.signature)
+            finally:
+                os._exit(0)
     os.close(numbers)
-    started = time.monotonic()
-    while any(process.poll() is None for process in compilers):
+    while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
-        _progress(sum(path.exists() for _, path in missing), len(missing), started)
+        _progress(sum(path.exists() for path in missing), len(missing), started)
 
 
 def _progress(done=0, total=0, started=0.0):
@@ -136,129 +138,9 @@ def _progress(done=0, total=0, started=0.0):
         tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
 
 
-def compile_some():
-    """A compiling process: what it needs is in its argument, what it compiles in its input. If a kernel fails here, the
-    engine compiles it and reports the error. A file whose name is not that of the kernel built here was meant for other
-    sources: it is left."""
-    (cfg, device, token_type, silent, verbs), missing = pickle.loads(bytes.fromhex(sys.argv[1]))
-    cuda.select_device(device)
-    gpu, known = cuda.get_current_device(), {}
-    of_verb = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu), getattr(types, token_type), silent)[2]
-    every = [kernel for verb in verbs for kernel in of_verb[verb]]
-    with quick_numba():
-        while number := os.read(sys.stdin.fileno(), 1):
-            i, path = missing[number[0]]
-            name, dispatcher, signature, _ = every[i]
-            if kernel_cache.cuda_path(known, name, dispatcher, signature, gpu.compute_capability).name == path.name:
-                dispatcher._cache = kernel_cache.CudaCache(path)
-                dispatcher.compile(signature)
-
-
-@contextlib.contextmanager
-def quick_numba():
-    """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
-    passes for closures and array expressions; after every inlining the search for live variables, which only `del`
-    wants (by an older, slower function than numba's); copies of what does not change; reading a function again to
-    inline it again; the choice of a signature for every single call; to make a variable static, the rewriting of
-    blocks that do not name it; a search through its block for every variable; and Python's search for garbage."""
-    collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
-    inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
-    call_type, call_types = BaseFunction.get_call_type, {}
-    make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
-
-    def run(self, emit_dels=False, extend_lifetimes=False):
-        self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
-        self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
-        self.func_ir.generator_info = None
-        if emit_dels:
-            self._insert_var_dels(extend_lifetimes)
-
-    def run_untyped_passes(self, function, enable_ssa=False):
-        self.flags.enable_ssa = enable_ssa
-        if (function, enable_ssa) not in functions:
-            functions[function, enable_ssa] = read(self, function, enable_ssa)
-        inlined = functions[function, enable_ssa].copy()
-        inlined.blocks = copied(inlined.blocks, {})
-        return inlined
-
-    def inline_function(self, *args):
-        with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(deepcopy=lambda blocks: blocks)):
-            return inline(self, *args)
-
-    def get_call_type(self, context, args, kws):
-        call = self, args, tuple(kws.items())
-        if call not in call_types:
-            call_types[call] = call_type(self, context, args, kws)
-        return call_types[call]
-
-    def resolve_once(self, inferer, variables, fnty):
-        def known():
-            return fnty, [variables[v].type for v in names]
-        names = [self.target, *(v.name for v in (*self.args, *dict(self.kws).values(), self.vararg) if v)]
-        if getattr(self, "known", None) != known():
-            resolve(self, inferer, variables, fnty)
-            self.known = known()
-
-    def run_ssa(blocks):
-        named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
-                      for label, block in blocks.items()})
-        return make_static(blocks)
-
-    def run_block_rewrite(blocks, states, handler):
-        return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
-                for label, block in blocks.items()}
-
-    def find_singly_assigned_variable(self):
-        elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
-        assigned = collections.Counter(statement.target.name for block in self.blocks.values()
-                                       for statement in block.body if isinstance(statement, ir.assign_types))
-        once = {name for name, count in assigned.items() if count == 1}
-        self._singly_assigned_vars = once.difference(*elsewhere)
-        self._blk_local_varmap = {}
-
-    live = numba_analysis.compute_live_map
-    gc.disable()
-    try:
-        with (mock.patch.object(analysis, "compute_live_map", live),
-              mock.patch.object(ir_utils, "compute_live_map", live),
-              mock.patch.object(postproc.PostProcessor, "run", run),
-              mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
-              mock.patch.object(InlineWorker, "inline_function", inline_function),
-              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
-              mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
-              mock.patch.object(base, "_has_loc", functools.cache(base._has_loc)),
-              mock.patch.object(ssa, "_run_ssa", run_ssa),
-              mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
-              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-              mock.patch.object(compiler_machinery, "enforce_no_dels", lambda blocks: None),
-              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
-              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", lambda self, state: True)):
-            yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def copied(value, memo):
-    """Blocks of numba's representation, copied like copy.deepcopy does it, but sharing all that never changes."""
-    kind = type(value)
-    if kind in (str, ir.Loc):
-        return value
-    if kind in NODES:
-        if id(value) not in memo:
-            memo[id(value)] = new = object.__new__(kind)
-            fields = vars(new)
-            for name, field in vars(value).items():
-                fields[name] = copied(field, memo)
-        return memo[id(value)]
-    if kind in (list, tuple):
-        return kind([copied(one, memo) for one in value])
-    if isinstance(value, (dict, set)):
-        new = value.copy()
-        for key in new if isinstance(value, dict) else ():
-            new[key] = copied(new[key], memo)
-        return new
-    return value
+def quickly():
+    """A block in which numba-cuda compiles in a third of the time, if its version is known."""
+    return quick_numba.quick() if KNOWN_NUMBA else contextlib.nullcontext()
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
@@ -492,7 +374,7 @@ class CudaEngine:
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
                                                               token_type, silent)
-        self._gpu, self._built, self.compile_seconds = gpu, (cfg, device, token_type.name, silent), 0.0
+        self._gpu, self.compile_seconds = gpu, 0.0
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
@@ -502,8 +384,8 @@ class CudaEngine:
         """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
         if verbs := [verb for verb in verbs if verb in self._waiting]:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
-            what, job = f"{self.name}: {', '.join(verbs)}", (*self._built, verbs)
-            self.compile_seconds += compile_all(every, self._gpu.compute_capability, what, job)
+            what = f"{self.name}: {', '.join(verbs)}"
+            self.compile_seconds += compile_all(every, self._gpu.compute_capability, what)
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
@@ -519,7 +401,7 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state, self._copies = (self._weights, self._moments, self._overlay), None
-        self._given = cuda.device_array(32, np.uint8)        # see _set_job
+        self._given, self._sent = cuda.device_array(32, np.uint8), None      # see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sums = cuda.device_array(2, np.uint64)
         # losses of two evaluations that are begun, digest, number of changed weights
@@ -551,6 +433,7 @@ class CudaEngine:
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
+        self._keep()
         self.stream.synchronize()
 
     def _set_state(self, arrays):
@@ -559,8 +442,7 @@ class CudaEngine:
         self._forward.pack(self.stream, self._weights, self._packed)
         # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
         # after that update
-        self._begun, self._fitness, self._at = {}, None, (self.step, self.seed)
-        self._digested = self._prepared = False
+        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
 
     def state(self):
         """A copy of the State."""
@@ -596,10 +478,7 @@ class CudaEngine:
         """int64 [count]: losses of members first.. (both even) of this step."""
         self._take_back()
         self.begin(first, count)
-        losses = self._begun.pop((self._at, first, count))
-        if self._copies and not self._begun:
-            self._prepare_update()
-        return losses.wait().copy()
+        return self._begun.pop((self._at, first, count)).wait().copy()
 
     def _enqueue(self, first, count):
         """The Fetched of an evaluation that is begun."""
@@ -623,9 +502,10 @@ class CudaEngine:
         mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
         cfg, pair, (step, seed) = self.cfg, first // 2, self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job, place = np.array((seed, pair, NOISY, cfg.noise_shift(step)), np.uint32), np.array((start, pair))
-        self._given.copy_to_device(np.concatenate((job.view(np.uint8), place.view(np.uint8))), self.stream)
-        self._prepared = False
+        given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        if given != self._sent:                              # an update has that of its step's first chunk
+            self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
+            self._sent = given
 
     def _cutting(self, windows, drawn=False):
         """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
@@ -664,6 +544,7 @@ class CudaEngine:
             self._take_back()
             self._enqueue_update(fitness)
         (self.step, self.seed), self._fitness = self._at, None
+        self._keep()
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
@@ -672,19 +553,16 @@ class CudaEngine:
         if self._copies is None:
             fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
+            self._keep()
         if self._copies and not self._is_begun(fitness):
             self._take_back()
-            if not self._prepared:
-                self._prepare_update()
             self._enqueue_update(fitness)
         return bool(self._copies)
 
-    def _prepare_update(self):
-        """Copies the state and sends what an update needs besides fitness, while the GPU is still at the evaluation."""
-        for copy, array in zip(self._copies, self._state):
+    def _keep(self):
+        """Copies the state, to which `_take_back` returns; early, so that the next update needs not wait for it."""
+        for copy, array in zip(self._copies or (), self._state):
             copy.copy_to_device(array, self.stream)
-        self._set_job()
-        self._prepared = True
 
     def _is_begun(self, fitness):
         return self._fitness is not None and np.array_equal(self._fitness, fitness)
@@ -717,9 +595,7 @@ class CudaEngine:
             if self._tokens is None:
                 cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
                 votes.windows.copy_to_device(cut.ravel(), self.stream)
-        if not self._prepared:
-            self._set_job()
-        self._prepared = False
+        self._set_job()
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
@@ -806,13 +682,8 @@ class Fetched:
 
 
 def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where even one is too
-    large."""
-    low, high = 0, most
-    while low < high:
-        n = (low + high + 1) // 2
-        low, high = (n, high) if size(n) <= budget else (low, n - 1)
-    return low
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
+    return bisect.bisect_right(range(1, most + 1), budget, key=size)
 
 
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
@@ -841,15 +712,13 @@ def update_times(engine, fitness, repeats=5):
     best = {}
     for _ in range(repeats):
         engine._set_update(fitness)
-        events = [cuda.event()]
+        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
         events[0].record(engine.stream)
-        for _, launch in engine._update_steps:
+        for (_, launch), event in zip(engine._update_steps, events[1:]):
             launch()
-            events.append(cuda.event())
-            events[-1].record(engine.stream)
+            event.record(engine.stream)
         engine.stream.synchronize()
-        spent = {}
         for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] = spent.get(name, 0.0) + cuda.event_elapsed_time(start, end)
+            spent[name] += cuda.event_elapsed_time(start, end)
         best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
     return best

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import stat
 import subprocess
@@ -319,8 +320,9 @@ def test_an_inner_function_is_compiled_into_its_callers_alone():
 
 
 class FakeDispatcher:
-    """A CUDA kernel whose compilation writes its name into the file that its cache names."""
-    compiled = []
+    """A CUDA kernel whose compilation writes its name into the file that its cache names. "fails" is compiled by the
+    process of the test alone, and every other kernel once."""
+    compiled, parent = [], os.getpid()
 
     def __init__(self, function):
         self.py_func, self.targetoptions, self._cache, self.closed = function, {}, None, False
@@ -329,6 +331,9 @@ class FakeDispatcher:
         assert not self.closed
         if self._cache.load_overload(signature, SimpleNamespace(refresh=lambda: None)) is None:
             FakeDispatcher.compiled.append(self.py_func.__name__)
+            assert not self._cache.cache_path.exists()
+            if self.py_func.__name__ == "fails" and os.getpid() != self.parent:
+                raise ValueError
             kernel_cache.write(self._cache.cache_path, pickle.dumps(self.py_func.__name__))
 
     def disable_compile(self):
@@ -348,38 +353,24 @@ def fakes(names, factor=1):
     return made
 
 
-# a process that compiles: it writes files, each once, and leaves out a kernel that "fails" there
-FAKE_COMPILER = """
-import pickle, sys
-job, missing = pickle.loads(bytes.fromhex(sys.argv[1]))
-assert job == ("a job",)
-while number := sys.stdin.buffer.read1(1):
-    path = missing[number[0]][1]
-    assert not path.exists()
-    if "fails" not in path.name:
-        path.write_bytes(pickle.dumps("another process"))
-"""
-
-
 @pytest.mark.parametrize("cores", [1, 3])
 def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch, capsys):
     from engine import cuda_engine
     monkeypatch.setattr(kernel_cache, "directory", lambda: tmp_path)
     monkeypatch.setattr(cuda_engine.hardware, "cores", lambda: cores)
-    monkeypatch.setattr(cuda_engine, "COMPILER", FAKE_COMPILER)
     monkeypatch.setattr(cuda_engine.ptx, "allow_shared", lambda kernel, signature, shared: kernel.compile(signature))
     FakeDispatcher.compiled = []
-    names = ["a", "b", "fails", "c", "d"]
+    names = ["a", "b", "fails", "c", "d", "a"]               # two verbs have kernel a
 
     def compile_(names, factor=1):
         every = fakes(names, factor)
-        cuda_engine.compile_all(every, CARD, "a card: step", ("a job",))
+        cuda_engine.compile_all(every, CARD, "a card: step")
         assert all(kernel.dispatcher.closed for kernel in every)
         compiled, FakeDispatcher.compiled = FakeDispatcher.compiled, []
         return compiled, capsys.readouterr().err
 
     compiled, err = compile_(names)
-    assert compiled == (names if cores == 1 else ["fails"])
+    assert compiled == (names[:5] if cores == 1 else ["fails"])
     assert f"egg: compiling 5 of 5 CUDA kernels for a card: step; kept in {tmp_path}\n" in err and "ready in" in err
     assert compile_(names) == ([], ""), "everything is there"
     compiled, err = compile_(names + ["e"])
@@ -390,25 +381,44 @@ def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch,
     assert compile_(names)[0] == ["a"], "a file a kernel"
 
 
-def test_a_compiling_process_leaves_kernels_of_other_sources_alone(tmp_path, monkeypatch):
-    """It builds the kernels itself and compiles those whose names agree with what it was asked for."""
+def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
+    """Without a GPU: to the machine code of the card, from the same PTX as numba-cuda makes alone."""
+    from numba import cuda, types
+
     from engine import cuda_engine
-    every = fakes(["a", "b", "c"])
-    monkeypatch.setattr(cuda_engine, "kernels", lambda *configuration: (None, None, {"step": every}))
-    monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: 0)
-    monkeypatch.setattr(cuda_engine.cuda, "select_device", lambda device: None)
-    monkeypatch.setattr(cuda_engine.cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=CARD))
-    known = {}
-    names = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, CARD).name for k in every]
-    missing = [(2, tmp_path / names[1]), (0, tmp_path / names[0]), (1, tmp_path / names[2]), (2, tmp_path / names[2])]
-    monkeypatch.setattr(sys, "argv", ["", pickle.dumps((("cfg", 0, "uint8", False, ["step"]), missing)).hex()])
-    FakeDispatcher.compiled = []
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes([1, 2, 3]))                         # the first of `missing` is left to another process
-        file.seek(0)
-        monkeypatch.setattr(sys, "stdin", file)
-        cuda_engine.compile_some()
-    assert FakeDispatcher.compiled == ["a", "c"] and sorted(os.listdir(tmp_path)) == sorted([names[0], names[2]])
+    of_verb = cuda_engine.kernels(egg_config.make(), (9, 0), CARDS[9, 0] * 1024, types.uint32)[2]
+    made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
+    cuda_engine._compile_together(made, (9, 0))
+    for path, kernel in made.items():
+        library = kernel_cache.read(path)._codelibrary
+        cubin, = library._cubin_cache.values()
+        assert cubin.code.startswith(b"\x7fELF") and f".text.{library._entry_name}".encode() in cubin.code
+        ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a"))
+        without_names = [re.sub(r"_Z\w+", "", text) for text in (ptx, library.get_asm_str((9, 0, "a")))]
+        assert without_names[0].split("{")[1:] == without_names[1].split("{")[1:]
+        assert not kernel.dispatcher.overloads, "this process has compiled nothing"
+
+
+OTHER_VERSION = """
+import os
+import numba_cuda
+from numba.cuda.core import ssa
+numba_cuda.__version__ = "0.99.1"
+del ssa._run_ssa
+from engine import cuda_engine
+import sys
+assert "engine.quick_numba" not in sys.modules
+with cuda_engine.quickly():
+    pass
+cuda_engine.hardware.cores, os.fork = lambda: 8, None
+cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0))
+"""
+
+
+def test_other_versions_of_numba_are_left_as_they_are():
+    """The engine loads, forks nothing, and numba compiles as it does without it."""
+    done = subprocess.run([sys.executable, "-c", OTHER_VERSION], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_configuration_by_import():

@@ -2,16 +2,14 @@
 engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import pathlib
-import pickle
 import re
 
 import numpy as np
 import pytest
-from numba import cuda, types, uint32
+from numba import cuda, uint32
 
 import egg_config
 import kit
@@ -100,7 +98,7 @@ def test_numba_made_quicker_compiles_to_the_same():
     for kernel in kernels_of({}, (8, 0))["all"]:
         if kernel.name in ("choose", "operands"):
             ptx = []
-            for block in contextlib.nullcontext(), cuda_engine.quick_numba():
+            for block in contextlib.nullcontext(), cuda_engine.quickly():
                 with block:
                     made, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))
                     ptx.append(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", made))
@@ -189,17 +187,7 @@ def no_gpu(monkeypatch):
                     assert not hasattr(kind, "ndim"), f"{kernel}: {name}"
         return launch
 
-    @functools.cache
-    def names(built):
-        cfg, device, token_type, silent = pickle.loads(built)
-        assert device == 0
-        of_verb = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, getattr(types, token_type), silent)[2]
-        return {verb: [kernel.name for kernel in kernels] for verb, kernels in of_verb.items()}
-
-    def compile_all(every, capability, what, job):
-        *built, verbs = job
-        of_verb = names(pickle.dumps(built))                 # of what a compiling process unpacks
-        assert [name for verb in verbs for name in of_verb[verb]] == [kernel.name for kernel in every]
+    def compile_all(every, capability, what):
         for kernel in every:
             kernel.dispatcher.expected = kernel.signature
         return 0.0
