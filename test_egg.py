@@ -23,7 +23,8 @@ from model import parameters
 from model import rules
 from model import sampling
 from tools.debug import Reading, drawn, hashes
-from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config, recorded_generation)
+from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
+                 recorded_generation)
 
 STEPS = 6
 

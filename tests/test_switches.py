@@ -153,8 +153,9 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     engine.load(state)
     reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0, 4).tolist() == [
-        loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
+    assert engine.evaluate(0,
+                           4).tolist() == [loss_of(reading, windows[p // 2], state.seed + p // 2,
+                                                   1 - 2 * (p % 2)) for p in range(4)]
     z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
     z -= z.max(1, keepdims=True)
     nats = (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), windows[0, 1:]]).sum()
