@@ -4,6 +4,7 @@ are in conftest.py."""
 
 import contextlib
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -672,16 +673,15 @@ class Compiler:
 
     def __call__(self, constants, cards=CARDS, **which):
         """{card: [(name, bytes of shared memory, PTX)]} of the kernels of a configuration; which: see `compile`."""
-        from engine.quick_numba import quick
-        with quick():
-            return {cc: [(name, shared, (self.directory / file).read_text())
-                         for name, shared, file in self.compile(constants, cc, **which)] for cc in cards}
+        return {cc: [(name, shared, (self.directory / file).read_text())
+                     for name, shared, file in self.compile(constants, cc, **which)] for cc in cards}
 
     def compile(self, constants, cc, part="all", names=None, wait=True):
         """[(name, bytes of shared memory, name of its file)] of the kernels of a configuration on a card; names: of
         each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
         are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
+        from engine.quick_numba import quick
         listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
         if listed.exists():
             return json.loads(listed.read_text())
@@ -690,8 +690,9 @@ class Compiler:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
         files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
-        for kernel, file in zip(some, files):
-            self._compile(kernel, self.directory / file, cc, wait)
+        with quick():
+            for kernel, file in zip(some, files):
+                self._compile(kernel, self.directory / file, cc, wait)
         made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]
         if all((self.directory / file).exists() for file in files):
             write_at_once(listed, json.dumps(made))
@@ -717,12 +718,11 @@ class Compiler:
 
 
 def compile_ahead(compiler, jobs):
-    from engine.quick_numba import quick
     os.nice(10)
-    with quick():
-        for constants, cards, which in jobs:
-            for cc in cards:
-                compiler.compile(constants, cc, wait=False, **which)
+    gc.disable()
+    for constants, cards, which in jobs:
+        for cc in cards:
+            compiler.compile(constants, cc, wait=False, **which)
 
 
 def write_at_once(path, text):
