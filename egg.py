@@ -49,8 +49,10 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
-def number(kind, low, high, what):
+def number(kind, low, high, what=None):
     """A type for argparse: `kind` from low to high; what: the same in words."""
+    what = what or f"{egg_config.KINDS[kind]} from {low} to {high}"
+
     def parse(text):
         try:
             value = kind(text)
@@ -72,54 +74,50 @@ def parsed_by(module, name, what):
     return parse
 
 
-def sampling(name, what):
-    """A type for argparse: a value that the constant SAMPLING_`name` may have."""
-    return number(float, *egg_config.FACTS["SAMPLING_" + name].allowed, what)
-
-
 def option(usage, help, type=None, **more):
-    """(name, arguments for argparse). usage: the name, then what stands for its value."""
+    """(name, arguments for argparse). usage: the name, then what stands for its value; a flag has none."""
     name, _, metavar = usage.partition(" ")
-    return name, {"help": help, "metavar": metavar or None, "type": type, **more}
+    return name, {"help": help, **({"metavar": metavar, "type": type, **more} if metavar else {"action": "store_true"})}
 
 
-def flag(name, help):
-    return name, {"help": help, "action": "store_true"}
+def of_constant(usage, help, name):
+    """An `option` in place of a constant of egg_config."""
+    kind, allowed = type(getattr(egg_config, name)), egg_config.FACTS[name].allowed
+    return option(usage, f"{help} (default: {name}, {getattr(egg_config, name)})", number(kind, *allowed))
 
 
-PORT = number(int, 0, 65535, "a port from 0 to 65535")
-TOKENS = number(int, 1, 1 << 40, "a number of tokens, 1 or more")
-CORES = hardware.cores()
+COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
+MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
-    option("--port N", f"TCP port (default: PORT, {egg_config.PORT})", PORT),
-    option("--steps N", "stop when the run has N steps", number(int, 1, 1 << 40, "a number of steps, 1 or more")),
-    option("--minutes N", "stop after N minutes", number(float, 1e-3, 1e7, "a number of minutes")),
+    of_constant("--port N", "TCP port", "PORT"),
+    option("--steps N", "stop when the run has N steps", COUNT),
+    option("--minutes N", "stop after N minutes", MINUTES),
     option("--save-dir DIR", "keep the run in DIR, and continue the run that is in it"),
     option("--load-dir DIR", "start from the run in DIR"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
     option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
-    option("--threads N", "cores that the CPU engine uses (default: all)",
-           number(int, 1, CORES, f"a number of cores of this machine, 1 to {CORES}")),
+    option("--threads N", "cores that the CPU engine uses (default: all)", number(int, 1, hardware.cores())),
     option("--secret-file FILE", "the secret that coordinator and workers share (default: variable EGG_SECRET)"),
     option("--tls-cert FILE", "own certificate, PEM"),
     option("--tls-key FILE", "key of the own certificate"),
     option("--tls-ca FILE", "certificate of the other side or of its signer; with it a coordinator refuses workers "
            "without a certificate"),
-    flag("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
-    option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023, "the number of a GPU, 0 or more")),
+    option("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
+    option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 ROOT = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
-RUN = "--save-dir", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file"
+RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
-             flag("--best", "the snapshot with the best validation instead of the newest state"), "--threads", "--gpu")
+             option("--best", "the snapshot with the best validation, not the newest state"), "--threads", "--gpu")
+OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
 CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
                  "or local: a new one on this machine (default: auto)")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
-COMMANDS = []                  # (function, options, source of the saved constants)
+COMMANDS = {}                  # name: (function, options, source of the saved constants)
 
 
 def command(*options, saved=lambda args: ({}, None)):
@@ -127,7 +125,7 @@ def command(*options, saved=lambda args: ({}, None)):
     `option`s, or a title of those that follow; saved(args): the constants of the saved run that it is about, and its
     directory if they must stay as they are."""
     def register(function):
-        COMMANDS.append((function, options, saved))
+        COMMANDS[function.__name__.rstrip("_")] = function, options, saved
         return function
     return register
 
@@ -155,8 +153,7 @@ def for_this_machine(cfg, args, say):
     return egg_config.load("laptop", args.defines)
 
 
-@command("--steps", "--minutes", *RUN, "--threads", "--verbose",
-         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
+@command("--save-dir", *RUN, "--threads", OPEN_PAGE, saved=of_directory)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
@@ -175,20 +172,20 @@ def train(cfg, args):
         console.line("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
 
 
-@command(option("--host", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
-         "--port", "--steps", "--minutes", *RUN, *TLS, "--verbose",
-         flag("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
+@command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
+         "--port", "--save-dir", *RUN, *TLS,
+         option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
          option("--island NAME", "be an island of this name; every island and its workers need their own -D "
                 "ISLAND_SEED=N",
                 parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer HOST:PORT", "coordinator of another island; can be repeated, and all islands may be given the "
                 "same list", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
-         flag("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
+         option("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
          option("--gossip-bandwidth BYTES", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
                 "(default: 16M)", parsed_by("islands.peers", "parse_bandwidth",
                                             "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
-         flag("--no-accept", "give states to peers, but never take one"), saved=of_directory)
+         option("--no-accept", "give states to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
 
@@ -221,10 +218,10 @@ def coordinator(cfg, args):
 
 @command(option("host HOST", "name or address of the coordinator"),
          "--port", "--threads", "--gpu", "--secret-file", *TLS,
-         option("--name", "name of this worker at the coordinator (default: its host and device)"),
-         option("--protocol", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)",
+         option("--name NAME", "name of this worker at the coordinator (default: its host and device)"),
+         option("--protocol {1,2}", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)",
                 int, choices=(1, 2), default=0),
-         flag("--list-devices", "list the devices that a worker can use on this machine, one per line, and stop"))
+         option("--list-devices", "list the devices that a worker can use on this machine, one per line, and stop"))
 def worker(cfg, args):
     """evaluate for a coordinator, on a GPU if there is one
 
@@ -241,17 +238,14 @@ def worker(cfg, args):
                name=args.name)
 
 
-@command("--steps", "--minutes",
-         option("--save-dir DIR", "keep the run in DIR, on the node that holds a run there, else on this node",
-                required=True),
-         *RUN[1:], "--port", "--verbose", CLUSTER,
+@command(option("--save-dir DIR", "keep the run in DIR, on the node that holds a run there, else on this node",
+                required=True), *RUN, "--port", CLUSTER, OPEN_PAGE,
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
          option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
-                "if this is given (default: the fewest that a node has)", number(int, 1, 1024, "a number of cores")),
-         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)",
-                number(float, 1e-3, 1e6, "a number of minutes")),
-         flag("--insecure", "show the page of --http to anybody who can reach it"), saved=of_directory)
+                "if this is given (default: the fewest that a node has)", number(int, 1, 1024)),
+         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)", MINUTES),
+         saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
 
@@ -277,7 +271,7 @@ def sweep(cfg, args):
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
-          "--secret-file", *TLS, flag("--json", "all of it, for programs"))
+          "--secret-file", *TLS, option("--json", "all of it, for programs"))
 def status(cfg, args):
     """what a coordinator is doing, and with which workers
 
@@ -298,15 +292,12 @@ def of_run(args):
 
 @command(*SAVED_RUN,
          option("--prompt TEXT", "text to continue; -: all of standard input (default: a new line)", default="\n"),
-         option("--tokens N", "tokens to add (default: 200); memory is the only limit", TOKENS, default=200),
-         option("--temp T", "temperature; 0 always takes the likeliest token (default: SAMPLING_TEMP)",
-                sampling("TEMP", "a temperature from 0 to 100")),
-         option("--min-p P", "cut tokens less likely than this share of the likeliest (default: SAMPLING_MIN_P)",
-                sampling("MIN_P", "a share from 0 to 1")),
-         option("--penalty X", "nats taken once from every token seen (default: SAMPLING_PRESENCE_PENALTY)",
-                sampling("PRESENCE_PENALTY", "a penalty from 0 to 100")),
+         option("--tokens N", "tokens to add (default: 200); memory is the only limit", COUNT, default=200),
+         of_constant("--temp T", "temperature; 0 always takes the likeliest token", "SAMPLING_TEMP"),
+         of_constant("--min-p P", "cut tokens less likely than this share of the likeliest", "SAMPLING_MIN_P"),
+         of_constant("--penalty X", "nats taken once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
          option("--seed N", "another seed gives another text (default: 1); both engines write the same",
-                number(int, 0, (1 << 32) - 1, "a seed from 0 to 4294967295"), default=1), saved=of_run)
+                number(int, 0, (1 << 32) - 1), default=1), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
 
@@ -322,8 +313,8 @@ def generate(cfg, args):
 
 
 @command(*SAVED_RUN, option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
-         option("--tokens N", "read at most N tokens of it, in evenly spread windows (default: all)", TOKENS,
-                default=0), saved=of_run)
+         option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),
+         saved=of_run)
 def eval_(cfg, args):
     """measure a saved run on held-out text: bits per byte, beside simple models
 
@@ -335,7 +326,7 @@ def eval_(cfg, args):
 
 
 @command(*SAVED_RUN, option("file FILE", "the file to write"),
-         flag("--full", "with the optimizer's moments and the noise scales, so that training can continue bit for bit"),
+         option("--full", "with optimizer moments and noise scales, so that training can continue bit for bit"),
          saved=of_run)
 def export(cfg, args):
     """write the weights of a saved run as a safetensors file
@@ -378,8 +369,9 @@ def debug(cfg, args):
 
 @command(option("runs RUN", "a save directory, or a file of --log-json", nargs="+"),
          option("--out FILE.png", "write a picture (needs matplotlib; also .svg and .pdf)"),
-         option("--x", "the x axis (default: tokens)", choices=("tokens", "time", "steps"), default="tokens"),
-         flag("--log", "a logarithmic x axis"))
+         option("--x {tokens,time,steps}", "the x axis (default: tokens)", choices=("tokens", "time", "steps"),
+                default="tokens"),
+         option("--log", "a logarithmic x axis"))
 def plot(cfg, args):
     """draw loss and validation of runs, and the merges of islands, in the terminal or as a picture
 
@@ -400,11 +392,10 @@ def arch(cfg, args):
 
 
 @command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
-         option("--vocab-size N", f"tokens of the byte-level BPE (default: VOCAB_SIZE, {egg_config.VOCAB_SIZE}); 256: "
-                "plain bytes", number(int, 256, 262144, "a vocabulary size from 256 to 262144")),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
-         flag("--force", "replace such files without asking"))
+         option("--force", "replace such files without asking"))
 def prepare(cfg, args):
     """turn texts into input.bin, val.bin and decoding.bin
 
@@ -423,10 +414,9 @@ def prepare(cfg, args):
 
 
 @command("--minutes", "--threads", "--log-json",
-         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)",
-                number(int, 1, 1 << 20, "a number of windows, 1 or more"), default=32),
-         option("--rate X", "the highest learning rate (default: 0.006)",
-                number(float, 1e-9, 10, "a learning rate up to 10"), default=0.006))
+         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)", COUNT,
+                default=32),
+         option("--rate X", "the highest learning rate (default: 0.006)", number(float, 1e-9, 10), default=0.006))
 def backprop(cfg, args):
     """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
 
@@ -440,7 +430,7 @@ def backprop(cfg, args):
 @command("--threads", "--gpu",
          option("--shapes NAME", "a table of models instead: evaluation with each kind of int8 product, update; NAME: "
                 "only these of it", nargs="*"),
-         flag("--whole-steps", "with --shapes: also whole steps, and what they cost beyond evaluation and update"))
+         option("--whole-steps", "with --shapes: also whole steps, and what they cost beyond evaluation and update"))
 def bench(cfg, args):
     """measure this machine: evaluation, update, a whole step, generation
 
@@ -545,10 +535,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         """A wrong use is one line, not the whole usage."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            names = [function.__name__.rstrip("_") for function, _, _ in COMMANDS]
-            near = difflib.get_close_matches(wrong[1], names, 1)
+            near = difflib.get_close_matches(wrong[1], COMMANDS, 1)
             message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
-                                                    f": there is {', '.join(names)}")
+                                                    f": there is {', '.join(COMMANDS)}")
         self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
@@ -561,10 +550,9 @@ def parsed(argv, typed=True):
     main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
                   "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
     commands = main.add_subparsers(metavar="COMMAND", required=True)
-    for function, options, saved in COMMANDS:
+    for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
-        name = function.__name__.rstrip("_")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
         if name not in argv:

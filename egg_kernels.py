@@ -38,7 +38,7 @@ import numpy as np
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import products, ptx, transformer
-from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, quantise
+from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, rounded
 from kernels.products import Kernel, block_max, block_sum, matrix_vector
 from kernels.rules import build_noise, device
 from model import integer_tables
@@ -72,7 +72,7 @@ def _token_kernel(cfg):
     @device
     def scaled_down(v, part, t):
         """Entry t of amax(v)."""
-        return quantise(v, amax_scale(block_max(int32(abs(v)), part, t)))
+        return byte(rounded(v, amax_scale(block_max(int32(abs(v)), part, t))), 1)
 
     @cuda.jit(launch_bounds=1024)
     def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores,
@@ -91,7 +91,8 @@ def _token_kernel(cfg):
             block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
             h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
             if NTT:
-                h = int32(h + look_up(weights, weights, uint32(0), int32(0), coefficient(tokens, 0, here), t)[0])
+                c = coefficient(tokens, 0, here)
+                h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, c, t)[0])
             h = clip(h)
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):

@@ -7,17 +7,16 @@ the next request of every worker with the fitness of all pairs (JOB_RESPONSE), f
 same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and replays the steps after it.
 
 Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker). To
-follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
-Coordinator._answer, Worker._apply."""
+follow a digit, read Worker.serve and Worker._evaluate (cluster.worker), Coordinator.take_result,
+Coordinator._complete_step_if_done, Coordinator._answer, Worker._apply."""
 
 import contextlib
+import functools
 import os
 import random
 import resource
 import socket
 import time
-
-import numpy as np
 
 from cluster import auth, event_log, history, snapshots, status, trust, wire
 from cluster.admission import Admission
@@ -29,257 +28,10 @@ from cluster.hub import Hub, NetError, address_text, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.wire import FrameError, V1, V2
-from model import data_files, fitness_digits, parameters
 
 # worker
 
-SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
-FIRST_SLICE = 64           # members, before its speed is known
-SURE_AFTER = 16            # chunks in order, after which a worker expects the next one
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
-POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
-
-
-class Worker:
-    """A replica of the model and what it needs to serve; see `run_worker`."""
-
-    changed = 0                            # weights changed by the last update, until a result has reported it
-    rebuilt = False                        # since the last chunk
-    reported_step = -1                     # the last step that was validated and sampled
-    digest = None                          # (step, digest of the state then)
-    speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
-    piece = None, 0                        # (first member, members) of the next evaluation
-    own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
-    chunks = answers = 0
-
-    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
-        self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
-        self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.prepared, self.begins = Foresight(cfg), set(), hasattr(engine, "begin")
-
-    def serve(self, link):
-        """Asks for work and does it until the coordinator is gone (OSError)."""
-        engine, result, answers = self.engine, b"", (wire.JOB_RESPONSE,)
-        if link.version == V2:
-            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
-        if link.snapshot > engine.step:
-            self._fetch_snapshot(link, link.snapshot)
-        while True:
-            request = wire.REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(result + link.frame(wire.JOB_REQUEST, request, self._state_digest(link)))
-            result = b""
-            while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
-                self._send_state(link, got[0], link.unpack_step(got[1]))
-            self.answers += 1
-            if got[0] == wire.REBUILD:
-                start = link.unpack_step(got[1])
-                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
-                if not start or not self._fetch_snapshot(link, start):
-                    self._load(parameters.initial_state(self.cfg))
-                continue
-            seed, step, position, packed = link.unpack_response(got[1])
-            if packed:
-                self._apply(link, step, packed)
-            elif position == wire.NOTHING:
-                # a C++ coordinator may leave these fields empty: a seed of 0 is no information
-                if step < engine.step and seed not in (0, engine.seed):
-                    self._start_over(link, seed, step)
-                else:
-                    link.check(POLL_SECONDS)
-            elif (seed, step) != (engine.seed, engine.step):
-                self._start_over(link, seed, step)
-            elif position % self.cfg.CHUNK_SIZE or position >= self.cfg.POPULATION_SIZE:
-                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of "
-                               f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
-                               "POPULATION_SIZE as there")
-            else:
-                result = self._evaluate(link, position)
-
-    def _evaluate(self, link, first):
-        """The RESULT frame of the chunk that begins with member `first`."""
-        if first == 0 and self.engine.step != self.reported_step:
-            self._report(link)
-            self.reported_step = self.engine.step
-        self.foresight.handed_out(self.engine.step, first)
-        parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
-        if self.piece[0] != first:
-            self.piece = first, self._slice_size(end - first)
-        while at < end:
-            (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
-            if self.begins:
-                self.engine.begin(at, count)
-            if at + count < end:
-                self._begin(at + count, end)
-            elif (following := self.foresight.following(self.engine.step)) > first:
-                self._begin(following)
-            sizes = {count, self.piece[1]} if self.begins else set()
-            parts.append(self.engine.evaluate(at, count))
-            if sizes <= self.prepared:
-                self._measure(count, time.perf_counter() - started)
-            self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
-            if (at := at + count) < end:
-                link.check()
-        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        fitness = fitness_digits.chunk_fitness(losses, self.cfg)
-        self._note(first, fitness)
-        packed = fitness_digits.pack_ternary(fitness)
-        head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
-                                     len(packed))
-        self.changed, self.rebuilt = 0, False
-        self.chunks += 1
-        self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
-                              f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
-        return link.frame(wire.RESULT, head, packed)
-
-    def _note(self, first, fitness):
-        """Notes the fitness of a chunk. Where this worker has done the whole step, the update will be of that, unless a
-        result is disputed."""
-        step, chunks = self.engine.step, self.own[1] if self.own[0] == self.engine.step else {}
-        self.own, chunks[first] = (step, chunks), fitness
-        if len(chunks) == self.cfg.N_CHUNKS:
-            self._begin_update(np.concatenate([chunks[k] for k in sorted(chunks)]))
-
-    def _begin_update(self, fitness):
-        """Lets an engine that can begin with an update, and with the chunk that follows."""
-        if self.begins and self.engine.begin_update(fitness):
-            if (following := self.foresight.following(self.engine.step)) >= 0:
-                self._begin(following)
-
-    def _begin(self, first, end=None):
-        """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
-        self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
-        if self.begins:
-            self.engine.begin(*self.piece)
-
-    def _apply(self, link, step, packed):
-        """Updates the replica by the fitness of its step, which leads to `step`."""
-        if step != self.engine.step + 1:
-            return self._start_over(link, None, step)
-        try:
-            if link.version == V2:
-                packed = history.unzip(packed, fitness_digits.packed_size(self.cfg.N_PAIRS))
-            fitness = fitness_digits.unpack_ternary(packed, self.cfg.N_PAIRS)
-        except ValueError as error:
-            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
-                           "set POPULATION_SIZE as there") from None
-        self._begin_update(fitness)
-        self.changed = self.engine.update(fitness)
-
-    def _slice_size(self, left):
-        """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
-        engine has few sizes to prepare for."""
-        size = self.cfg.CHUNK_SIZE
-        while size > self.slice:
-            size = size // 2 + 1 & ~1
-        return min(left, size)
-
-    def _measure(self, count, seconds):
-        self.speed = count / max(seconds, 1e-9)
-        # grows by steps: the first slices of a device say little about the speed of large ones
-        self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
-
-    def _report(self, link):
-        """What the worker of chunk 0 adds to its result: validation and a sample, every so many steps."""
-        cfg, step = self.cfg, self.engine.step
-        if self.inspect:
-            self.inspect(self.engine)
-        if self.validation and (self.validate_next or due(cfg.VALIDATE_EVERY, step)):
-            self.validate_next = False
-            nats, tokens = self.engine.validate(self.validation.windows)
-            n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-            link.send(link.frame(wire.VALIDATION, wire.VALIDATED.pack(step, tokens, n_bytes, nats)))
-        if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
-            text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
-            link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
-
-    def _state_digest(self, link):
-        """The digest of this step's state, which goes with every request; b"" with version 1."""
-        if link.version == V1:
-            return b""
-        if self.digest is None or self.digest[0] != self.engine.step:
-            self.digest = self.engine.step, self.engine.digest()
-        return wire.STATED.pack(self.digest[1])
-
-    def _load(self, state):
-        self.engine.load(state)
-        self.changed, self.reported_step, self.digest, self.own = 0, -1, None, (-1, {})
-
-    def _start_over(self, link, seed, step):
-        """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
-        if self.rebuilt:
-            its = f"step {step}" if seed is None else f"step {step} with seed {seed}"
-            raise NetError(f"{link.name}: its run does not fit this worker: it answers for {its}, here is step "
-                           f"{self.engine.step} with seed {self.engine.seed}; is the configuration the same on both "
-                           "sides, and does it still hold the history of the run?")
-        self.rebuilt = True
-        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
-                          "beginning")
-        self._load(parameters.initial_state(self.cfg))
-
-    def _fetch_snapshot(self, link, step):
-        """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
-        data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
-        while len(data) < total:
-            link.send(link.frame(wire.SNAPSHOT_REQUEST, wire.BLOCK_REQUEST.pack(step, len(data))))
-            payload = link.next(wire.SNAPSHOT_DATA)
-            its_step, total, offset = wire.BLOCK_HEAD.unpack_from(payload)
-            empty = len(payload) == wire.BLOCK_HEAD.size
-            if (its_step, offset) != (step, len(data)) or total > most or empty and total:
-                raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += payload[wire.BLOCK_HEAD.size:]
-        try:
-            state = snapshots.unpack(self.cfg, data)
-        except ValueError as error:
-            self.console.line(f"worker: {error}; replaying the run instead")
-            return False
-        self._load(state)
-        self.console.line(f"worker: at step {step} by a snapshot")
-        return True
-
-    def _send_state(self, link, opcode, step):
-        if step != self.engine.step:
-            raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
-        state = self.engine.state()
-        if opcode == wire.HASH_WANTED:
-            return link.send(link.frame(wire.STATE_HASH, wire.STEP_HASH.pack(step, snapshots.state_hash(state))))
-        body = snapshots.pack(state)
-        for offset in range(0, len(body), wire.BLOCK):
-            head = wire.BLOCK_HEAD.pack(step, len(body), offset)
-            link.send(link.frame(wire.SNAPSHOT_DATA, head, body[offset:offset + wire.BLOCK]))
-
-
-class Foresight:
-    """Which chunk a worker is handed next: the one behind its last, as long as it is the only worker. While it waits
-    for an answer its engine can begin with that chunk. A mistake costs a slice of evaluation, so nothing is foreseen
-    before SURE_AFTER right guesses in a row, and twice as many after every mistake."""
-
-    def __init__(self, cfg):
-        self._cfg, self._at, self._guess = cfg, None, None       # step and guess since the last chunk
-        self._right, self._needed = 0, SURE_AFTER
-
-    def handed_out(self, step, first):
-        """A chunk was handed out in this step that begins with member `first`."""
-        if first != self._guess:
-            self._needed *= 2 if self._right >= self._needed else 1
-        self._right = self._right + 1 if first == self._guess else 0
-        self._at, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
-
-    def following(self, step):
-        """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""
-        return self._guess if self._right >= self._needed and step == self._at else -1
-
-
-def due(every, step):
-    """Whether a step has a sample or a validation: every so many, and a few early ones, to show learning begin."""
-    return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
-
-
-def sample(cfg, engine, tokens, decoding):
-    """str: a piece of the data and the model's continuation of it (SPEC 10)."""
-    at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
-    more = list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed))
-    return f"{data_files.text(decoding, prompt)} >>> {data_files.text(decoding, more)}"
 
 
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
@@ -291,6 +43,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
     host and device; inspect(engine): called before chunk 0 of a step is evaluated. Raises NetError where no coordinator
     can be, or one that does not fit or refuses this worker."""
+    from cluster.worker import Worker                # with NumPy, which a coordinator does not need to start
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):
@@ -299,19 +52,21 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
-    version = protocol or V2
-    connected, pause, proves_first = False, BACK_OFF[0], False
-    log_arrival = log_loss = True            # attempts that bring no answer are logged once
+    version, connected, pause, proves_first = protocol or V2, False, BACK_OFF[0], False
+    logged = set()                           # since the last answer: a line is logged once
+
+    def log(line):
+        if line not in logged:
+            logged.add(line)
+            console.line(f"worker: {line}")
+
     while True:
         link, answers = None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
-            if log_arrival:
-                log_arrival, log_loss = False, True
-                spoken = " (protocol 1)" if link.version == V1 else ""
-                console.line(f"worker: {engine.name}, connected to {host}:{port}{spoken}")
             connected = True
+            log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (link.version == V1)}")
             worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
@@ -324,19 +79,19 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
-            if not retry and connected:
-                return worker.chunks
             if not retry:
+                if connected:
+                    return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
         finally:
             if link is not None:
                 link.close()
         if worker.answers > answers:
-            pause, log_arrival, log_loss = BACK_OFF[0], True, True
-        if log_loss:
-            console.line(f"worker: {what}, trying again")
-        log_loss, version = False, protocol or V2
+            pause = BACK_OFF[0]
+            logged.clear()
+        log(f"{what}, trying again")
+        version = protocol or V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
 
@@ -356,19 +111,23 @@ class Coordinator:
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
-        self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
-        self.console, self.events = console, events
-        self.n_weights = parameters.n_weights(cfg)
+        self.cfg, self.run, self.steps, self.minutes, self.peers = cfg, run, steps, minutes, peers
+        self.console, self.events, self.access = console, events, access
         self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
-        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
-        self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban)
+        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
+        self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
+        self.collector = Collector(cfg, run, events, self.dispatcher, self._snapshot_kept, self.ban)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
         self.page = http.attach(self) if http else None
+
+    @functools.cached_property
+    def n_weights(self):
+        """Weights of the model."""
+        return history.sizes(self.cfg)[0]
 
     @property
     def finished(self):
@@ -399,8 +158,8 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        kept = "they are not kept (--save-dir keeps them)" if self.run.directory is None else \
-            f"the run lies in {self.run.directory}"
+        kept = f"the run lies in {self.run.directory}" if self.run.directory else \
+            "they are not kept (--save-dir keeps them)"
         self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
         if self.page:
             self.page.farewell()
@@ -469,8 +228,7 @@ class Coordinator:
         elif step < run.step:
             session.send(self.dispatcher.catch_up(step, worker.version))
         elif self.island.handover:
-            if worker.sends_snapshots and self.collector.upload is None:
-                self.collector.ask(worker, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
@@ -485,10 +243,9 @@ class Coordinator:
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
-        if result.step > step:
-            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done")
-        if worker.version == V2 and worker.step != step:
-            raise FrameError(f"wrong step: RESULT for step {step} after a request at step {worker.step}")
+        if result.step > step or worker.version == V2 and worker.step != step:
+            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
+                             f"request at step {worker.step}")
         if worker.version == V2 and chunk not in worker.given:       # two liars could outvote whom they like
             raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
         if worker.trusted:
@@ -505,7 +262,7 @@ class Coordinator:
             return
         self._conclude_step()                        # if two end in one turn
         losses = [loss for _, loss in work.done.values()]
-        self.run.append(fitness_digits.pack_ternary(work.fitness), sum(losses), self.progress.updates)
+        self.run.append(work.fitness(), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
         if names := self.trust.unconfirmed(step):
@@ -568,8 +325,8 @@ class Coordinator:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if verdict.news:
-                self.events.warn(f"step {self.run.step}: workers hold different states of step {step}, as many for one "
-                                 "as for another: start another worker, which decides, or stop the wrong one")
+                self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
+                                 "majority: start another worker, which decides, or stop the wrong one")
             self.dispatcher.hold(worker)
         return False
 
@@ -605,7 +362,7 @@ class Coordinator:
             sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
-            self.shelf.remove(f"snapshot-{state.step:08d}.egg")
+            self.shelf.remove(history.snapshot_name(state.step))
             raise
         self.collector.begin_epoch()
         self.trust.clear()

@@ -21,9 +21,10 @@ from model import fitness_digits
 from model import integer_tables
 from model import parameters
 from model import rules
+from model import seeds
 from model import sampling
-from tools.debug import Reading, drawn, hashes
-from kit import (HERE, callable_by_python, golden, loss_of, population_fitness, random_config,
+from tools.debug import Reading
+from kit import (HERE, callable_by_python, golden, loss_of, member_reading, population_fitness, random_config,
                  recorded_generation)
 
 STEPS = 6
@@ -100,14 +101,18 @@ def test_draws_are_xorshift32():
 
 @pytest.mark.parametrize("gaussian", [0, 1])
 def test_noise_of_all_at_once_is_the_rule(gaussian):
-    """The NumPy form of the draw, the rule on the host, and the plain reading of the SPEC."""
+    """The NumPy form of the draw and the rule on the host; the hash of an array."""
     draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
-    host = rules.Arithmetic(int, lambda x: x & 0xFFFFFFFF, float)
-    draw = rules.draw_rules(lambda rule: rule, host, gaussian).draw
+    draw = rules.draw_rules(lambda rule: rule, gaussian).draw
     for mask in (0, 1, 15, 42):
         noise = rules.uniform_noise(draws, mask, gaussian)
-        assert noise.tolist() == [draw(int(r), mask) for r in draws] == drawn(draws, mask, gaussian).tolist()
-    assert hashes(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+        assert noise.tolist() == [draw(r, mask) for r in draws]
+    for i in (0, 1, 49, 2 ** 31 - 1):
+        x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
+        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
+    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
 
 
 def test_windows_begin_where_the_rule_says():
@@ -243,8 +248,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     state.step = 3
     engine.load(state)
     windows = rules.windows(cfg, tokens, 3, 0, 2)
-    reading = Reading(cfg, state)
-    expected = [loss_of(reading, windows[p // 2], state.seed + p // 2, 1 - 2 * (p % 2)) for p in range(4)]
+    expected = [loss_of(member_reading(cfg, state, p), windows[p // 2]) for p in range(4)]
     got = engine.evaluate(0, 4)
     if cfg.LOSS == "deggs":
         assert got.tolist() == expected

@@ -1,8 +1,7 @@
 """The CPU engine: evaluation, update, validation and generation in numba, bit for bit as in the SPEC.
 
-Work is parallel over antithetic pairs; a pair's activations stay in a core's caches. The kernels are in
-`engine.cpu_transformer`, `engine.cpu_gru` and `engine.cpu_update`. They are compiled once a machine, for every
-configuration.
+Work is parallel over antithetic pairs; a pair's activations stay in a core's caches. The kernels are compiled once a
+machine, for every configuration.
 """
 
 import concurrent.futures
@@ -17,13 +16,14 @@ import time
 import numpy as np
 
 import egg_config
-from model import (integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, transforms)
-from engine import cpu_gru, hardware, kernel_cache, simd
-from engine.cpu_kernels import FIELDS, Constants, Weights, njit
+from model import integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
+from model.seeds import next_seed
+from engine import cpu_update as kernels, hardware, kernel_cache, simd
+from engine.cpu_gru import Gru
+from engine.cpu_kernels import COLUMN, FIELDS, Weights, constants, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
-from engine.cpu_update import (BLOCK, SEEN_ROWS, apply_votes, input_block, muon_panels, muon_start, pack, panel_votes,
-                               seen_votes, vector_votes, word_sums)
+from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
@@ -33,8 +33,7 @@ WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing les
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen
     uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
-    V, best = c.V, 0
-    scores, weights = np.empty(V, f32), np.empty(V, i32)
+    V, best, scores, weights = c.V, 0, np.empty(c.V, f32), np.empty(c.V, i32)
     for v in range(V):
         scores[v] = score(z[v], seen[v], penalty)
         if scores[v] > scores[best]:
@@ -102,52 +101,43 @@ class CpuEngine:
 
     def __init__(self, cfg, tokens=None, threads=None):
         simd.use(cfg.SIMD)
-        limit = hardware.cores()
-        if threads is not None and not 1 <= threads <= limit:
-            raise ValueError(f"{threads} threads: this machine allows 1 to {limit}")
-        self.cfg, self.tokens, self.threads = cfg, tokens, threads or limit
+        if threads is not None and not 1 <= threads <= hardware.cores():
+            raise ValueError(f"{threads} threads: this machine allows 1 to {hardware.cores()}")
+        self.cfg, self.tokens, self.threads = cfg, tokens, threads or hardware.cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
-        self._begun = {}                                     # (first, count): `_evaluation`
-        self._updating, self._following = False, None        # whether `update` is next; what `update` begins with
         self.name = f"cpu {simd.KIND} x{self.threads}"
+        self._begun = {}                # (first, count): (losses int64 [pairs, 2], the Shared that fills them)
         exp = integer_tables.exp_table(cfg)
-        self._exp = exp256 = exp[np.minimum(np.arange(256), exp.size - 1)]
-        self._constants = Constants(
-            H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
-            gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE, scaled=int(cfg.ADAPTIVE_NOISE_MODE > 0),
-            matrix_shift=0, vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT,
-            logit=cfg.SHIFT_LOGIT, up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT,
-            rope_bit=cfg.ROPE_SCALE_BIT, short_exp=int(not exp256[96:].any()), exact=int(cfg.LOSS == "exact"),
-            log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS, ntt=int(cfg.NTT_MODE != 0),
-            ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT, gru=int(cfg.MODEL == "gru"),
-            divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-            lowest=0 if cfg.MLP_RELU else -127)
-        self._model = (cpu_gru.Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, exp256)
+        self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
+        self._constants = constants(cfg, self._exp)
+        self._model = (Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, self._exp)
+        self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, len(FIELDS)), np.int64)
-        self._tensors, packed, corrections = parameters.tensors(cfg), 0, 0
+        packed = corrections = columns = 0
         for t in self._tensors:
-            padded = -(-t.cols // PANEL) * PANEL if t.product else 0
-            self._table[t.param, t.layer] = (t.weights, packed, corrections, t.seed_a, t.seed_b, t.overlay_a,
+            self._table[t.param, t.layer] = (t.weights, packed, corrections, columns, t.seed_a, t.seed_b, t.overlay_a,
                                              t.overlay_b, t.rows, t.cols)
+            padded = -(-t.cols // PANEL) * PANEL if t.product else 0
             packed, corrections = packed + t.rows * padded, corrections + padded
-        self._sizes, self._followers = (packed, corrections), soft_targets.Tables(cfg, tokens)
+            columns += t.cols if t.looked_up else 0
+        self._sizes = packed, corrections, columns
         self.load(parameters.initial_state(cfg))
 
     def load(self, state):
         """Takes over a State (copied)."""
         self._stop()
-        self._updating, self._following = False, None
-        packed, corrections = self._sizes
-        tokens = np.empty((self.cfg.VOCAB_SIZE, self.cfg.HIDDEN_DIM), np.int8)
-        self._w = Weights(state.weights.copy(), tokens, np.zeros(packed, np.int8), np.zeros(corrections, np.int32),
-                          state.overlay.copy(), self._table)
+        self._updating, self._following = False, None        # whether `update` is next; what `update` begins with
+        packed, corrections, columns = self._sizes
+        self._w = Weights(state.weights.copy(), np.empty((columns, self.cfg.HIDDEN_DIM), np.int8),
+                          np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
         self._moments = state.moments.copy()
         self.step, self.seed = state.step, state.seed
         self._pack()
 
-    def _spread(self, n, work, cost=1 << 30, together=1):
-        """The results of a `Shared` over 0..n - 1. cost: elementary operations of the whole, so that what is shorter
-        than a hand-over is done here."""
+    def _spread(self, n, cost, kernel, *arguments, together=1):
+        """The results of kernel(*arguments, first, end) on parts of 0..n - 1, by a `Shared`. cost: elementary
+        operations of the whole; what is shorter than a hand-over is done here."""
+        work = functools.partial(kernel, *arguments)
         if self.threads == 1 or cost < WORTH_A_THREAD:
             return [work(0, n)]
         return Shared(self._pool, self.threads, cut(n, self.threads, together), work).finish()
@@ -155,12 +145,12 @@ class CpuEngine:
     def _pack(self, *tensors):
         """What is derived from the weights of some arrays, or of all."""
         for t in tensors or self._tensors:
-            if not t.weights:                                # the embedding
-                weights = self._w.weights[:self._w.tokens.size].reshape(-1, self.cfg.VOCAB_SIZE, 4)
-                self._w.tokens.reshape(self.cfg.VOCAB_SIZE, -1, 4)[:] = weights.transpose(1, 0, 2)
+            row = self._table[t.param, t.layer]
+            if t.looked_up:
+                weights = self._w.weights[t.weights:][:t.size].reshape(-1, t.cols, 4)
+                self._w.columns[row[COLUMN]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
             if t.product:
-                work = functools.partial(pack, self._w, self._table[t.param, t.layer])
-                self._spread(-(-t.cols // PANEL), work, t.size)
+                self._spread(-(-t.cols // PANEL), t.size, kernels.pack, self._w, row)
 
     def state(self):
         """A copy of the State."""
@@ -172,38 +162,35 @@ class CpuEngine:
         digest = state_digest.Digest(self.step, self.seed)
         for part in (self._w.weights, self._moments):
             words = part.ravel().view(np.uint64)
-            for sums in self._spread(words.size, lambda a, b: word_sums(words[a:b], np.uint64(digest.number + a)),
-                                     words.size):
+            for sums in self._spread(words.size, words.size, kernels.word_sums, words, digest.number):
                 digest.add(*map(int, sums))
             digest.number += words.size
         digest.update(self._w.overlay.data)
         return digest.digest()
-
-    def begin(self, first, count):
-        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
-        and begins when `update` ends. Two may be begun."""
-        if self._updating:
-            self._following = first, count
-        elif (first, count) not in self._begun:
-            if len(self._begun) > 1:
-                self._stop(next(iter(self._begun)))
-            self._begun[first, count] = self._evaluation(first, count)
 
     def begin_update(self, fitness):
         """What is begun next follows the update by this fitness. True: it can be begun."""
         self._updating = True
         return True
 
-    def _evaluation(self, first, count):
-        """(losses int64 [pairs, 2], the Shared that fills them)."""
-        losses, step, seed = np.zeros((count // 2, 2), np.int64), self.step, self.seed
-        shift, known = self.cfg.noise_shift(step), self._followers.of(step)
+    def begin(self, first, count):
+        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
+        and begins when `update` ends. Two may be begun."""
+        if self._updating:
+            self._following = first, count
+        if self._updating or (first, count) in self._begun:
+            return
+        if len(self._begun) > 1:
+            self._stop(next(iter(self._begun)))
+        cfg, step, seed, losses = self.cfg, self.step, self.seed, np.zeros((count // 2, 2), np.int64)
+        shift, known = cfg.noise_shift(step), self._followers.of(step)
 
         def work(a, b):
-            windows = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
-            self._model.evaluate(self._w, windows, seed, shift, first // 2 + a, losses[a:b])
+            windows = soft_targets.windows(cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
+            self._model.run(self._w, windows, None, cfg.STATE_TOKENS, seed, 1, first // 2 + a, shift, losses[a:b])
 
-        return losses, Shared(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
+        self._begun[first, count] = losses, Shared(self._pool, self.threads,
+                                                   cut(count // 2, self.threads, self._model.together), work)
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for; nothing reads the weights then, if it is all."""
@@ -233,7 +220,7 @@ class CpuEngine:
             return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
 
         changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
-        self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        self.seed = next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         following, self._updating, self._following = self._following, False, None
         if following:
@@ -243,24 +230,21 @@ class CpuEngine:
     def _update_tensor(self, t, seeds, signs, windows):
         """Moves one array by the votes of pairs: uint32 seeds, int32 signs, int32 windows [pairs, tokens] or None;
         number of weights changed."""
-        cfg, w, row = self.cfg, self._w, self._table[t.param, t.layer]
+        cfg, c, row, pairs = self.cfg, self._constants, self._table[t.param, t.layer], (seeds, signs)
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
             if t.seen and cfg.SEEN_VOTES > 1:
-                self._spread(-(-t.rows // SEEN_ROWS), functools.partial(
-                    seen_votes, self._constants, row, seeds, signs, windows, cfg.SEEN_VOTES - 1, votes),
-                    t.rows * windows.size // 8)
+                self._spread(-(-t.rows // SEEN_ROWS), t.rows * windows.size // 8, kernels.seen_votes, c, row, *pairs,
+                             windows, cfg.SEEN_VOTES - 1, votes)
         else:
             votes = np.empty((1, t.cols), np.int32)
-            self._spread(t.cols, functools.partial(vector_votes, self._constants, row, seeds, signs, votes[0]),
-                         t.cols * seeds.size)
+            self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, c, row, *pairs, votes[0])
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
         group, o = 4 if t.matrix else 1, optimizers.constants(cfg, cfg.learning_rate(self.step), t)
         rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-        work = functools.partial(apply_votes, o, rates, w, row, group, votes, x, self._moments, changed_rows,
-                                 changed_cols)
-        changed = sum(self._spread(t.rows // group, work, 4 * t.size))
+        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._w, row, group,
+                                   votes, x, self._moments, changed_rows, changed_cols))
         if cfg.ADAPTIVE_NOISE_MODE:
             self._rescale(t.overlay_a, changed_cols)
             if t.matrix:
@@ -279,9 +263,9 @@ class CpuEngine:
         for first in range(0, seeds.size, BLOCK):
             some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
             x = np.empty((votes.shape[0], -(-some.size // 4) * 4), np.uint8)
-            self._spread(votes.shape[0], functools.partial(input_block, self._constants, row, some, their, x), x.size)
-            self._spread(votes.shape[1] // PANEL, functools.partial(panel_votes, self._constants, row, some, x, votes),
-                         x.size + votes.shape[1] * some.size + votes.size * some.size // 64)
+            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, some, their, x)
+            self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * some.size + votes.size * some.size // 64,
+                         kernels.panel_votes, self._constants, row, some, x, votes)
         return votes
 
     def _muon_direction(self, o, t, row, votes):
@@ -289,12 +273,12 @@ class CpuEngine:
         model.optimizers)."""
         short, long = sorted((t.rows, t.cols))
         x, a, b, c = np.empty((short, long), np.float32), *optimizers.muon_coefficients(self.cfg)
-        muon_start(o, row, votes, self._moments, x)
+        kernels.muon_start(o, row, votes, self._moments, x)
 
         def product(left, right, gram, alpha, beta):
             out = np.empty((short, short if gram else right.shape[1]), np.float32)
-            self._spread(out.shape[1] // PANEL, functools.partial(muon_panels, left, right, gram, alpha, beta, out),
-                         left.shape[1] * out.size // 16)
+            self._spread(out.shape[1] // PANEL, left.shape[1] * out.size // 16, kernels.muon_panels, left, right, gram,
+                         alpha, beta, out)
             return out
 
         for _ in range(optimizers.MUON_ROUNDS):
@@ -314,8 +298,11 @@ class CpuEngine:
         windows = np.ascontiguousarray(windows, np.int32)
         nats, unit = np.zeros(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
         exp64 = np.exp(-np.arange(8192) * unit)
-        self._spread(len(windows), lambda a, b: self._model.validate(self._w, windows[a:b], exp64, unit, nats[a:b]),
-                     together=2 * self._model.together)
+
+        def work(a, b):
+            self._model.run(self._w, windows[a:b], nats=nats[a:b], exp64=exp64, unit=unit)
+
+        self._spread(len(windows), 1 << 30, work, together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
     def choose(self, logits, seen, s, random):

@@ -4,72 +4,65 @@ One compiled set of kernels serves every configuration: shapes and switches are 
 go through `engine.simd.tile` on weights that are repacked into panels after every update.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numba
 import numpy as np
 
 from engine import kernel_cache, simd
-from engine.cpu_rules import (clip, divide, draw, factor, hash32, i32, input_coefficient, input_fold, input_term, loss,
-                              scaled, shift_right, u32)
-from engine.simd import PANEL, ROWS, dot, exp_sum, local, tile
+from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
+                              loss, normed, quotient, scaled, shift_right, table_term, u32)
+from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile
+from model import integer_tables, parameters, transforms
 
 njit, inner, leaf, inlined = kernel_cache.njit(simd.use), kernel_cache.inner, kernel_cache.leaf, kernel_cache.inlined
 
 # columns of Weights.table: one row a parameter and layer
-FIELDS = ("weights", "packed", "correction", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
-AT_W, AT_P, AT_C, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
+FIELDS = ("weights", "packed", "correction", "column", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
+AT_W, AT_P, AT_C, COLUMN, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
 # int64 and not int, because numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 # the layer of what is in none, a model without noise
 NO_LAYER = CLEAN = i64(0)
-NO_INTS = np.empty(0, np.int32)
+EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
-
-class Constants(NamedTuple):
-    """The configuration as the kernels see it, all int64."""
-    H: int
-    D: int
-    heads: int
-    L: int
-    V: int
-    mask: int
-    gaussian: int
-    mode: int
-    scaled: int         # whether noise has factors: modes 1 and 2
-    matrix_shift: int
-    vector_shift: int
-    attn: int
-    out: int
-    logit: int
-    up: int
-    down: int
-    scale_bit: int
-    rope_bit: int
-    short_exp: int
-    exact: int
-    log_unit: int
-    targets: int        # of a position
-    ntt: int
-    ntt_prime: int
-    clt: int
-    gru: int            # whether this is the recurrent model
-    divisor: int        # gru: of a product over H inputs,
-    divisor_down: int   # ... over 4 H inputs
-    lowest: int         # gru: least value inside the MLP
+# The configuration as the kernels see it, all int64: `constants`.
+Constants = namedtuple("Constants", (
+    "H D heads L V mask gaussian mode scaled matrix_shift vector_shift attn out logit up down scale_bit rope_bit "
+    "short_exp exact log_unit targets ntt ntt_prime clt gru head ln_f divisor divisor_down lowest per_group"))
+# weights int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels
+# [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128;
+# overlay int8; table int64 [parameters, layers, FIELDS]
+Weights = namedtuple("Weights", "weights columns packed correction overlay table")
+# What `score` adds to: losses int64 [pairs, 2]; nats float64 [windows] or [0], the cross-entropies of softmax(logits *
+# unit), for which there is exp64[d] = exp(-d * unit).
+Scoring = namedtuple("Scoring", "losses nats exp64 unit")
+# The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
+# [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
+# rows] as `input_term` takes them, in modes 1 and 2 only.
+Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
+# (pairs, rows, cols, rows in modes 1 and 2, else 0)
+new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
+                           (numba.int32, (0, 3)), (numba.float32, (0, 3)))
 
 
-class Weights(NamedTuple):
-    """weights int8 canonical; packed int8 panels [k4, PANEL, 4]; correction int32: -128 times each column's sum,
-    because activations go into products as x + 128; tokens int8 [V, H], the embedding a token a row; overlay int8;
-    table int64 [parameters, layers, FIELDS]."""
-    weights: np.ndarray
-    tokens: np.ndarray
-    packed: np.ndarray
-    correction: np.ndarray
-    overlay: np.ndarray
-    table: np.ndarray
+def constants(cfg, exp):
+    """The Constants of a configuration; matrix_shift, the noise shift of a step, is 0. exp: int32 [256]."""
+    gru, names = int(cfg.MODEL == "gru"), [p.name for p in parameters.table(cfg)]
+    return Constants(
+        H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
+        gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE,
+        scaled=int(cfg.ADAPTIVE_NOISE_MODE > 0),             # whether noise has factors
+        matrix_shift=0, vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT,
+        logit=cfg.SHIFT_LOGIT, up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT,
+        rope_bit=cfg.ROPE_SCALE_BIT, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
+        log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS, ntt=int(cfg.NTT_MODE != 0),
+        ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT, gru=gru,
+        head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
+        divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
+        lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
 
 
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------
@@ -87,22 +80,6 @@ def vote_draw(c, seed, i):
     return n if c.clt else i32(i32(n > 0) - i32(n < 0))
 
 
-class Sides(NamedTuple):
-    """The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs
-    int8 [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32
-    [pairs, rows] as `input_term` takes them, in modes 1 and 2 only."""
-    columns: np.ndarray
-    inputs: np.ndarray
-    offset: np.ndarray
-    coefficients: np.ndarray
-    scale: np.ndarray
-
-
-# (pairs, rows, cols, rows in modes 1 and 2, else 0)
-new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
-                           (numba.int32, (0, 3)), (numba.float32, (0, 3)))
-
-
 @leaf
 def draw_sides(c, w, param, layer, S, noisy, sides):
     """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
@@ -115,10 +92,7 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
                 sides.columns[q, i] = 0
             continue
         for i in range(cols):
-            sides.columns[q, i] = noise(c, seed_a, i)
-        if c.mode:
-            for i in range(cols):
-                sides.columns[q, i] = scaled(c.mode, sides.columns[q, i], overlay_a[i], seed_a, i)
+            sides.columns[q, i] = scaled(c.mode, noise(c, seed_a, i), overlay_a[i], seed_a, i)
         total = i32(0)
         for i in range(n):
             drawn = noise(c, seed_b, i)
@@ -127,50 +101,51 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
         sides.offset[q] = i32(total * i32(128))
         for i in range(sides.coefficients.shape[1]):
             sides.coefficients[q, i] = input_coefficient(c.mode, i32(sides.inputs[q, i]), overlay_b[i])
-        if c.mode == 2:
-            for i in range(n):
-                sides.scale[q, i] = factor(c.mode, overlay_b[i], seed_b, i)
+            sides.scale[q, i] = factor(c.mode, overlay_b[i], seed_b, i)
 
 
 @leaf
-def hidden_side(c, w, t, S, unit, scale):
+def hidden_side(c, w, t, S, noisy, unit, scale):
     """Fills unit int32 and scale float32 [H] with the noise of the hidden units of a table that is looked up and its
-    factors; t: of Weights.table."""
+    factors; t: of Weights.table. Without noise the units are 0."""
     seed = u32(S + t[SEED_B])
     for i in range(c.H):
-        unit[i] = noise(c, seed, i)
+        unit[i] = noise(c, seed, i) if noisy else i32(0)
     for i in range(c.H):
         scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed, i)
 
 
 @inlined
-def project(c, x, r, sides, q, sign):
-    """sign * sb of pair q with sb = sum_k trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
-    activation + 128."""
-    n = sides.inputs.shape[1]
-    if c.mode == 0:
-        return i32(sign * i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q]))
-    s = i32(0)
-    for i in range(n):
-        x_i = i32(i32(x[r, i]) - i32(128))
-        s = i32(s + input_term(c.mode, x_i, sides.coefficients[q, i], sides.scale[q, i]))
-    return i32(sign * s)
+def look_up(c, w, t, S, m, k, unit, scale, out):
+    """out int32 [H]: column k of a table as member m sees it; unit, scale: `hidden_side`."""
+    seed, shift = u32(S + t[SEED_A]), i32(c.matrix_shift)
+    own, own_scale = noise(c, seed, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed, k)
+    for i in range(c.H):
+        p = i32(table_term(own, own_scale, unit[i], scale[i]) * sign(m))
+        out[i] = i32(i32(w.columns[t[COLUMN] + k, i]) + shift_right(p, shift))
 
 
 @inlined
-def project_down(c, x, r, sides, q, sign):
-    """The same for a down projection: four inputs i + sub * H share one running integer (SPEC 4)."""
+def project(c, x, r, sides, q):
+    """sb of pair q: the sum over k of trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
+    activation + 128. In the transformer's down projections four inputs i + sub * H share one running integer (SPEC
+    4)."""
+    n, H, s = sides.inputs.shape[1], c.H, i32(0)
     if c.mode == 0:
-        return project(c, x, r, sides, q, sign)
-    s, H = i32(0), sides.inputs.shape[1] // 4
-    for i in range(H):
-        p = i32(0)
-        for sub in range(4):
-            j = i + sub * H
-            x_j = i32(i32(x[r, j]) - i32(128))
-            p = input_fold(c.mode, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
-        s = i32(s + p)
-    return i32(sign * s)
+        return i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q])
+    if n > H and not c.gru:
+        for i in range(H):
+            p = i32(0)
+            for sub in range(4):
+                j = i + sub * H
+                x_j = i32(i32(x[r, j]) - i32(128))
+                p = input_fold(c.mode, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
+            s = i32(s + p)
+    else:
+        for i in range(n):
+            x_i = i32(i32(x[r, i]) - i32(128))
+            s = i32(s + input_term(c.mode, x_i, sides.coefficients[q, i], sides.scale[q, i]))
+    return s
 
 
 @leaf
@@ -182,38 +157,17 @@ def perturbed(c, w, param, layer, S, noisy, out):
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
     shift = i32(c.vector_shift)
     for i in range(n):
-        out[0, i] = i32(noise(c, seed_a, i) * noise(c, seed_b, i)) if noisy else i32(0)
-    if noisy and c.mode:
-        for i in range(n):
-            out[0, i] = scaled(c.mode, out[0, i], overlay[i], seed_a, i)
-    for i in range(n):
-        v, p = i32(weights[i]), out[0, i]
+        p = i32(noise(c, seed_a, i) * noise(c, seed_b, i)) if noisy else i32(0)
+        v, p = i32(weights[i]), scaled(c.mode, p, overlay[i], seed_a, i)
         plus, minus = i32(v + shift_right(p, shift)), i32(v + shift_right(i32(-p), shift))
         out[0, i] = clip(plus) if c.gru else plus
         out[1, i] = clip(minus) if c.gru else minus
 
 
-# --- products (SPEC 4) -----------------------------------------------------------------------------------------------
-
-# Rows are named by array and index. An index that may be below zero to the compiler (offset + i) would keep a loop from
-# vectors.
-
-@leaf
-def product(w, param, layer, x, rows, out):
-    """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W; x uint8 [>= padded rows, K]."""
-    t = w.table[param, layer]
-    k4, panels = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL
-    stride = out.shape[1]
-    for p in range(panels):
-        for r in range(0, rows, ROWS):
-            tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_P] + p * k4 * 4 * PANEL, w.correction,
-                 t[AT_C] + p * PANEL, 0, out, r * stride + p * PANEL, stride, k4)
-
-
 @inlined
-def member(r, n):
-    """0 for the rows of the even member, which has n, 1 for those of the odd one."""
-    return i64(r >= n)
+def member(r, left):
+    """0 for the `left` first rows, which belong to the even member of a pair, 1 for those of the odd one."""
+    return i64(r >= left)
 
 
 @inlined
@@ -222,24 +176,166 @@ def sign(m):
     return i32(1 - 2 * m)
 
 
-@inlined
-def noised(y, s, noise, shift):
-    """int32: the element y of a product with its noise: y + ((sign * sb * noise(A, c)) >> shift); s is sign * sb (a
-    product wraps either way alike)."""
-    return i32(y + shift_right(i32(s * noise), shift))
+@leaf
+def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
+    """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
+    [>= start + n]; n rows a member, from position `start` on; ntt int64 [T, T]: model.transforms.basis."""
+    H, T, tables, bias = c.H, ntt.shape[0], 4 if c.ntt else 1, local((2, c.H), i32)
+    units, scales, total, one = local((4, H), i32), local((4, H), f32), local(H, i32), local(H, i32)
+    if c.gru:
+        for i in range(H):
+            bias[0, i] = bias[1, i] = 0
+    else:
+        perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
+    for k in range(tables):
+        hidden_side(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
+    for r in range(rows):
+        m = member(r, n)
+        position, number = start + r - n * m, i64(0)
+        for i in range(min(T, tokens.size - position + position % T) if c.ntt else 0):
+            number += i64(tokens[position - position % T + i]) * ntt[position % T, i]
+        if c.ntt_prime:
+            number %= c.ntt_prime
+        for i in range(H):
+            total[i] = bias[m, i]
+        for k in range(tables):
+            column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
+            look_up(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
+            for i in range(H):
+                total[i] = i32(total[i] + shift_right(one[i], i32(2 if k else 0)))
+        for i in range(H):
+            h[r, i] = clip(total[i])
+
+
+# --- products (SPEC 4) -----------------------------------------------------------------------------------------------
+
+# Rows are named by array and index. An index that may be below zero to the compiler (offset + i) would keep a loop from
+# vectors.
+
+@leaf
+def product(c, w, param, layer, sides, noisy, x, rows, left, out):
+    """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W with its noise; x uint8 [>= padded rows, K].
+    The `left` first rows belong to the even member; with the Sides of several pairs, rows 2 q and 2 q + 1 to pair
+    q."""
+    t, several, noise = w.table[param, layer], i64(sides.offset.size > 1), sides.columns
+    k4, panels, sums = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL, local(rows + ROWS, i32)
+    for r in range(rows + ROWS):
+        sums[r] = 0
+    for r in range(rows if noisy else 0):
+        m = r & 1 if several else member(r, left)
+        sums[r] = i32(sign(m) * project(c, x, r, sides, several * (r >> 1)))
+    for p in range(panels):
+        for r in range(0, rows, ROWS):
+            stride = several * noise.shape[1]
+            noisy_tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_P] + p * k4 * 4 * PANEL, w.correction,
+                       t[AT_C] + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride, i32(c.matrix_shift),
+                       out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
+
+
+# --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
+
+@leaf
+def draw_norm(c, w, param, layer, S, noisy, norm):
+    """norm int32 [2, 2, H]: weights and, in the transformer, biases of a layer norm as both members see them."""
+    perturbed(c, w, param, layer, S, noisy, norm[0])
+    if not c.gru:
+        perturbed(c, w, param + 1, layer, S, noisy, norm[1])
 
 
 @inlined
-def mean_sizes(x, first, count, means):
-    """means int32 [count]: the mean |x| of rows first.. of x int8, rounded down, at least 1."""
-    n = x.shape[1]
+def layer_norm(c, h, count, left, norm, x):
+    """x uint8 [>= count, H] = ln(h) + 128 of `count` rows of int8, GROUP at most, the `left` first of which belong to
+    the even member; norm: of `draw_norm`."""
+    n, sizes = h.shape[1], local(GROUP, i32)
     for r in range(count):
         total = i32(0)
         for i in range(n):
-            total = i32(total + abs(i32(x[first + r, i])))
-        means[r] = total
+            total = i32(total + abs(i32(h[r, i])))
+        sizes[r] = total
     for r in range(count):
-        means[r] = max(i32(1), divide(means[r], n))
+        m, mean = member(r, left), max(i32(1), divide(sizes[r], n))
+        if c.gru:
+            reciprocal = f32(f32(1) / f32(mean))
+            for i in range(n):
+                x[r, i] = np.uint8(quotient(i32(i32(h[r, i]) * norm[0, m, i]), mean, reciprocal) + i32(128))
+        else:
+            for i in range(n):
+                x[r, i] = np.uint8(normed(c.mode, h[r, i], norm[0, m, i], norm[1, m, i], mean) + i32(128))
+
+
+@inlined
+def divided(y, count, d, lowest, zero, out):
+    """out [count, n] = clip(y / d, rounded down), `lowest` at least, + zero: 0 for int8, 128 for uint8."""
+    reciprocal = f32(f32(1) / f32(d))
+    for r in range(count):
+        for i in range(out.shape[1]):
+            out[r, i] = i32(max(i32(lowest), quotient(y[r, i], d, reciprocal)) + i32(zero))
+
+
+@inlined
+def amax(v, first, count, out, o, zero):
+    """out[o..] = amax of v[first..] int32 (SPEC 5) + zero, `count` rows, GROUP at most; zero: 0 for int8 rows, 128 for
+    uint8."""
+    n, tops = out.shape[1], local(GROUP, i32)
+    for r in range(count):
+        top = i32(0)
+        for i in range(n):
+            top = max(top, abs(v[first + r, i]))
+        tops[r] = top
+    for r in range(count):
+        scale = f32(f32(127) / f32(f32(tops[r]) + f32(1e-9)))
+        for i in range(n):
+            # exactly twice: its truncation shows which side of a half
+            twice = i32(f32(f32(v[first + r, i]) * f32(scale + scale)))
+            out[o + r, i] = i32(i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + i32(zero))
+
+
+@inlined
+def add_residual(h, count, left, y, shift, bias):
+    """h = amax(h + (y >> shift) + the bias of the members), `count` rows, GROUP at most; y is overwritten."""
+    for r in range(count):
+        m = member(r, left)
+        for i in range(h.shape[1]):
+            y[r, i] = i32(i32(i32(h[r, i]) + shift_right(y[r, i], shift)) + bias[m, i])
+    amax(y, 0, count, h, 0, 0)
+
+
+@leaf
+def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
+    """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias."""
+    H, up, down = c.H, ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
+    norm, bias_u, bias_d = local((2, 2, H), i32), local((2, 4 * H), i32), local((2, H), i32)
+    sides_u, sides_d = new_sides(1, H, 4 * H, H * c.scaled), new_sides(1, 4 * H, H, 4 * H * c.scaled)
+    draw_norm(c, w, ln, layer, S, noisy, norm)
+    if not c.gru:
+        perturbed(c, w, up + 1, layer, S, noisy, bias_u)
+        perturbed(c, w, down + 1, layer, S, noisy, bias_d)
+    draw_sides(c, w, up, layer, S, noisy, sides_u)
+    draw_sides(c, w, down, layer, S, noisy, sides_d)
+    x, u, wide, y = (local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32),
+                     local((GROUP, H), i32))
+    shift = i32(c.up)
+    for first in range(0, rows, GROUP):
+        count, left = min(GROUP, rows - first), per_member - first
+        layer_norm(c, h[first:], count, left, norm, x)
+        product(c, w, up, layer, sides_u, noisy, x, count, left, wide)
+        if c.gru:
+            divided(wide, count, i32(c.divisor), c.lowest, 128, u)
+        else:
+            for r in range(count):
+                m = member(r, left)
+                for i in range(4 * H):
+                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], shift) + bias_u[m, i])))
+            gelu(u, 0, count * 4 * H)
+        product(c, w, down, layer, sides_d, noisy, u, count, left, y)
+        if c.gru:
+            divided(y, count, i32(c.divisor_down), -127, 0, y)
+            for r in range(count):
+                for i in range(H):
+                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + y[r, i]))
+        else:
+            add_residual(h[first:], count, left, y, i32(c.down), bias_d)
 
 
 @inlined
@@ -251,29 +347,70 @@ def largest(z, r, n):
     return top
 
 
-@leaf
-def score(c, exp, noisy, z, windows, q, first, count, start, T, exp64, unit, losses, nats):
+@inlined
+def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
     """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
-    windows[q], T rows a member, and their losses are added to losses int64 [pairs, 2]; else to windows[q], windows[q +
-    1].., and nats float64, if it is not empty, gets the cross-entropies of softmax(logits * unit), with exp64[d] =
-    exp(-d * unit). Targets begin at token start + 1 of a window; further ones of a position follow the window."""
+    windows[q], T rows a member, and their losses are added up; else to windows[q], windows[q + 1].., and their
+    cross-entropies are. Targets begin at token start + 1 of a window; further ones of a position follow the window."""
     totals, tops, targets, drawn = local(GROUP, np.int64), local(GROUP, i32), local(GROUP, i32), c.targets - 1
     for r in range(count):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
         if noisy:
-            totals[r] = exp_sum(exp, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, NO_INTS, 0)
+            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, z, 0, 0)
             at = start + T + 1 + drawn * ((first + r) % T)
             for k in range(at, at + drawn):
                 targets[r] += z[r, windows[window, k]]
             tops[r] = i32(tops[r] * c.targets)
-        elif nats.size:
+        elif scoring.nats.size:
             total = 0.0
             for v in range(c.V):
-                total += exp64[min(exp64.size - 1, tops[r] - z[r, v])]
-            nats[window] += np.log(total) + (tops[r] - targets[r]) * unit
+                total += scoring.exp64[min(scoring.exp64.size - 1, tops[r] - z[r, v])]
+            scoring.nats[window] += np.log(total) + (tops[r] - targets[r]) * scoring.unit
     if noisy:
         for r in range(count):
             totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit, 256 // c.targets)
         for r in range(count):
-            losses[q, member(first + r, T)] += totals[r]
+            scoring.losses[q, member(first + r, T)] += totals[r]
+
+
+@leaf
+def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
+    """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
+    has the logits of the last rows then."""
+    norm, sides = local((2, 2, c.H), i32), new_sides(1, c.H, z.shape[1], c.H * c.scaled)
+    x, shift = local((GROUP, c.H), np.uint8), i32(c.logit)
+    draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
+    draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
+    for first in range(0, rows, GROUP):
+        count = min(GROUP, rows - first)
+        layer_norm(c, h[first:], count, T - first, norm, x)
+        product(c, w, c.head, NO_LAYER, sides, noisy, x, count, T - first, z)
+        if c.gru:
+            divided(z, count, i32(c.divisor), -127, 0, z)
+        else:
+            for r in range(count):
+                for v in range(c.V):
+                    z[r, v] = shift_right(z[r, v], shift)
+        score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
+
+
+class Forward:
+    """The forward pass of a model as the engine wants it. run_windows: the model's; tables: what that reads besides the
+    weights. A model has `together`, pairs that share work, so that the engine cuts a job at multiples of it; _memory,
+    what run_windows keeps from position to position; and reader(w, total), a function that takes the next tokens of a
+    sequence, `total` tokens at most in all, and gives int32 logits [>= V]."""
+
+    def __init__(self, cfg, constants, tables, run_windows):
+        self.cfg, self._constants, self._tables, self._run_windows = cfg, constants, tables, run_windows
+
+    def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
+            losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):
+        """Adds up what Scoring says; int32 [GROUP, V padded]: logits. noisy: windows int32 are those of
+        model.soft_targets for pairs first_pair.. of a step with this seed and noise shift."""
+        if memory is None:
+            positions = (windows.shape[1] - 1 - start) // (self.cfg.TARGETS if noisy else 1)
+            memory = self._memory(2 if noisy else 1, len(windows), positions)
+        return self._run_windows(self._constants._replace(matrix_shift=shift), w, self._tables,
+                                 Scoring(losses, nats, exp64, unit), windows, start, memory,
+                                 np.uint32(seed + first_pair & 0xFFFFFFFF), noisy, first_pair)

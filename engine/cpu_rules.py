@@ -5,13 +5,15 @@ one compiled set of kernels serves every configuration. Nothing here is cached o
 are, with the rule in them.
 """
 
-import numba
 import numpy as np
 from llvmlite import ir
+from numba.types import float32, int32, int64
 
 from engine import kernel_cache
+from engine.simd import operation
 from model import rules
 
+i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
 _rules = {}
 
 
@@ -21,33 +23,21 @@ def rule(function):
     return _rules.setdefault(key, kernel_cache.inlined(function))
 
 
-i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
+@operation(float32)
+def fma(builder, a: float32, b: float32, c: float32):
+    """a * b + c, rounded once."""
+    return builder.fma(a, b, c)
 
 
-@numba.extending.intrinsic
-def fma(ctx, a, b, c):
-    """a * b + c of float32, rounded once."""
-    t = numba.types.float32
-
-    def codegen(context, builder, sig, args):
-        f = builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()],
-                                             ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3))
-        return builder.call(f, args)
-    return t(t, t, t), codegen
+@operation(int32)
+def shift_right(builder, a: int32, n: int32):
+    """a >> n, n below 32: numba's own shift has 64 bits, which takes three vector instructions more."""
+    return builder.ashr(a, n)
 
 
-@numba.extending.intrinsic
-def shift_right(ctx, a, n):
-    """int32 a >> n, n below 32: numba's own shift has 64 bits, which takes three vector instructions more."""
-    t = numba.types.int32
-    return t(t, t), lambda context, builder, sig, args: builder.ashr(*args)
-
-
-@numba.extending.intrinsic
-def leading_zeros(ctx, a):
-    """int64: of an int64."""
-    return numba.types.int64(numba.types.int64), lambda context, builder, sig, args: builder.ctlz(
-        args[0], ir.IntType(1)(1))
+@operation(int64)
+def leading_zeros(builder, a: int64):
+    return builder.ctlz(a, ir.IntType(1)(1))
 
 
 @rule
@@ -81,7 +71,7 @@ def log2_floor(q):
 
 
 TARGET = rules.Arithmetic(
-    i32, u32, f32, trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
+    trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
     add=rule(lambda a, b: f32(a + b)), sub=rule(lambda a, b: f32(a - b)), mul=rule(lambda a, b: f32(a * b)),
     div=rule(lambda a, b: f32(a / b)))
 
@@ -104,7 +94,7 @@ def _by_mode(name):
     return _switched(*(getattr(rules.factor_rules(rule, TARGET, mode), name) for mode in range(3)))
 
 
-_draws = [rules.draw_rules(rule, TARGET, gaussian) for gaussian in range(2)]
+_draws = [rules.draw_rules(rule, gaussian) for gaussian in range(2)]
 # draw(gaussian, r, mask)
 hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
 # each (mode, ...)

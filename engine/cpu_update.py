@@ -6,10 +6,10 @@ from engine import cpu_rules
 from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
-from model import optimizers, state_digest
+from model import state_digest
+from model.optimizers import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
-SGD, MUON, ZTEST = optimizers.SGD, optimizers.MUON, optimizers.ZTEST
-MUON_PARTS, MUON_EPS = optimizers.MUON_PARTS, optimizers.MUON_EPS
+mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.halves)
 SEEN_ROWS = 64              # rows whose votes on seen tokens are summed at once
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
@@ -35,11 +35,10 @@ def pack(w, t, first, end):
 @njit
 def input_block(c, t, seeds, signs, x, first, end):
     """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
-    n = seeds.size
     for r in range(first, end):
-        for q in range(n):
+        for q in range(seeds.size):
             x[r, q] = np.uint8(i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * signs[q]) + i32(128))
-        for q in range(n, x.shape[1]):
+        for q in range(seeds.size, x.shape[1]):
             x[r, q] = 128
 
 
@@ -137,7 +136,7 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
             for j in range(PANEL):
                 panel[k, j] = left[p * PANEL + j, k] if gram else right[k, p * PANEL + j]
         for r in range(0, out.shape[0], ROWS):
-            chain_tile(left, r * length, length, panel, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
+            chain_tile(left, r * length, length, panel, 0, out, r * out.shape[1] + p * PANEL, out.shape[1], length)
         if not gram:
             for r in range(out.shape[0]):
                 for j in range(p * PANEL, (p + 1) * PANEL):
@@ -186,15 +185,12 @@ def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_
     return changed
 
 
-mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.halves)
-
-
 @njit
-def word_sums(words, first):
-    """The two sums of model.state_digest over uint64 [n], the first of them being word number `first` (uint64)."""
+def word_sums(words, number, first, end):
+    """The two sums of model.state_digest over words first..end - 1 of uint64 [n]; number: that of words[0]."""
     a = b = np.uint64(0)
-    for i in range(words.size):
-        x = mixed(words[i], first + np.uint64(i))
+    for i in range(first, end):
+        x = mixed(words[i], np.uint64(number + i))
         a += x
         b += halves(x)
     return a, b

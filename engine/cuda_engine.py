@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import struct
-import sys
 import time
 from typing import NamedTuple
 
@@ -25,10 +24,11 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
 from engine import hardware, kernel_cache
-from engine.kernel_cache import tell
+from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model.seeds import next_seed
 
 # the versions whose internals engine.quick_numba replaces
 KNOWN_NUMBA = numba.__version__.startswith("0.68.") and numba_cuda.__version__.startswith("0.30.")
@@ -85,24 +85,24 @@ def compile_all(every, capability, what):
         try:
             with open(lock, "w") as file:                    # processes that start together compile once
                 fcntl.flock(file, fcntl.LOCK_EX)
-                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability)
+                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability, started)
         except OSError as error:
             kernel_cache.cannot_keep(where, error.strerror)
     with quickly():
         for i, (kernel, path) in enumerate(zip(every, paths)):
             if not path.exists():
-                _progress(i, len(every), started)
+                show(f"egg: {i} of {len(every)} kernels, {time.monotonic() - started:.0f} s")
             kernel.dispatcher._cache = kernel_cache.CudaCache(path)
             ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
             kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
-        _progress()
+        show()
         tell(f"egg: CUDA kernels ready in {seconds:.1f} s\n")
     return seconds
 
 
-def _compile_together(missing, capability):
+def _compile_together(missing, capability, started):
     """Has the kernels {file: Kernel} compiled into their files by forks of this process, unless there is only one core.
     Each takes the next number of a kernel from a pipe when it has compiled one. A kernel that fails there is compiled
     by this process, which reports the error."""
@@ -113,7 +113,7 @@ def _compile_together(missing, capability):
     numbers, all_of_them = os.pipe()
     os.write(all_of_them, bytes(range(len(some))))
     os.close(all_of_them)
-    forks, started = [], time.monotonic()
+    forks = []
     for _ in range(count):
         forks.append(os.fork())
         if not forks[-1]:
@@ -129,13 +129,8 @@ def _compile_together(missing, capability):
     os.close(numbers)
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
-        _progress(sum(path.exists() for path in missing), len(missing), started)
-
-
-def _progress(done=0, total=0, started=0.0):
-    """Shows on a terminal how many kernels are compiled; by default it clears that line."""
-    if sys.stderr.isatty():
-        tell("\r\x1b[K" + (f"egg: {done} of {total} kernels, {time.monotonic() - started:.0f} s" if total else ""))
+        done = sum(path.exists() for path in missing)
+        show(f"egg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
 
 
 def quickly():
@@ -162,7 +157,7 @@ def build(cfg, token_type):
 def _windows_kernels(cfg):
     T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, TARGET, 0).hash32
+    window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
     all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
 
     @device
@@ -199,7 +194,7 @@ def _windows_kernels(cfg):
 
 def _choose_kernel(cfg):
     V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
-    hash32, rule = rules.draw_rules(device, TARGET, 0).hash32, rules.sampling_rules(device, TARGET)
+    hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
@@ -339,7 +334,7 @@ def data_on_device(cfg, tokens, name):
         return None, []
     kinds = (np.uint32, np.uint32, tokens.dtype) if cfg.SOFT_TARGETS else ()
     need = tokens.size * sum(np.dtype(kind).itemsize for kind in (tokens.dtype, *kinds))
-    if need <= cuda.current_context().get_memory_info().free // 4:
+    if need <= memory().free // 4:
         return cuda.to_device(np.ascontiguousarray(tokens)), [cuda.device_array(tokens.size, kind) for kind in kinds]
     if kinds:
         tell(f"egg: {name}: SOFT_TARGETS needs {need / 2**30:.1f} GiB for the training data and tables of it, more "
@@ -391,8 +386,7 @@ class CudaEngine:
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
         left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        free = cuda.current_context().get_memory_info().free
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        need, free = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg), memory().free
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
@@ -519,10 +513,7 @@ class CudaEngine:
         forward, stream, job = self._forward, self.stream, self._job
         width, chunk = self.cfg.WINDOW, self.cfg.CHUNK_SIZE // 2
         if not self._evaluations:
-            most = largest(forward.scratch_bytes, chunk, cuda.current_context().get_memory_info().free // 2)
-            if not most:
-                raise ValueError(f"{self.name}: not enough free GPU memory to evaluate a single pair")
-            self._buffers = (most, cuda.device_array(max(1, forward.scratch_bytes(most)), np.int8),
+            self._buffers = (*self._slices(forward.scratch_bytes, chunk, "evaluate a single pair"),
                              cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
         most, scratch, windows, losses = self._buffers
         windows, losses = windows[:pairs * width], losses[:2 * pairs]
@@ -538,6 +529,13 @@ class CudaEngine:
                 forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
         return windows, losses, Replay(stream, enqueue)
 
+    def _slices(self, size, count, what):
+        """(how many of `count` at a time, scratch for them, of size(n) bytes, in half of the free memory)."""
+        most = largest(size, count, memory().free // 2)
+        if count and not most:
+            raise ValueError(f"{self.name}: not enough free GPU memory to {what}")
+        return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
+
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
         if not self._is_begun(fitness):
@@ -551,7 +549,7 @@ class CudaEngine:
         """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
         step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._copies is None:
-            fits = sum(array.nbytes for array in self._state) <= cuda.current_context().get_memory_info().free // 2
+            fits = sum(array.nbytes for array in self._state) <= memory().free // 2
             self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
             self._keep()
         if self._copies and not self._is_begun(fitness):
@@ -576,7 +574,7 @@ class CudaEngine:
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 
@@ -604,11 +602,8 @@ class CudaEngine:
         self._take_back()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
-        free = cuda.current_context().get_memory_info().free
-        most = largest(lambda n: forward.clean_scratch_bytes(n, T), len(windows), free // 2)
-        if len(windows) and not most:
-            raise ValueError(f"{self.name}: not enough free GPU memory to validate a single window")
-        scratch = cuda.device_array(max(1, forward.clean_scratch_bytes(max(1, most), T)), np.int8)
+        most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
+                                     "validate a single window")
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
@@ -631,7 +626,7 @@ def continuation(engine, prompt, count, seed, s):
     positions at a time and fetches what they chose."""
     cfg, forward, stream = engine.cfg, engine._forward, engine.stream
     total = len(prompt) + count
-    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > cuda.current_context().get_memory_info().free:
+    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > memory().free:
         raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")
     sequence = np.zeros(total, np.int32)
     sequence[:len(prompt)] = prompt
@@ -651,15 +646,23 @@ def continuation(engine, prompt, count, seed, s):
     advance = Replay(stream, enqueue)                    # lives as long as this generator
     done, given = 0, len(prompt)
     while given < total:
-        reach = min(total - 1, max(done, len(prompt) - 1) + AHEAD)
-        for _ in range(done, reach):
+        reach = min(total, given + AHEAD)
+        for _ in range(done, reach - 1):
             advance()
-        done = reach
         new = tokens.copy_to_host(stream=stream)
         stream.synchronize()
-        for token in new[given:done + 1]:
-            yield int(token)
-        given = done + 1
+        yield from map(int, new[given:reach])
+        done, given = reach - 1, reach
+
+
+def largest(size, most, budget):
+    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
+    return bisect.bisect_right(range(1, most + 1), budget, key=size)
+
+
+def memory():
+    """(free, total): bytes of the memory of the current GPU."""
+    return cuda.current_context().get_memory_info()
 
 
 class Fetched:
@@ -681,11 +684,6 @@ class Fetched:
         return self._array[:self._size]
 
 
-def largest(size, most, budget):
-    """The largest n <= most with size(n) <= budget bytes, for a size that grows with n; 0 where one is too large."""
-    return bisect.bisect_right(range(1, most + 1), budget, key=size)
-
-
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
 
 # dense int8 operations a clock and multiprocessor; other cards: 2048
@@ -698,12 +696,6 @@ def card(device):
     gpu = cuda.get_current_device()
     operations = OPERATIONS.get(gpu.compute_capability, 2048)
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-
-
-def memory():
-    """(bytes in use, bytes) of the memory of the current GPU."""
-    info = cuda.current_context().get_memory_info()
-    return info.total - info.free, info.total
 
 
 def update_times(engine, fitness, repeats=5):

@@ -120,6 +120,12 @@ def tell(text):
     print(text, end="", file=sys.stderr, flush=True)
 
 
+def show(text=""):
+    """On a terminal, in place of what it showed last."""
+    if sys.stderr.isatty():
+        tell("\r\x1b[K" + text)
+
+
 # --- what is compiled in ---------------------------------------------------------------------------------------------
 
 def key(known, *what):
@@ -199,7 +205,7 @@ class CpuCache:
     before_next = None      # called once, before the next function is compiled
 
     def __init__(self, function, variant):
-        self._function, self._variant, self._locked = function, variant, None
+        self._function, self._variant, self._lock = function, variant, contextlib.ExitStack()
 
     def _path(self, signature, context):
         kinds = [(str(t), getattr(t, "fields", ()), str(getattr(t, "instance_class", None)))
@@ -217,33 +223,23 @@ class CpuCache:
             if CpuCache.before_next:
                 CpuCache.before_next()
                 CpuCache.before_next = None
-            if sys.stderr.isatty():
-                tell(f"\r\x1b[Kegg: compiling {self._function.__name__} ...")
-            self._lock(path)
+            show(f"egg: compiling {self._function.__name__} ...")
+            with contextlib.suppress(OSError):
+                lock = path.with_suffix(".lock")
+                file = self._lock.enter_context(open(lock, "wb"))
+                self._lock.callback(lock.unlink, missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_EX)             # the kernel frees it when this process ends
             found = read(path)
         if found is not None:
-            self._unlock()
+            self._lock.close()
             return CompileResult._rebuild(context, *found)
-
-    def _lock(self, path):
-        with contextlib.suppress(OSError):
-            self._locked = open(path.with_suffix(".lock"), "wb")
-            fcntl.flock(self._locked, fcntl.LOCK_EX)         # the kernel frees it when this process ends
-
-    def _unlock(self):
-        if self._locked:
-            with contextlib.suppress(OSError):
-                os.unlink(self._locked.name)
-            self._locked.close()
-            self._locked = None
 
     def save_overload(self, signature, result):
         """Keeps a function that was compiled."""
         if not result.library.has_dynamic_globals and all(lifted.can_cache for lifted in result.lifted):
             write(self._path(signature, result.target_context), serialize.dumps(result._reduce()))
-        self._unlock()
-        if sys.stderr.isatty():
-            tell("\r\x1b[K")
+        self._lock.close()
+        show()
 
 
 class Inner(codegen.JITCodeLibrary):

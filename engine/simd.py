@@ -10,6 +10,7 @@ All give the same bits: every product is exact.
 """
 
 import functools
+import inspect
 import itertools
 
 import llvmlite.binding as llvm
@@ -27,41 +28,30 @@ PANEL = 32                  # columns of a packed weight panel; a tile is ROWS x
 ROWS = 8
 _lost = np.maximum(np.arange(-127, 1), 0) - integer_tables.gelu_table()[np.arange(-127, 1)]     # by GELU, of |x|
 GELU_STEPS = [(int(x), int(step)) for x, step in enumerate(np.diff(_lost[::-1]), 1) if step]
-KINDS = ("vnni512", "vnni256", "madd", "portable")
+KIND = None                 # set by `use`, as is this:
+LANES = None                # int32 accumulators of a register; LANES / 2 rows of a tile, two registers each, are kept
 
 
 def available():
     """The kinds this processor can run, fastest first."""
     has = llvm.get_host_cpu_features().get
-    can = has("avx512vnni"), has("avxvnni") or has("avx512vnni") and has("avx512vl"), has("avx2"), True
-    return [kind for kind, ok in zip(KINDS, can) if ok]
-
-
-def choose(wanted):
-    """The kind to use for cfg.SIMD. Raises ValueError (one line) for one this processor lacks."""
-    if wanted == "auto":
-        return available()[0]
-    if wanted not in available():
-        raise ValueError(f"SIMD = {wanted}: this processor has only {', '.join(available())}")
-    return wanted
-
-
-KIND = None                 # set by `use`, as are these:
-WIDE = None                 # whether registers have 512 bits
-LANES = None                # int32 accumulators of one register
-TILE_ROWS = TILE_VECTORS = None            # accumulators kept in registers: 16 of 32, or 8 of 16
+    can = (("vnni512", has("avx512vnni")), ("vnni256", has("avxvnni") or has("avx512vnni") and has("avx512vl")),
+           ("madd", has("avx2")), ("portable", True))
+    return [kind for kind, ok in can if ok]
 
 
 def use(wanted="auto"):
     """Chooses the kind for cfg.SIMD when it is first called, because numba compiles for one kind; the kind. Raises
     ValueError (one line) for a kind that this processor lacks, and for another kind than that in use."""
-    global KIND, WIDE, LANES, TILE_ROWS, TILE_VECTORS
+    global KIND, LANES
+    kinds = available()
+    if wanted not in ("auto", *kinds):
+        raise ValueError(f"SIMD = {wanted}: this processor has only {', '.join(kinds)}")
     if KIND is None:
-        has = llvm.get_host_cpu_features().get
-        KIND = choose(wanted)
-        WIDE = KIND == "vnni512" or KIND == "madd" and bool(has("avx512bw"))
-        LANES, TILE_ROWS, TILE_VECTORS = (16, 8, 2) if WIDE else (8, 4, 2)
-    elif wanted != "auto" and choose(wanted) != KIND:
+        KIND = kinds[0] if wanted == "auto" else wanted
+        wide = KIND == "vnni512" or KIND == "madd" and llvm.get_host_cpu_features().get("avx512bw")
+        LANES = 16 if wide else 8
+    elif wanted not in ("auto", KIND):
         raise ValueError(f"SIMD = {wanted}: this process has compiled for {KIND} already; start another one")
     return KIND
 
@@ -72,12 +62,6 @@ def _vector(kind, n):
 
 def _function(builder, result, arguments, name):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _pointer(context, builder, sig, args, i, at=None):
-    """To array argument i, from element `at` on: argument i + 1."""
-    data = context.make_array(sig.args[i])(context, builder, args[i]).data
-    return builder.gep(data, [args[i + 1] if at is None else at])
 
 
 def _at(builder, pointer, stride, row, column):
@@ -110,11 +94,8 @@ def _lanes(builder, vector, which):
 
 def _sum(builder, vector):
     """The sum of a vector's lanes."""
-    n = vector.type.count
-    while n > 1:
-        n //= 2
-        vector = builder.add(_lanes(builder, vector, range(n)), _lanes(builder, vector, range(n, 2 * n)))
-    return builder.extract_element(vector, I32(0))
+    name = f"llvm.vector.reduce.add.v{vector.type.count}i{vector.type.element.width}"
+    return builder.call(_function(builder, vector.type.element, [vector.type], name), [vector])
 
 
 def _splat(builder, scalar, n):
@@ -123,52 +104,32 @@ def _splat(builder, scalar, n):
 
 
 def _dot_step(builder, acc, activations, weights):
-    """acc [LANES] += sum of 4 products: activations i32 (four u8 of one row), weights <4 LANES x i8>."""
-    acc_t, bytes_t = _vector(I32, LANES), _vector(I8, 4 * LANES)
+    """acc [n] += sums of 4 products: activations <4 n x i8>, unsigned; weights: of `_weights`."""
+    n = acc.type.count
     if KIND.startswith("vnni"):
-        f = _function(builder, acc_t, [acc_t, bytes_t, bytes_t], f"llvm.x86.avx512.vpdpbusd.{32 * LANES}")
-        return builder.call(f, [acc, builder.bitcast(_splat(builder, activations, LANES), bytes_t), weights])
-    words, mask = _vector(I16, 2 * LANES), I32(0x00FF00FF)
-    halves = builder.and_(activations, mask), builder.and_(builder.lshr(activations, I32(8)), mask)
-    for part, four in zip(weights, halves):
-        pair = builder.bitcast(_splat(builder, four, LANES), words)
+        name, types_ = f"llvm.x86.avx512.vpdpbusd.{32 * n}", [acc.type, activations.type, weights.type]
+        return builder.call(_function(builder, acc.type, types_, name), [acc, activations, weights])
+    words, wide = builder.bitcast(activations, _vector(I16, 2 * n)), _vector(I32, 2 * n)
+    halves = builder.and_(words, _all(words.type, 255)), builder.lshr(words, _all(words.type, 8))
+    for part, half in zip(weights, halves):
         if KIND == "madd":
-            name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
-            product = builder.call(_function(builder, acc_t, [words, words], name), [pair, part])
+            name = "llvm.x86.avx512.pmaddw.d.512" if n == 16 else "llvm.x86.avx2.pmadd.wd"
+            product = builder.call(_function(builder, acc.type, [words.type] * 2, name), [half, part])
         else:
-            wide = _vector(I32, 2 * LANES)
-            p = builder.mul(builder.sext(pair, wide), builder.sext(part, wide))
-            product = builder.add(*(_lanes(builder, p, range(o, 2 * LANES, 2)) for o in (0, 1)))
+            p = builder.mul(builder.sext(half, wide), builder.sext(part, wide))
+            product = builder.add(*(_lanes(builder, p, range(o, 2 * n, 2)) for o in (0, 1)))
         acc = builder.add(acc, product)
     return acc
 
 
-def _weights(builder, pointer):
-    """One register of packed weights as `_dot_step` wants it: the bytes, or the even and the odd bytes widened to 16
-    bits."""
-    v = _load(builder, pointer, _vector(I8, 4 * LANES))
+def _weights(builder, pointer, n):
+    """4 n weights as `_dot_step` wants them: the bytes, or the even and the odd bytes widened to 16 bits."""
+    v = _load(builder, pointer, _vector(I8, 4 * n))
     if KIND.startswith("vnni"):
         return v
-    words = builder.bitcast(v, _vector(I16, 2 * LANES))
+    words = builder.bitcast(v, _vector(I16, 2 * n))
     eight = _all(words.type, 8)
     return builder.ashr(builder.shl(words, eight), eight), builder.ashr(words, eight)
-
-
-def _new_array(cleared):
-    @intrinsic
-    def new(ctx, shape, dtype):
-        """np.empty or np.zeros, made in place: numba's are functions that it compiles anew for every type of shape."""
-        def codegen(context, builder, sig, args):
-            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
-            array = arrayobj._empty_nd_impl(context, builder, sig.return_type, shapes)
-            if cleared:
-                cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
-            return array._getvalue()
-        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
-    return new
-
-
-empty, zeros = _new_array(False), _new_array(True)
 
 
 def _on_stack(context, builder, kind, shapes):
@@ -182,14 +143,29 @@ def _on_stack(context, builder, kind, shapes):
     return array._getvalue()
 
 
-@intrinsic
-def local(ctx, shape, dtype):
-    """np.empty that ends with the calling function, without malloc and references: for what is small, outside of
-    loops. It must not be returned."""
-    def codegen(context, builder, sig, args):
-        shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
-        return _on_stack(context, builder, sig.return_type, shapes)
-    return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+def _on_heap(context, builder, kind, shapes, cleared=False):
+    array = arrayobj._empty_nd_impl(context, builder, kind, shapes)
+    if cleared:
+        cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
+    return array._getvalue()
+
+
+def _new_array(make):
+    """An intrinsic (shape, dtype), made in place: numba's are functions that it compiles anew for every type of
+    shape."""
+    @intrinsic
+    def new(ctx, shape, dtype):
+        def codegen(context, builder, sig, args):
+            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+            return make(context, builder, sig.return_type, shapes)
+        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
+    return new
+
+
+empty, zeros = _new_array(_on_heap), _new_array(functools.partial(_on_heap, cleared=True))
+# np.empty that ends with the calling function, without malloc and references: for what is small, outside of loops. It
+# must not be returned.
+local = _new_array(_on_stack)
 
 
 def locals_of(record, *arrays):
@@ -211,15 +187,15 @@ def locals_of(record, *arrays):
 def _accumulate(builder, count, begin, left, right, step, out, stride):
     """out[ROWS, PANEL] (row stride in elements), in tiles that fit the registers: a vector from column c of row r is
     begin(r, c), then `count` times step(it, left(k, r), right(k, c))."""
-    for group, column in itertools.product(range(0, ROWS, TILE_ROWS), range(0, PANEL, TILE_VECTORS * LANES)):
+    for group, column in itertools.product(range(0, ROWS, LANES // 2), range(0, PANEL, 2 * LANES)):
         cells = {}                                           # become registers
-        for r, j in itertools.product(range(TILE_ROWS), range(TILE_VECTORS)):
+        for r, j in itertools.product(range(LANES // 2), range(2)):
             first = begin(I64(group + r), I64(column + LANES * j))
             cells[r, j] = cgutils.alloca_once(builder, first.type)
             builder.store(first, cells[r, j])
         with cgutils.for_range(builder, count, intp=I64) as loop:
-            parts = [right(loop.index, I64(column + LANES * j)) for j in range(TILE_VECTORS)]
-            for r in range(TILE_ROWS):
+            parts = [right(loop.index, I64(column + LANES * j)) for j in range(2)]
+            for r in range(LANES // 2):
                 factor = left(loop.index, group + r)
                 for j, part in enumerate(parts):
                     builder.store(step(builder.load(cells[r, j]), factor, part), cells[r, j])
@@ -227,162 +203,167 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
             _store(builder, builder.load(cell), _at(builder, out, stride, I64(group + r), I64(column + LANES * j)))
 
 
-@intrinsic
-def tile(ctx, x, x_at, x_stride, w, w_at, init, init_at, init_stride, out, out_at, out_stride, k4):
-    """out[ROWS, PANEL] = init + x[ROWS, 4 k4] . w, exactly.
+def operation(result):
+    """A decorator that makes an intrinsic of a function that generates its code from a builder and values. A parameter
+    that is marked "array" is a pointer; the caller gives an array and the index of the element to which it points.
+    The others are int64, or of the type that they are marked with. result: the type of what is returned."""
+    def decorate(generate):
+        marks = [p.annotation for p in inspect.signature(generate).parameters.values()][1:]
+        count = 1 + len(marks) + marks.count("array")
 
-    x uint8 (row stride in bytes), w int8: one packed panel [k4, PANEL, 4] from byte w_at on; init and out int32 with
-    row strides in elements (init_stride 0 repeats one row; init may be out itself)."""
-    i = types.int64
-    sig = types.void(x, i, i, w, i, init, i, i, out, i, i, i)
+        def define(ctx, *given):
+            given, kinds = iter(given), []
+            for mark in marks:
+                if mark == "array":
+                    kinds.append(next(given))
+                next(given)
+                kinds.append(types.int64 if mark in ("array", inspect.Parameter.empty) else mark)
 
-    def codegen(context, builder, sig, args):
-        x_stride, init_stride, out_stride, k4 = (args[i] for i in (2, 7, 10, 11))
-        xp, wp, ip, op = (_pointer(context, builder, sig, args, i) for i in (0, 3, 5, 8))
-        rows = [_opaque(builder, builder.gep(xp, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
-        begin = lambda r, c: _load(builder, _at(builder, ip, init_stride, r, c), _vector(I32, LANES))
-        four = lambda k, r: _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
-        panel = lambda k, c: _weights(builder, _at(builder, wp, k, I64(4 * PANEL), builder.mul(c, I64(4))))
-        _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), op, out_stride)
-        return context.get_dummy_value()
-    return sig, codegen
+            def codegen(context, builder, sig, args):
+                args, values = iter(zip(sig.args, args)), []
+                for kind, value in args:
+                    if isinstance(kind, types.Array):
+                        value = builder.gep(context.make_array(kind)(context, builder, value).data, [next(args)[1]])
+                    values.append(value)
+                return generate(builder, *values) or context.get_dummy_value()
+            return result(*kinds), codegen
+
+        define.__signature__ = inspect.Signature([inspect.Parameter(f"argument_{n}", inspect.Parameter.POSITIONAL_ONLY)
+                                                  for n in range(count)])
+        return intrinsic(define)
+    return decorate
 
 
-@intrinsic
-def chain_tile(ctx, x, x_at, x_stride, w, out, out_at, out_stride, count):
+def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
+    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8: one
+    packed panel [k4, PANEL, 4], out int32 (row stride in elements)."""
+    rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
+
+    def four(k, r):
+        word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
+        return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
+
+    panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
+    _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
+
+
+@operation(types.void)
+def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
+    """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
+    others: see `_product`."""
+    begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+
+
+@operation(types.void)
+def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "array", noise: "array", noise_stride,
+               shift: types.int32, out: "array", out_stride, k4):
+    """out[ROWS, PANEL] = init + (sums[r] * noise[r // 2] >> shift) + x . w in row r, all int32: init one row, sums
+    [ROWS], noise as many rows as its stride, in elements, allows: a stride of 0 repeats one. The others: see
+    `_product`."""
+    vector, shift = _vector(I32, LANES), _splat(builder, shift, LANES)
+
+    def begin(r, c):
+        factor = _splat(builder, builder.load(builder.gep(sums, [r])), LANES)
+        part = _load(builder, _at(builder, noise, noise_stride, I64(r.constant // 2), c), vector)
+        first = _load(builder, builder.gep(init, [c]), vector)
+        return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
+
+    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+
+
+@operation(types.void)
+def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stride, count):
     """out[ROWS, PANEL] = x[ROWS, count] . w[count, PANEL], float32: each element one chain of fma over the count, in
     order, from 0. x, out: row strides in elements; w: one contiguous panel."""
-    i = types.int64
-    sig = types.void(x, i, i, w, out, i, i, i)
-
-    def codegen(context, builder, sig, args):
-        x_stride, out_stride, count, vector = args[2], args[6], args[7], _vector(ir.FloatType(), LANES)
-        xp, op = (_pointer(context, builder, sig, args, i) for i in (0, 4))
-        wp = _pointer(context, builder, sig, args, 3, I64(0))
-        fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
-        factor = lambda k, r: _splat(builder, builder.load(_at(builder, xp, x_stride, I64(r), k)), LANES)
-        panel = lambda k, c: _load(builder, _at(builder, wp, k, I64(PANEL), c), vector)
-        _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
-                    lambda acc, a, b: builder.call(fma, [a, b, acc]), op, out_stride)
-        return context.get_dummy_value()
-    return sig, codegen
+    vector = _vector(ir.FloatType(), LANES)
+    fma = _function(builder, vector, [vector] * 3, f"llvm.fma.v{LANES}f32")
+    factor = lambda k, r: _splat(builder, builder.load(_at(builder, x, x_stride, I64(r), k)), LANES)
+    panel = lambda k, c: _load(builder, _at(builder, w, k, I64(PANEL), c), vector)
+    _accumulate(builder, count, lambda r, c: _all(vector, 0.0), factor, panel,
+                lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
-@intrinsic
-def dot(ctx, x, x_at, w, w_at, count):
-    """int32: the sum of x[x_at + i] * w[w_at + i], exactly; x uint8, w int8, count a multiple of 32."""
-    i = types.int64
-    sig = types.int32(x, i, w, i, i)
-
-    def codegen(context, builder, sig, args):
-        pointers = [_pointer(context, builder, sig, args, i) for i in (0, 2)]
-        vector, acc_t = _vector(I8, 32), _vector(I32, 8)
-        acc = cgutils.alloca_once(builder, acc_t)
-        builder.store(_all(acc_t, 0), acc)
-        with cgutils.for_range(builder, builder.sdiv(args[4], I64(32)), intp=I64) as loop:
-            at = builder.mul(loop.index, I64(32))
-            some, their = (_load(builder, builder.gep(p, [at]), vector) for p in pointers)
-            if KIND.startswith("vnni"):
-                f = _function(builder, acc_t, [acc_t, vector, vector], "llvm.x86.avx512.vpdpbusd.256")
-                builder.store(builder.call(f, [builder.load(acc), some, their]), acc)
-            else:
-                words, ints = _vector(I16, 32), _vector(I32, 32)
-                products = builder.mul(builder.sext(builder.zext(some, words), ints), builder.sext(their, ints))
-                for part in range(0, 32, 8):
-                    builder.store(builder.add(builder.load(acc), _lanes(builder, products, range(part, part + 8))), acc)
-        return _sum(builder, builder.load(acc))
-    return sig, codegen
+@operation(types.int32)
+def dot(builder, x: "array", w: "array", count):
+    """The sum of x[i] * w[i], exactly; x uint8, w int8, count a multiple of 32."""
+    acc = cgutils.alloca_once(builder, _vector(I32, 8))
+    builder.store(_all(_vector(I32, 8), 0), acc)
+    with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
+        at = builder.mul(loop.index, I64(32))
+        some, theirs = _load(builder, builder.gep(x, [at]), _vector(I8, 32)), _weights(builder, builder.gep(w, [at]), 8)
+        builder.store(_dot_step(builder, builder.load(acc), some, theirs), acc)
+    return _sum(builder, builder.load(acc))
 
 
-@intrinsic
-def gelu(ctx, x, at, count):
-    """x[at + i] = GELU(x[at + i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from
-    -127 on. GELU(x) is max(x, 0) less a function of |x| that has few steps."""
-    i = types.int64
-    sig = types.void(x, i, i)
-
-    def codegen(context, builder, sig, args):
-        size, p = 4 * LANES, _pointer(context, builder, sig, args, 0)
-        v = _vector(I8, size)
-        number = functools.partial(_all, v)
-        with cgutils.for_range(builder, builder.sdiv(args[2], I64(size)), intp=I64) as loop:
-            here = builder.gep(p, [builder.mul(loop.index, I64(size))])
-            value = _load(builder, here, v)
-            positive = builder.icmp_signed(">", value, number(0))
-            distance = builder.select(positive, value, builder.neg(value))
-            value = builder.add(builder.select(positive, value, number(0)), number(128))
-            for first, step in GELU_STEPS:
-                reached = builder.icmp_unsigned(">=", distance, number(first))
-                value = builder.sub(value, builder.select(reached, number(step), number(0)))
-            _store(builder, value, here)
-        return context.get_dummy_value()
-    return sig, codegen
+@operation(types.void)
+def gelu(builder, x: "array", count):
+    """x[i] = GELU(x[i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from -127 on.
+    GELU(x) is max(x, 0) less a function of |x| that has few steps."""
+    size = 4 * LANES
+    number = functools.partial(_all, _vector(I8, size))
+    with cgutils.for_range(builder, builder.sdiv(count, I64(size)), intp=I64) as loop:
+        here = builder.gep(x, [builder.mul(loop.index, I64(size))])
+        value = _load(builder, here, _vector(I8, size))
+        positive = builder.icmp_signed(">", value, number(0))
+        distance = builder.select(positive, value, builder.neg(value))
+        value = builder.add(builder.select(positive, value, number(0)), number(128))
+        for first, step in GELU_STEPS:
+            reached = builder.icmp_unsigned(">=", distance, number(first))
+            value = builder.sub(value, builder.select(reached, number(step), number(0)))
+        _store(builder, value, here)
 
 
-@intrinsic
-def exp_sum(ctx, table, short, top, shift, z, z_at, count, out, out_at):
-    """int64: the sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i where out has elements.
+@operation(types.int64)
+def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array",
+            stored):
+    """The sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i unless `stored` is 0.
 
     table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
-    far as out is written. `short` (0 or 1): the table is zero from entry 96 on, as it is at the usual scale."""
-    i = types.int64
-    sig = types.int64(table, i, types.int32, types.int32, z, i, i, out, i)
+    far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
+    stored, v, v64 = builder.icmp_signed("!=", stored, I64(0)), _vector(I32, 16), _vector(I64, 8)
+    total = cgutils.alloca_once(builder, v64 if KIND == "vnni512" else I64)
+    builder.store(ir.Constant(total.type.pointee, None), total)
+    if KIND != "vnni512":
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            d = builder.sub(top, builder.ashr(builder.load(builder.gep(z, [loop.index])), shift))
+            d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
+            e = builder.load(builder.gep(table, [builder.zext(d, I64)]))
+            builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
+            with builder.if_then(stored):
+                builder.store(e, builder.gep(out, [loop.index]))
+        return builder.load(total)
+    number, low = functools.partial(_all, v), _all(v64, 0xFFFFFFFF)
+    permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
+    top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
 
-    def codegen(context, builder, sig, args):
-        _, short, top, shift, _, _, count, oa, _ = args
-        tp, zp, op = (_pointer(context, builder, sig, args, i, at) for i, at in ((0, I64(0)), (4, None), (7, None)))
-        stored = builder.icmp_signed(">", context.make_array(sig.args[7])(context, builder, oa).nitems, I64(0))
-        if KIND != "vnni512":
-            total = cgutils.alloca_once(builder, I64)
-            builder.store(I64(0), total)
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                d = builder.sub(top, builder.ashr(builder.load(builder.gep(zp, [loop.index])), shift))
-                d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
-                e = builder.load(builder.gep(tp, [builder.zext(d, I64)]))
-                builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
-                with builder.if_then(stored):
-                    builder.store(e, builder.gep(op, [loop.index]))
-            return builder.load(total)
-        v, v64 = _vector(I32, 16), _vector(I64, 8)
-        number = functools.partial(_all, v)
-        permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-        acc = cgutils.alloca_once(builder, v64)
-        builder.store(_all(v64, 0), acc)
-        top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
-        blocks = builder.sdiv(builder.add(count, I64(15)), I64(16))
+    def look_up(pairs):
+        """The loop with a table in registers: 32 * pairs entries, the last of which goes on."""
+        parts = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(2 * pairs)]
+        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
+            at, end = builder.mul(loop.index, I64(16)), number(32 * pairs - 1)
+            d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
+            d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
+            # the low five bits of d select within a pair of registers, the others the pair
+            values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
+            bit = 32
+            while len(values) > 1:
+                high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
+                values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
+                          for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
+                bit *= 2
+            lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
+            e = builder.select(builder.icmp_signed("<", lane, last), values[0], number(0))
+            with builder.if_then(stored):
+                _store(builder, e, builder.gep(out, [at]))
+            # two 32-bit lanes: add both halves as 64-bit numbers
+            wide = builder.bitcast(e, v64)
+            both = builder.add(builder.and_(wide, low), builder.lshr(wide, _all(v64, 32)))
+            builder.store(builder.add(builder.load(total), both), total)
 
-        def look_up(pairs):
-            """The loop over the blocks with a table of 32 * pairs entries, then zeros, in registers."""
-            parts = [_load(builder, builder.gep(tp, [I64(16 * q)]), v) for q in range(2 * pairs)]
-            with cgutils.for_range(builder, blocks, intp=I64) as loop:
-                at = builder.mul(loop.index, I64(16))
-                d = builder.sub(top, builder.ashr(_load(builder, builder.gep(zp, [at]), v), shift))
-                lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
-                valid = builder.icmp_signed("<", lane, last)
-                if pairs == 8:
-                    d = builder.select(builder.icmp_unsigned("<", d, number(255)), d, number(255))
-                else:
-                    valid = builder.and_(valid, builder.icmp_unsigned("<", d, number(32 * pairs)))
-                # the low five bits of d select within a pair of registers, the others the pair
-                values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
-                bit = 32
-                while len(values) > 1:
-                    high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
-                    values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
-                              for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
-                    bit *= 2
-                e = builder.select(valid, values[0], number(0))
-                with builder.if_then(stored):
-                    _store(builder, e, builder.gep(op, [at]))
-                # two 32-bit lanes: add both halves as 64-bit numbers
-                wide = builder.bitcast(e, v64)
-                both = builder.add(builder.and_(wide, _all(v64, 0xFFFFFFFF)), builder.lshr(wide, _all(v64, 32)))
-                builder.store(builder.add(builder.load(acc), both), acc)
-
-        with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
-            with then:
-                look_up(3)
-            with otherwise:
-                look_up(8)
-        return _sum(builder, builder.load(acc))
-    return sig, codegen
+    with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
+        with then:
+            look_up(3)
+        with otherwise:
+            look_up(8)
+    return _sum(builder, builder.load(total))

@@ -25,11 +25,11 @@ from kernels import products
 from kernels import ptx
 from kernels import transformer
 from kernels.gru_parts import padded_rows, row_of
-from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, quad_sum,
+from kernels.parts import (A32, A64, A8, AF64, PLAN, SIGNS, aligned, blocks, byte, clip, pack4, pack_rounded, quad_sum,
                            quotient_function, unrolled, vector_function, written_out)
-from kernels.products import QUADS, Kernel, block_sum, matrix_vector, ranges
+from kernels.products import QUADS, ROWS, Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device
-from kernels.transformer import BARRIER_WORDS, GROUPS, THREADS, members_of
+from kernels.transformer import GROUPS, THREADS, members_of
 from model import parameters
 
 # bytes of activations that pass from a product to the next; the pass is cut into slices of so many
@@ -80,7 +80,7 @@ def quotient_functions(cfg, nz, inputs, lowest=-127):
 
     @device
     def word(acc, i):
-        return transformer.pack_rounded(divided(acc[i]), divided(acc[i + 1]), divided(acc[i + 4]), divided(acc[i + 5]))
+        return pack_rounded(divided(acc[i]), divided(acc[i + 1]), divided(acc[i + 4]), divided(acc[i + 5]))
 
     @device
     def pairs(acc, i):
@@ -213,9 +213,9 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     GATES, INNER, DOWN = (kind == name for name in ("gates", "inner", "down"))
     MATRICES, COLUMNS, K = 2 if GATES else 1, _columns(cfg, kind), shape.K
     SLOTS, TABLE, SILENT, ACC, PIECES = _slots(cfg), _table(cfg, kind), nz.silent, N // 2, K // shape.KP
-    STAGES, RAGGED, MATRIX_WORDS = shape.stages, shape.columns() != COLUMNS, shape.columns() * K // 4
+    RAGGED, MATRIX_WORDS = shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
-    init, rows, wait_rows, fill, multiply, finish = transformer.product_functions(card, shape)
+    open_ring, wait_rows, multiply, finish = transformer.product_functions(card, shape)
     noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     as_row, as_column, begin, quotients, pairs = quotient_functions(
@@ -278,21 +278,13 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
     @card.written
     def product(call, call_sums, at, plan, packed, overlay, job, offset, first, n, places, stride, x, sb, out, beyond):
         words, bytes_ = cuda.shared.array(0, int32, 128), cuda.shared.array(0, types.int8, 128)
-        barriers = cuda.shared.array(BARRIER_WORDS, int64)
-        t = cuda.threadIdx.x
-        group, lane, c = t >> 7, t & 31, t & 127
-        q, side, rg = lane & 3, group % CG, group // CG
-        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
         which, begun, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
         p, at, tiles = call * PLAN + which * 4, at + which * MATRIX_WORDS, (2 * places - 1) // (64 * RG) + 1
         count = (tiles - 1 - begun) // every + 1 if begun < tiles else 0
-        steps = count * (PASSES * PIECES)
-        init(bar, t)
-        cuda.syncthreads()
-        if count > 0:
-            rows(base, bar, 0, begun, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, begun, every, x, packed, at, t)
+        ring = open_ring(count * (PASSES * PIECES), begun, every, x, packed, at)
+        t, base = ring.t, ring.base
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side, rg = lane & 3, group % CG, group // CG
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first))
         tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
         acc, sums = cuda.local.array(ACC, int32), cuda.local.array(2, int32)
@@ -313,19 +305,18 @@ def _product_kernel(cfg, nz, card, cc, kind, shape, pieces):
                 s0 = as_row(sb[(SB_AT + which) * stride + row], shift)
                 s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
             to, sums[0], sums[1] = row_of(first, place, n), 0, 0
-            wait_rows(bar, turn, t)
+            wait_rows(ring, turn)
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
                 begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1, shift)
-                step = multiply(acc, base, bar, step, steps, begun, every, x, packed, at, t)
+                step = multiply(acc, ring, step)
                 if not SILENT:                               # while the tensor cores work: the tables of the next pass
                     last = ahead == PASSES - 1
                     coming = int32(uint32(((tile + every) * RG + rg) * 32) // uint32(n)) if last else unit
                     prepare(words, bytes_, tables + (1 - odd) * BUFFER, c, ((0 if last else ahead + 1) * CG + side) * N,
                             coming, call_sums * PLAN, plan, p, overlay, seed)
                     ptx.named_barrier(1 + group, 128)
-                step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
-                              begun, every, x, packed, at, t)
+                step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
                 col = (ahead * CG + side) * N
                 if ptx.keep_in_loop(int32(place)) < places:  # the branch stays out of the loop of products
                     if INNER:
@@ -385,12 +376,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     the end."""
     H, MODE, SILENT, BULK = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.silent, card.wgmma
     shape, ROWS, RESIDENT = _recurrence(cfg, card)
-    N, PER, PIECES, STAGES = shape.N, shape.passes // 2, H // shape.KP, shape.stages
+    N, PER, PIECES = shape.N, shape.passes // 2, H // shape.KP
     KS, ACC, PAST, RAGGED = N // 16, N // 2, ROWS * H // (8 * shape.KP), GROUPS * N * PER != H
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2 and not SILENT
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    init, _, _, fill, multiply, finish = transformer.product_functions(card, shape, matrices=2)
+    open_ring, _, multiply, finish = transformer.product_functions(card, shape, matrices=2, own_rows=True)
     noise, scaled, vector = nz.noise, nz.scaled, vector_function(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     as_row, as_column, begin_acc, _, pairs = quotient_functions(cfg, nz, H)
@@ -470,15 +461,15 @@ def _recur_kernel(cfg, nz, card, cc, clean):
         return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
 
     @registers
-    def product(ahead, acc, which, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t):
+    def product(ahead, acc, which, ring, step, s0, s1, shift, own, plan, p, overlay, seed):
         """acc = the product of a pass, with its noise."""
         for j in range(KS):
             if SILENT:
                 for i in range(8):
                     acc[8 * j + i] = begin_acc(int32(0), int32(0), shift)
             else:
-                column, stream = column_of(ahead * KS + j, t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
-                noises = load_own(base, own, which + TABLES - 2, ahead * KS + j, t)
+                column, stream = column_of(ahead * KS + j, ring.t), uint32(seed + uint32(plan[p + 9 + 4 * which]))
+                noises = load_own(ring.base, own, which + TABLES - 2, ahead * KS + j, ring.t)
                 for g in range(4):
                     i = 8 * j + (g >> 1) * 4 + (g & 1)
                     if SCALED:
@@ -486,8 +477,7 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                     else:
                         n = column_noise(noises[0], g, overlay, plan[p + 10 + 4 * which], stream, min(column, H - 4))
                     acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
-        step = multiply(acc, base, bar, step, steps, 0, 1, packed, packed, at, t, which * PAST)
-        finish(acc, base, bar, step, steps, False, False, 0, 0, 0, 1, packed, packed, at, t)
+        finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
     def gate(ahead, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works):
@@ -545,12 +535,12 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                         ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
     @unrolled
-    def columns(which, acc, f, sums, step, steps, s0, s1, shift, base, bar, own, plan, p, packed, at, overlay, seed, t,
-                gates, candidates, x, row0, at_word, works, live, keeps0, keeps1):
+    def columns(which, acc, f, sums, ring, step, s0, s1, shift, own, plan, p, overlay, seed, gates, candidates, x, row0,
+                at_word, works, live, keeps0, keeps1):
         """All passes of a matrix."""
+        base, t = ring.base, ring.t
         for d in range(PER):
-            product(d, acc, which, step + d * PIECES, steps, s0, s1, shift, base, bar, own, plan, p, packed, at,
-                    overlay, seed, t)
+            product(d, acc, which, ring, step + d * PIECES, s0, s1, shift, own, plan, p, overlay, seed)
             if which == 0:
                 gate(d, acc, f, sums, base, own, plan, p, overlay, seed, t, gates, row0, at_word, works)
             else:
@@ -561,23 +551,15 @@ def _recur_kernel(cfg, nz, card, cc, clean):
     @card.written
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, count, job, offset, gates,
               candidates, x, states, own, per_group, begin, keep):
-        words = cuda.shared.array(0, int32, 128)
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
-        barriers = cuda.shared.array(BARRIER_WORDS, int64)
-        t, p = cuda.threadIdx.x, call * PLAN
+        ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
+        base, t, p = ring.base, ring.t, call * PLAN
         group, lane, warp, q = t >> 7, t & 31, (t & 127) >> 5, t & 3
-        row = warp * 16 + (lane >> 2)
-        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
-        at_parts = ptx.shared_address(parts, 0)
+        row, at_parts = warp * 16 + (lane >> 2), ptx.shared_address(parts, 0)
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
         live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
         seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
-        steps = n * (2 * PER * PIECES)
-        init(bar, t)
-        cuda.syncthreads()
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, 0, 1, packed, packed, at, t)
         at_token0 = int64(min(2 * pair, count - 1) if clean else pair) * width + skip
         at_token1 = int64(min(2 * pair + 1, count - 1) if clean else pair) * width + skip
         keeps0, keeps1 = tokens[at_token0] != 0, tokens[at_token1] != 0
@@ -620,9 +602,8 @@ def _recur_kernel(cfg, nz, card, cc, clean):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                columns(which, acc, f, sums, (2 * position + which) * (PER * PIECES), steps, s0, s1, shift, base, bar,
-                        own, plan, p, packed, at, overlay, seed, t, gates, candidates, x, row0, at_word, works, writes,
-                        keeps0, keeps1)
+                columns(which, acc, f, sums, ring, (2 * position + which) * (PER * PIECES), s0, s1, shift, own, plan, p,
+                        overlay, seed, gates, candidates, x, row0, at_word, works, writes, keeps0, keeps1)
                 if SCALED and works:                         # once, not in every pass: it is long
                     overlay_b, seed_b = plan[p + 17 - which], uint32(seed + uint32(plan[p + 15 - 4 * which]))
                     for k in range(ALL):
@@ -830,6 +811,55 @@ class Rows(gru_parts.RecurrentPass):
             self.score(plan, given, units)
 
 
+class Fused(gru_parts.RowsPass):
+    """The noisy pass whose activations stay in registers from a norm to the end of its products: with wgmma, the
+    general recurrence and the MLP of kernels.gru_hopper, or else all of kernels.gru_narrow."""
+
+    def __init__(self, cfg, cc, card, packing, silent, hopper):
+        own_head = cfg.VOCAB_SIZE == cfg.HIDDEN_DIM if hopper else gru_narrow.own_head(cfg)
+        super().__init__(cfg, packing, 128 if hopper else 32, 1 if hopper else 8, own_head)
+        nz, sizes, add = build_noise(cfg, silent), gru_narrow.sizes(cfg, card.shared, hopper), self.add
+        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
+        at, firsts = row_of if hopper else gru_narrow.row_of, (True, False) if cfg.N_LAYERS > 1 else (True,)
+        self.hopper, self.sizes = hopper, sizes
+        self.gates = [add(gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], at, first)) for first in firsts]
+        if hopper:
+            self.recur, self.mlp = add(_recur_kernel(cfg, nz, card, cc, False)), add(gru_hopper.mlp_kernel(cfg, nz))
+            self.state_rows = _recurrence(cfg, card)[1]
+        else:
+            self.recur = add(gru_narrow.recur_kernel(cfg, nz, cc, sizes["recur"]))
+            self.mlp = add(gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"]))
+        if own_head:
+            self.head = add(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"], at))
+        else:
+            self.add_head(nz, cc, card, packing, (gru_parts.word_function(cfg.HIDDEN_DIM, at), gru_parts.two_words))
+
+    def launch(self, plan, tables, units, scratch, **given):
+        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
+        processors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+        def grid(name, work):
+            warps = self.sizes[name].warps
+            return min(processors, blocks(work, warps)), 32 * warps
+
+        recur, mlp = grid("recur", blocks(units, 8)), grid("mlp", units)
+        if self.hopper:
+            tiles, groups = blocks(units * 2 * given["n"], gru_hopper.TILE), gru_hopper.GROUPS
+            each = blocks(tiles, groups * processors)
+            given |= dict(tiles=tiles, each=each)
+            recur, mlp = (blocks(units, self.state_rows // 2), THREADS), (blocks(tiles, groups * each), 128 * groups)
+        for i, layer in enumerate(plan.layers):
+            self.gates[min(i, 1)](*grid("gates", units), given, call_embed=plan.embed, call_norm=layer.norm_1,
+                                  call=layer.gates, at=self.at["w_f", i], rows_at=self.rows_at)
+            self.recur(*recur, given, call=layer.recur, at=self.at["u_f", i], states=self.states(given, i))
+            self.mlp(*mlp, given, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
+                     call_sums=layer.sums, at=self.at["w_up", i])
+        if self.own_head:
+            self.head(*grid("head", units), given, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])
+        else:
+            self.score(plan, given, units)
+
+
 class Forward(products.Forward):
     """What the CUDA engine uses: see the top of egg_kernels."""
 
@@ -838,10 +868,9 @@ class Forward(products.Forward):
         super().__init__(cfg, cc, token, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)), "head")
         self._plan, self._gather = _Plan(cfg, self._packing), Kernel(_gather_kernel())
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        if cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit):
-            self._noisy = gru_hopper.Hopper(cfg, card, self._packing, silent)
-        elif gru_narrow.fits(cfg, cc, shared_limit):
-            self._noisy = gru_narrow.Narrow(cfg, cc, card, self._packing, silent)
+        hopper = cfg.TENSOR_CORES != "mma" and gru_hopper.fits(cfg, cc, shared_limit)
+        if hopper or gru_narrow.fits(cfg, cc, shared_limit):
+            self._noisy = Fused(cfg, cc, card, self._packing, silent, hopper)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, False, silent)
         self._clean = Rows(cfg, cc, card, self._packing, True)

@@ -20,15 +20,14 @@ from kernels import gru_parts, ptx
 from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
 from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, unrolled, vector_function,
                            weight)
-from kernels.products import ROWS
-from kernels.rules import build_noise, device, loss_function
+from kernels.rules import device, loss_function
 from model import parameters
 
 WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
 LARGEST_V = 1024                            # logits that a warp keeps
 
 
-def _own_head(cfg):
+def own_head(cfg):
     """Whether the logits of a warp stay on the chip; else the head of kernels.transformer serves."""
     return cfg.VOCAB_SIZE <= LARGEST_V and cfg.VOCAB_SIZE % 32 == 0
 
@@ -42,7 +41,7 @@ def fits(cfg, cc, shared_limit):
             floor_constants(parameters.divisor(cfg, inputs), gru_parts.BASE)
     except ValueError:
         return False
-    return all(part.warps > 0 for part in _sizes(cfg, shared_limit).values())
+    return all(part.warps > 0 for part in sizes(cfg, shared_limit).values())
 
 
 @device
@@ -53,18 +52,20 @@ def row_of(unit, position, T):
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
-def _sizes(cfg, limit):
+def sizes(cfg, limit, wgmma=False):
     """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a
-    block, all bytes."""
+    block, all bytes; then columns of a product, and warps that make one together."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
     # weights, tables of a warp, what all warps share, most warps (for their registers)
-    plans = dict(gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + 8 * H, 0, 16 if H <= 128 else 8),
+    few = 12 if wgmma else 8
+    plans = dict(gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + H * (8 if cfg.ADAPTIVE_NOISE_MODE else 4), 0,
+                        16 if H <= 128 else few),
                  recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
                  mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
                       16 if H <= 64 else 12 if H <= 128 else 8),
-                 head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else 8))
-    if not _own_head(cfg):
+                 head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else few))
+    if not own_head(cfg):
         del plans["head"]
     out, free = {}, limit - 1024                             # what the driver and static arrays take
     for name, (weights, table, more, most) in plans.items():
@@ -73,26 +74,29 @@ def _sizes(cfg, limit):
         warps = min(most, (free - at) // table)
         warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
         out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps, at=at,
-                                    bytes=at + warps * table)
+                                    bytes=at + warps * table, columns=128 if wgmma else 32, together=4 if wgmma else 1)
     return out
 
 
 # --- gates and candidates ---------------------------------------------------------------------------------------------
 
-def _gates_kernel(cfg, nz, cc, size, first_layer):
+def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
     """gates, candidates = W_f n, W_h n with n = ln_1(x); in the first layer x is the embedding, which is stored. Launch
-    [blocks] of size.warps warps; a warp takes one pair after the other.
+    [blocks] of size.warps warps. A warp takes eight positions of a pair after the other; the warps that make a product
+    together go through pairs side by side. row_of: where rows lie.
 
     at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
     kernels.gru."""
     H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
+    COLUMNS, TOGETHER, TURNS, ACC = size.columns, size.together, blocks(T, 8), size.columns // 2
+    GROUPS = size.warps // TOGETHER
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_LN, AT_OTHER = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4)
     noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
     fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
     load_rows, store_rows = row_functions(H)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
-    bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
+    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=TOGETHER > 1)
     clipped = gru_parts.clip_function(cc, gru_parts.MAGIC, 1, 255)
 
     @device
@@ -124,14 +128,19 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
                     x[2 * k + m] = ptx.bytes4(y, z)
 
     @device
-    def store_block(acc, out, row, b, s0, s1, shift, at_noise, q):
-        """32 columns of both rows."""
-        n, n2 = ptx.load_shared4(at_noise), ptx.load_shared4(int32(at_noise + 64))
-        for m in range(2):
-            s = s1 if m else s0
-            a, c = pairs(acc, 2 * m, s, n, shift)
-            d, e = pairs(acc, 8 + 2 * m, s, n2, shift)
-            ptx.store2(out, (row + 8 * m) * (H // 4) + b * 8 + q * 2, ptx.bytes4(a, c), ptx.bytes4(d, e))
+    def multiply(acc, n, at_weights, start, out, row, s0, s1, shift, at_noise, q):
+        """out = the quotients of both rows."""
+        for b in range(H // COLUMNS):
+            product(acc, n, at_weights, b * (COLUMNS * H), start)
+            for j in range(COLUMNS // 32):
+                at = int32(at_noise + b * (4 * COLUMNS) + j * 128)
+                noise0, noise1 = ptx.load_shared4(at), ptx.load_shared4(int32(at + 64))
+                for m in range(2):
+                    s = s1 if m else s0
+                    y, z = pairs(acc, 16 * j + 2 * m, s, noise0, shift)
+                    v, w = pairs(acc, 16 * j + 8 + 2 * m, s, noise1, shift)
+                    ptx.store2(out, (row + 8 * m) * (H // 4) + b * (COLUMNS // 4) + j * 8 + q * 2, ptx.bytes4(y, z),
+                               ptx.bytes4(v, w))
 
     @cuda.jit(launch_bounds=THREADS)
     def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
@@ -145,62 +154,63 @@ def _gates_kernel(cfg, nz, cc, size, first_layer):
         at_weights = origin(base, packed, at, t)
         cuda.syncthreads()
         table = int32(base + mine)
-        acc, row_x, n = cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
+        acc, row_x, n = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         start = cuda.local.array(4, int32)
         begin_with(start, START)
         shift = job_shift(job)
-        for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
+        steps = ((units - 1) // TOGETHER + 1) * TURNS
+        each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
+        begin = (cuda.blockIdx.x * GROUPS + (t >> 5) // TOGETHER) * each
+        for step in range(begin, min(begin + each, steps)):
+            turn = step // TURNS
+            unit, first = min(turn * TOGETHER + (t >> 5) % TOGETHER, units - 1), (step - turn * TURNS) * 8
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-            cuda.syncwarp()                                  # nobody reads the tables any more
-            if first_layer and lane < 2:
-                losses[2 * unit + lane] = 0
-            for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                for z in range(2):
-                    p = call * PLAN + 4 * z
-                    words[mine // 4 + z * H + i] = word_of(overlay, plan[p + 2], stream_of(plan, p + 1, seed), i)
-                if first_layer:
-                    stream = stream_of(plan, call_embed * PLAN + 2, seed)
-                    if MODE == 0:
-                        words[(mine + AT_OTHER) // 4 + i] = ptx.float_bits(float32(noise(stream, i)))
-                    else:
-                        words[(mine + AT_OTHER) // 4 + i] = noise(stream, i)
-                        words[(mine + AT_OTHER) // 4 + H
-                              + i] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i], stream, i))
-            cuda.syncwarp()
-            for first in range(0, T, 8):
-                position = min(first + g, T - 1)
-                row = row_of(unit, position, T)
-                if first_layer:
-                    token = tokens[int64(unit) * width + skip + position]
-                    stream = stream_of(plan, call_embed * PLAN + 1, seed)
-                    own = noise(stream, token)
-                    if MODE == 0:
-                        own_factor = float32(float32(own) * unit_of(shift))
-                    else:
-                        own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
-                    embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
-                             shift, q)
-                    store_rows(row_x, x, row * (H // 4), q)
+            if first == 0 or step == begin:
+                cuda.syncwarp()                              # nobody reads the tables any more
+                if first_layer and lane < 2:
+                    losses[2 * unit + lane] = 0
+                for i in range(lane, H, 32):
+                    fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                    for z in range(2):
+                        p = call * PLAN + 4 * z
+                        words[mine // 4 + z * H + i] = word_of(overlay, plan[p + 2], stream_of(plan, p + 1, seed), i)
+                    if first_layer:
+                        stream, other = stream_of(plan, call_embed * PLAN + 2, seed), (mine + AT_OTHER) // 4 + i
+                        if MODE == 0:
+                            words[other] = ptx.float_bits(float32(noise(stream, i)))
+                        else:
+                            words[other] = noise(stream, i)
+                            words[other + H] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i],
+                                                                           stream, i))
+                cuda.syncwarp()
+            position = min(first + g, T - 1)
+            row = row_of(unit, position, T)
+            if first_layer:
+                token = tokens[int64(unit) * width + skip + position]
+                stream = stream_of(plan, call_embed * PLAN + 1, seed)
+                own = noise(stream, token)
+                if MODE == 0:
+                    own_factor = float32(float32(own) * unit_of(shift))
                 else:
-                    load_rows(row_x, x, row * (H // 4), q)
-                f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
-                s0, s1 = factor(f0, 0, shift), factor(f1, 1, shift)
-                for b in range(STEPS):
-                    product(acc, n, at_weights, b * (32 * H), start)
-                    store_block(acc, gates, row, b, s0, s1, shift, int32(table + b * 128 + q * 16), q)
-                s0, s1 = factor(h0, 0, shift), factor(h1, 1, shift)
-                for b in range(STEPS):
-                    product(acc, n, at_weights, H * H + b * (32 * H), start)
-                    store_block(acc, candidates, row, b, s0, s1, shift, int32(table + 4 * H + b * 128 + q * 16), q)
+                    own_factor = embed_factor(overlay[plan[call_embed * PLAN + 3] + token], stream, token)
+                embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
+                         shift, q)
+                store_rows(row_x, x, row * (H // 4), q)
+            else:
+                load_rows(row_x, x, row * (H // 4), q)
+            f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
+            f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
+            multiply(acc, n, at_weights, start, gates, row, factor(f0, 0, shift), factor(f1, 1, shift), shift,
+                     int32(table + q * 16), q)
+            multiply(acc, n, at_weights + H * H, start, candidates, row, factor(h0, 0, shift), factor(h1, 1, shift),
+                     shift, int32(table + 4 * H + q * 16), q)
 
     return gates_and_candidates, size.bytes
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
-def _recur_kernel(cfg, nz, cc, size):
+def recur_kernel(cfg, nz, cc, size):
     """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
     takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
@@ -310,7 +320,7 @@ def _recur_kernel(cfg, nz, cc, size):
 
 # --- the MLP ----------------------------------------------------------------------------------------------------------
 
-def _mlp_kernel(cfg, nz, cc, size):
+def mlp_kernel(cfg, nz, cc, size):
     """x = clip(x + W_down (W_up ln_2(x))) in place. Launch as gates_and_candidates.
 
     at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
@@ -401,25 +411,27 @@ def _mlp_kernel(cfg, nz, cc, size):
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-def _head_kernel(cfg, nz, cc, size):
-    """losses[2 i], [2 i + 1] = the losses of pair i. Launch as gates_and_candidates. The logits of a tile stay in
-    shared memory, as z + 128.
+def head_kernel(cfg, nz, cc, size, row_of):
+    """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
+    the other. The logits of a tile stay in shared memory, as z + 128. row_of: where rows lie.
 
     at: packed word of the matrix. plan rows: as in kernels.gru."""
     H, T, STEPS, V, VB = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, cfg.VOCAB_SIZE // 32
+    COLUMNS, ACC = size.columns, size.columns // 2
     THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
     AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
     START, word_of, factor, _, _, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
+    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident,
+                                                         wgmma=size.together > 1)
     position_loss, max2 = loss_function(cfg), ptx.int16_pairs(cc).max2
     LOWEST = both(OFFSET + 1)
 
     @device
-    def logits(acc, z, i, m, s, shift, at_noise, top):
+    def logits(acc, z, i, j, m, s, shift, at_noise, top):
         """z[2 i + m] = a word of logits; the larger of them and top, two int16."""
-        y, w = pairs(acc, 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)), shift)
+        y, w = pairs(acc, 16 * j + 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)), shift)
         z[2 * i + m] = ptx.bytes4(y, w)
         return max2(max2(top, y), w)
 
@@ -460,11 +472,12 @@ def _head_kernel(cfg, nz, cc, size):
         cuda.syncthreads()
         table, at_exps = int32(base + mine), int32(base + AT_EXPS + lane * 4)
         at_z = int32(table + AT_Z + lane * 16)
-        acc, z = cuda.local.array(16, int32), cuda.local.array(4, int32)
+        acc, z = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
         row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, START)
         shift = job_shift(job)
-        for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
+        for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
+            unit = min(begin + (t >> 5), units - 1)          # the warps of a product stay together
             seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, V, 32):
@@ -486,13 +499,14 @@ def _head_kernel(cfg, nz, cc, size):
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)
                 cuda.syncwarp()                              # nobody looks for the last target any more
-                for b in range(VB):
-                    product(acc, n, at_weights, b * (32 * H), start)
-                    at_noise = int32(table + b * 128 + q * 16)
-                    for i in range(2):
-                        top0 = logits(acc, z, i, 0, s0, shift, at_noise, top0)
-                        top1 = logits(acc, z, i, 1, s1, shift, at_noise, top1)
-                    ptx.store_shared4(int32(at_z + b * 512), z[0], z[1], z[2], z[3])
+                for b in range(V // COLUMNS):
+                    product(acc, n, at_weights, b * (COLUMNS * H), start)
+                    for j in range(COLUMNS // 32):
+                        at_noise = int32(table + b * (4 * COLUMNS) + j * 128 + q * 16)
+                        for i in range(2):
+                            top0 = logits(acc, z, i, j, 0, s0, shift, at_noise, top0)
+                            top1 = logits(acc, z, i, j, 1, s1, shift, at_noise, top1)
+                        ptx.store_shared4(int32(at_z + (b * (COLUMNS // 32) + j) * 512), z[0], z[1], z[2], z[3])
                 cuda.syncwarp()
                 top0, top1 = highest(top0), highest(top1)
                 most0, most1 = ptx.byte_permute(top0, 0, 0), ptx.byte_permute(top1, 0, 0)
@@ -519,40 +533,3 @@ def _head_kernel(cfg, nz, cc, size):
                 losses[2 * unit + lane] = loss
 
     return head, size.bytes
-
-
-# --- the pass ---------------------------------------------------------------------------------------------------------
-
-class Narrow(gru_parts.RowsPass):
-    """The noisy forward pass."""
-
-    def __init__(self, cfg, cc, card, packing, silent):
-        super().__init__(cfg, packing, 32, 8, _own_head(cfg))
-        nz, self.sizes, add = build_noise(cfg, silent), _sizes(cfg, card.shared), self.add
-        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        firsts = (True, False) if cfg.N_LAYERS > 1 else (True,)
-        self.gates = [add(_gates_kernel(cfg, nz, cc, self.sizes["gates"], first)) for first in firsts]
-        self.recur = add(_recur_kernel(cfg, nz, cc, self.sizes["recur"]))
-        self.mlp = add(_mlp_kernel(cfg, nz, cc, self.sizes["mlp"]))
-        if self.own_head:
-            self.head = add(_head_kernel(cfg, nz, cc, self.sizes["head"]))
-        else:
-            self.add_head(nz, cc, card, packing, (gru_parts.word_function(cfg.HIDDEN_DIM, row_of), gru_parts.two_words))
-
-    def launch(self, plan, tables, units, scratch, **given):
-        given = self.arguments(given, tables, self.layout(units, given["n"])[0], scratch, units=units)
-
-        def run(name, work, kernel=None, **own):
-            warps = self.sizes[name].warps
-            grid = min(cuda.get_current_device().MULTIPROCESSOR_COUNT, blocks(work, warps))
-            (kernel or getattr(self, name))(grid, 32 * warps, given, **own)
-
-        for i, layer in enumerate(plan.layers):
-            run("gates", units, self.gates[min(i, 1)], call_embed=plan.embed, call_norm=layer.norm_1, call=layer.gates,
-                at=self.at["w_f", i], rows_at=self.rows_at)
-            run("recur", blocks(units, 8), call=layer.recur, at=self.at["u_f", i], states=self.states(given, i))
-            run("mlp", units, call_norm=layer.norm_2, call_inner=layer.inner, call_down=layer.down,
-                call_sums=layer.sums, at=self.at["w_up", i])
-        if not self.own_head:
-            return self.score(plan, given, units)
-        run("head", units, call_norm=plan.norm_f, call=plan.head, at=self.at["head", 0])

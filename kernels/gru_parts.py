@@ -24,7 +24,8 @@ from kernels.transformer import TALLEST, THREADS, Shape, drawn_kernel, head_kern
 from model import parameters
 
 
-BASE, OFFSET = 49152, 0x4000                # 1.5 * 2^15: bytes 1 and 2 of BASE + k are OFFSET + k
+# bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
+BASE, OFFSET = 32768 + 0x4C00, 0x4C00
 # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
 LIMIT_K = 260
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
@@ -37,6 +38,14 @@ def both(x):
 
 
 @device
+def thread():
+    """The thread's number in its block, of which the compiler knows that all lanes have the same warpgroup, t >> 7: then
+    descriptors of wgmma are made once a warp."""
+    t = int32(cuda.threadIdx.x)
+    return int32(int32(cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << int32(7)) | int32(t & 127))
+
+
+@device
 def stream_of(plan, at, seed):
     """The noise stream whose offset from the seed of a pair is plan[at]."""
     return uint32(seed + uint32(plan[at]))
@@ -45,11 +54,11 @@ def stream_of(plan, at, seed):
 def clip_function(cc, base, lowest, highest, within=True):
     """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
     k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction; within: no k is beyond
-    2^14."""
+    OFFSET."""
     CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
     LOW, HIGH, LOW2, HIGH2 = float(base + lowest), float(base + highest), both(OFF + lowest), both(OFF + highest)
     NATIVE, pairs = cc[0] >= 9 and within, ptx.int16_pairs(cc)
-    min2, max2 = pairs.min2, pairs.max2
+    min2, max2 = (pairs.min2, pairs.max2) if base == MAGIC else (ptx.min2_unsigned, ptx.max2_unsigned)
 
     @device
     def limited(a):
@@ -80,7 +89,7 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     floats = MODE != 2 and inputs <= LIMIT_K
     beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
     START, A, C = floor_constants(D, BASE + add)
-    clipped = clip_function(cc, BASE, add + lowest, add + 127, not floats or beyond // D < (1 << 14) - 300)
+    clipped = clip_function(cc, BASE, add + lowest, add + 127, not floats or beyond // D < OFFSET - 300)
     noise, scaled = nz.noise, nz.scaled
 
     if floats:
@@ -229,11 +238,13 @@ def norm_functions(cfg, nz, cc, streams):
     return fill, norm
 
 
-def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
+def product_functions(threads, columns, steps, resident, keep=False, wgmma=False):
     """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on,
     into shared memory if they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of
-    them that begin `at` bytes further."""
-    multiply, ROW = ptx.mma_product(columns, steps, resident, keep, tiles), 32 * steps
+    them that begin `at` bytes further. With wgmma a warpgroup multiplies together, each warp its own 16 rows."""
+    ROW = 32 * steps
+    multiply = (ptx.wgmma_product(columns, steps, True, True) if wgmma
+                else ptx.mma_product(columns, steps, resident, keep))
 
     @device
     def bring(base, packed, first, size, t):
@@ -242,8 +253,20 @@ def product_functions(threads, columns, steps, resident, keep=False, tiles=1):
                 ptx.copy_async16(int32(base + i), packed, first + i // 4)
             ptx.copy_commit()
             ptx.copy_wait_all()
+            if wgmma:
+                ptx.proxy_fence()
 
-    if resident:
+    if wgmma:
+        @device
+        def origin(base, packed, first, t):
+            return base
+
+        @device
+        def product(acc, a, at_weights, at, start):
+            for i in range(columns // 2):
+                acc[i] = start[0]
+            multiply(acc, a, int32(at_weights + at))
+    elif resident:
         @device
         def origin(base, packed, first, t):
             return int32(base + (t & 7) * 16 + ((t >> 3) & 1) * 128 + ((t >> 4) & 1) * (8 * ROW))
@@ -494,4 +517,4 @@ class RowsPass(RecurrentPass):
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
         size = padded_rows(blocks(units, self.together) * self.together * n) * self.cfg.HIDDEN_DIM
-        return ranges(dict(x=size, gates=size, candidates=size))
+        return ranges(dict(x=size, gates=size, candidates=size, own=4))

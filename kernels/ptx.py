@@ -35,7 +35,8 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
     """An intrinsic f(*operands) that emits inline PTX. In the text the results come first, from $0 on.
 
     result: a numba scalar, or int n: a tuple of n int32. An operand is a numba scalar; or POINTER: an array and an
-    index, in the text the 64-bit address; or int n: the first n int32 of a local array, in the text n registers.
+    index, in the text the 64-bit address; or int n: the first n int32 of a local array, or a tuple of n, in the text n
+    registers.
     effect: VOLATILE (it is neither moved nor dropped) or MEMORY (nor are loads and stores moved across it).
     sets: instead of a result, a local array before the operands whose first `sets` int32 are written; with `adds` they
     are read as well, and are the first operands."""
@@ -56,6 +57,8 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
             for kind in operands:
                 if kind is POINTER:
                     values.append(builder.ptrtoint(_pointer(context, builder, sig.args[at], *args[at:at + 2]), I64))
+                elif isinstance(sig.args[at], UniTuple):
+                    values += [builder.extract_value(args[at], i) for i in range(kind)]
                 elif isinstance(kind, int):
                     values += [builder.load(cell) for cell in cells(at, kind)]
                 else:
@@ -91,7 +94,6 @@ def shift_right(ctx, a, n):
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating
-add_rz = _instruction("add.rz.f32 $0, $1, $2;", float32, (float32,) * 2)                # rounded toward zero
 add_down = _instruction("add.rm.f32 $0, $1, $2;", float32, (float32,) * 2)              # rounded downward
 fma_down = _instruction("fma.rm.f32 $0, $1, $2, $3;", float32, (float32,) * 3)          # rounded once, downward
 fma_toward_zero = _instruction("fma.rz.f32 $0, $1, $2, $3;", float32, (float32,) * 3)
@@ -99,7 +101,6 @@ fma_sat = _instruction("fma.rn.sat.f32 $0, $1, $2, $3;", float32, (float32,) * 3
 float_bits = _instruction("mov.b32 $0, $1;", int32, (float32,))
 bits_float = _instruction("mov.b32 $0, $1;", float32, (int32,))
 with_sign = _instruction("copysign.f32 $0, $2, $1;", float32, (float32,) * 2)           # a >= 0 with the sign of b
-half_like = _instruction("lop3.b32 $0, $1, 0x80000000, 0x3F000000, 0xEA;", float32, (float32,))   # 0.5, sign of x
 minimum = _instruction("min.f32 $0, $1, $2;", float32, (float32,) * 2)
 maximum = _instruction("max.f32 $0, $1, $2;", float32, (float32,) * 2)
 reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # to 1 ulp
@@ -139,6 +140,8 @@ saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;", int32, (int32,) * 2
 add2 = _instruction("add.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 min2 = _instruction("min.s16x2 $0, $1, $2;", int32, (int32,) * 2)
 max2 = _instruction("max.s16x2 $0, $1, $2;", int32, (int32,) * 2)
+min2_unsigned = _instruction("min.u16x2 $0, $1, $2;", int32, (int32,) * 2)
+max2_unsigned = _instruction("max.u16x2 $0, $1, $2;", int32, (int32,) * 2)
 clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
                      "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", int32, (int32,))
 
@@ -204,37 +207,20 @@ def _store(count):
 load2, load4, store2, store4 = _load(2), _load(4), _store(2), _store(4)
 
 
-@intrinsic
-def global_address(ctx, array, index):
-    """Address (int64) of array[index], global memory."""
-    def codegen(context, builder, sig, args):
-        return builder.ptrtoint(_pointer(context, builder, sig.args[0], *args), I64)
-    return int64(array, int64), codegen
-
-
-@intrinsic
-def shared_address(ctx, array, index):
-    """Shared address (int32) of array[index], `array` a shared array."""
-    def codegen(context, builder, sig, args):
-        p = _pointer(context, builder, sig.args[0], *args)
-        if p.type.addrspace == 3:
-            return builder.ptrtoint(p, I32)
-        f = ir.InlineAsm(ir.FunctionType(I32, [I64]), "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }",
-                         "=r,l", side_effect=False)
-        return builder.call(f, [builder.ptrtoint(p, I64)])
-    return int32(array, int64), codegen
+# f(array, index): the address of array[index] in global memory (int64); in shared memory (int32)
+global_address = _instruction("mov.u64 $0, $1;", int64, (POINTER,))
+shared_address = _instruction("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", int32, (POINTER,))
 
 
 # --- matrix products, cc >= 8.0 --------------------------------------------------------------------------------------
 
-# D[16 x 8] = A[16 x 32] B[32 x 8] + C. a0 = A[g, 4q..], a1 = A[g + 8, 4q..], a2 = A[g, 16 + 4q..], a3 = A[g + 8, 16 +
-# 4q..]; b0 = B[4q.., g], b1 = B[16 + 4q.., g]; c0, c1 = C[g, 2q], C[g, 2q + 1]; c2, c3 = the same in row g + 8. f(a0,
-# a1, a2, a3, b0, b1, c0, c1, c2, c3) returns the four of D.
-MMA = "mma.sync.aligned.m16n8k32.row.col.s32.{}.s32 "
-_D, _ABC = "{$0,$1,$2,$3}, ", "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-mma_s8 = _instruction(MMA.format("s8.s8") + _D + _ABC, 4, (int32,) * 10)
-mma_u8s8 = _instruction(MMA.format("u8.s8") + _D + _ABC, 4, (int32,) * 10)      # A unsigned
-MMA = MMA.format("s8.s8")
+# f(a, b0, b1, c) -> D[16 x 8] = A[16 x 32] B[32 x 8] + C; a, c: tuples or local arrays of 4. a: A[g, 4q..], A[g + 8,
+# 4q..], A[g, 16 + 4q..], A[g + 8, 16 + 4q..]; b0, b1: B[4q.., g], B[16 + 4q.., g]; c and D: the two from [g, 2q] on,
+# and the two from [g + 8, 2q] on.
+MMA = "mma.sync.aligned.m16n8k32.row.col.s32.%s.s8.s32 "
+_OPERANDS = MMA + "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+mma_s8, mma_u8s8 = (_instruction(_OPERANDS % of_a, 4, (4, int32, int32, 4)) for of_a in ("s8", "u8"))
+MMA = MMA % "s8"
 
 
 def _registers(first, count):
@@ -350,9 +336,6 @@ copy_bulk = _instruction("cp.async.bulk.shared::cluster.global.mbarrier::complet
                          void, (int32, POINTER, int32, int32), MEMORY)
 # before the first product that reads accumulators just touched
 wgmma_fence = _instruction("wgmma.fence.sync.aligned;", effect=MEMORY)
-# the products issued are a group; waits for all groups but the newest
-wgmma_commit = _instruction("wgmma.commit_group.sync.aligned;", effect=MEMORY)
-wgmma_wait_but_one = _instruction("wgmma.wait_group.sync.aligned 1;", effect=MEMORY)
 
 
 def wgmma_descriptor_strides(k_bytes):
@@ -379,22 +362,28 @@ def wgmma_done(columns):
 
 
 def wgmma_product(columns, steps, registers, keep):
-    """Intrinsic f(acc, a, b_desc): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with
-    `keep` it is added to acc. One warpgroup, B K-major in shared memory, acc as in wgmma_s8.
+    """Intrinsic f(acc, a, b): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with `keep`
+    it is added to acc. One warpgroup, acc as in wgmma_s8.
 
-    a: a descriptor, or with `registers` a local int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4
-    q...; 4 i + 1 = the same in row 16 w + g + 8; 4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q..."""
+    b, and a without `registers`: shared address of core matrices, rows of 32 * steps bytes. With `registers` a local
+    int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in row 16 w + g + 8;
+    4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q... The tensor cores wait least where the compiler knows that an
+    address is the same for all lanes."""
     count = columns // 2
-    first = 2 * count if keep else count
-    at_b = first + (4 * steps if registers else 1)
-    text = [f"{{ .reg .pred p; .reg .b64 a, b; mov.b64 b, ${at_b}; setp.{'eq' if keep else 'ne'}.s64 p, b, b;",
-            "" if registers else f"mov.b64 a, ${first};", "wgmma.fence.sync.aligned;"]
+    at_a = 2 * count if keep else count
+    at_b = at_a + (4 * steps if registers else 1)
+    high, low = divmod(wgmma_descriptor_strides(32 * steps), 1 << 32)
+
+    def descriptor(name, i):
+        """Sets that of the operand at `name`, 32 i of K further. Sums of 64 bits would take twice the instructions."""
+        return f"add.u32 t, {name}, {low + 16 * i}; mov.b64 {name}{name}, {{t, {high}}};"
+
+    text = [f"{{ .reg .pred p; .reg .b32 a, b, t; .reg .b64 aa, bb; shr.u32 b, ${at_b}, 4;",
+            "" if registers else f"shr.u32 a, ${at_a}, 4;", "wgmma.fence.sync.aligned;"]
     for i in range(steps):
-        left = _registers(first + 4 * i, 4) if registers else "a"
-        text.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, b, p;")
-        if i == 0:
-            text.append("setp.eq.s64 p, b, b;")
-        if i + 1 < steps:
-            text.append("add.s64 b, b, 16;" + ("" if registers else " add.s64 a, a, 16;"))
+        left = _registers(at_a + 4 * i, 4) if registers else "aa"
+        text += ["" if registers else descriptor("a", i), descriptor("b", i),
+                 f"setp.{'eq' if keep or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
+                 f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, bb, p;"]
     text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return _instruction(" ".join(text), void, (4 * steps if registers else int64, int64), MEMORY, count, keep)
+    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), MEMORY, count, keep)

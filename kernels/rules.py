@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
@@ -26,9 +25,8 @@ def divide(p, d):
 
 
 TARGET = rules.Arithmetic(
-    np.int32, np.uint32, np.float32, trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, divide=divide,
-    log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn, fma=libdevice.fmaf_rn, add=libdevice.fadd_rn,
-    sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
+    trunc=ptx.trunc_f32, trunc_64th=ptx.trunc_64th, divide=divide, log2_floor=log2_floor, sqrt=libdevice.fsqrt_rn,
+    fma=libdevice.fmaf_rn, add=libdevice.fadd_rn, sub=libdevice.fsub_rn, mul=libdevice.fmul_rn, div=libdevice.fdiv_rn)
 NORMS = rules.norm_rules(device, TARGET)
 
 
@@ -54,27 +52,18 @@ def build_noise(cfg, silent=False):
     unit(shift) -> float32                   2^-NOISE_SHIFT
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
-    drawn, scale = rules.draw_rules(device, TARGET, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
+    drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32, draw, coefficient = drawn.hash32, drawn.draw, scale.input_coefficient
 
-    if cfg.SIGMA_SCHEDULE:
-        @device
-        def shift(job):
-            return int32(int32(job[3]) & int32(31))          # the mask says that shifts need no 64 bits
+    VARIES, SHIFT, UNIT = bool(cfg.SIGMA_SCHEDULE), cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
 
-        @device
-        def unit(shift):
-            return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23)))
-    else:
-        SHIFT, UNIT = cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
+    @device
+    def shift(job):
+        return int32(int32(job[3]) & int32(31)) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
 
-        @device
-        def shift(job):
-            return int32(SHIFT)
-
-        @device
-        def unit(shift):
-            return float32(UNIT)
+    @device
+    def unit(shift):
+        return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23))) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):

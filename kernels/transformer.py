@@ -13,13 +13,13 @@ Packing     Columns of the matrices between hidden units are permuted within 16,
             are columns 16 j + 4 q + 0..3. The 4 H units of an MLP lie in blocks of 128, units i + sub * H of 32
             neighbouring i, so that the four units which share a running integer (SPEC 4) lie in one thread.
 Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups of N columns. Pieces of the weights, K
-            bytes wide in KP bytes at a time, pass through a ring of stages, each with a full and an empty barrier, so
-            that warps drift apart and one multiplies while another does its epilogue. The rows stay in shared memory,
-            or pass through the ring as well.
+            bytes wide in KP bytes at a time, pass through a ring of stages, so that warps drift apart: one multiplies
+            while another does its epilogue. The rows stay in shared memory, or pass through the ring as well. Where
+            they stay for several passes, the column groups of wgmma take turns.
             The copies are bulk copies beside wgmma and cp.async beside mma.sync.
 Epilogues   Noise of the columns is hashed while the tensor cores work. The accumulators of the up projection and of the
             head begin with it. Products of full width keep a row's amax in the block; where the row is wider than 512
-            columns, sums of earlier passes wait in scratch memory of the block, which stays in the second-level cache.
+            columns, sums of earlier passes wait in scratch memory of the block.
 """
 
 import math
@@ -31,9 +31,9 @@ from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
-                           pack_quad, quad_max, quad_sum, quad_sum64, quotient_function, vector_function,
-                           wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Pass, ranges
+                           pack_quad, pack_rounded, quad_max, quad_sum, quad_sum64, quotient_function, rounded,
+                           vector_function, wgmma_descriptor, written_out)
+from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
 from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
@@ -44,6 +44,7 @@ TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays o
 MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
 BARRIER_WORDS = 32
+ZEROS = (np.int32(0),) * 4
 
 
 class Card(NamedTuple):
@@ -119,45 +120,60 @@ def begin_functions(cfg, nz, inputs, most=0):
 
 
 def begin_tile_function(card, nz, begin, base, at_bias=0):
-    """Device function (acc, at, s0, s1, shift): 128 columns of accumulators before the product, with the noise of their
-    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further."""
-    four = load4(nz)
+    """Device function (acc, at, s, shift): 128 columns of accumulators before the product, with the noise of their
+    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both
+    rows."""
+    SILENT = nz.silent
 
     @card.device
-    def begin_tile(acc, at, s0, s1, shift):
+    def begin_tile(acc, at, s, shift):
+        n = ZEROS
         for j in range(8):
-            n = four(at + j * 64)
+            if not SILENT:
+                n = ptx.load_shared4(at + j * 64)
             if at_bias:
                 b = ptx.load_shared4(at + j * 64 + at_bias)
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
                 c = b[k] if at_bias else int32(base)
-                acc[i], acc[i + 2] = begin(s0, n[k], c, shift), begin(s1, n[k], c, shift)
+                for half in range(2):
+                    acc[i + 2 * half] = begin(s[half], n[k], c, shift)
     return begin_tile
 
 
-def masked_vector(cfg, nz):
-    """vector_function, with the noise masked by `mask`: job[2] as int32, -1 or, for validation, 0."""
-    vector = vector_function(cfg, nz)
+class Source(NamedTuple):
+    """What the noise and the vectors of a call are made of, in a running kernel: the arrays, the first entry of its row
+    of the plan, and the seed of pair 0."""
+    plan: object
+    p: int
+    weights: object
+    overlay: object
+    job: object
+    seed: int
+
+
+def pair_functions(cfg, nz):
+    """Device functions of a Source, with the noise masked by job[2] as int32: -1 or, for validation, 0.
+
+    column(source, pair, i)         noise of column i of the matrix: plan: 1 seed A, 2 overlay A
+    vector(source, at, pair, i)     entry i of a vector for both members: plan[at...] as of vector_function
+    """
+    of_plan, noise, scaled = vector_function(cfg, nz), nz.noise, nz.scaled
 
     @device
-    def masked(weights, overlay, plan, at, seed, i, mask):
-        w = int32(weights[plan[at] + i])
-        plus, minus = vector(weights, overlay, plan, at, seed, i)
-        return int32(w + int32(int32(plus - w) & mask)), int32(w + int32(int32(minus - w) & mask))
-    return masked
-
-
-def load4(nz):
-    """Device function: four words of noise from a shared address."""
-    SILENT = nz.silent
+    def column(source, pair, i):
+        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + 1]))
+        n = scaled(noise(stream, i), source.overlay[uint64(source.plan[source.p + 2] + i)], stream, i)
+        return int32(n & int32(source.job[2]))
 
     @device
-    def four(address):
-        if SILENT:
-            return int32(0), int32(0), int32(0), int32(0)
-        return ptx.load_shared4(address)
-    return four
+    def vector(source, at, pair, i):
+        at, seed, mask = source.p + at, uint32(source.seed + uint32(pair)), int32(source.job[2])
+        w = int32(source.weights[source.plan[at] + i])
+        even, odd = of_plan(source.weights, source.overlay, source.plan, at, seed, i)
+        return int32(w + int32(int32(even - w) & mask)), int32(w + int32(int32(odd - w) & mask))
+
+    return column, vector
 
 
 # --- the product ------------------------------------------------------------------------------------------------------
@@ -225,22 +241,33 @@ def full_shape(budget, K, H, unit=16, turns=False):
     return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
-def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
+class Ring(NamedTuple):
+    """What the functions of a product share in a running kernel. Numba reads the fields; their types are its own."""
+    base: int               # shared address of the rows, and after them of the stages
+    bar: int                # that of the barriers
+    steps: int              # of all tiles: pieces of a pass, passes of a tile
+    first: int              # the block's tiles: this one, and every `every`-th after it
+    every: int
+    x: object               # the rows, int32
+    w: object               # packed weights, int32, and where the matrix begins
+    at: int
+    t: int                  # thread
+
+
+def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
     """Device functions, in this order, of the product of a Shape whose passes come round `repeat` times for every tile
     of rows, and are those of so many matrices, one behind the other:
 
-    init(bar, t)                                        barriers, before a barrier of the block
-    rows(base, bar, turn, tile, x, t)                   starts the copy of the tile's rows of this row group
-    wait_rows(bar, turn, t)                             turn: how many tiles came before
-    fill(base, bar, step, first, every, x, w, at, t)    starts the copies of a step (pieces of a pass, passes of a tile,
-                                                        tiles)
-    multiply(acc, ..., step, steps, ..., t, from_piece) acc += the product of all pieces of a pass, with `fresh` acc =
-                                                        it; the rows lie in the pieces from from_piece on. The tensor
-                                                        cores may still work on the last, whose step it returns
-    finish(acc, ..., step, steps, last, more, turn, coming, ...)
-                                                        acc may be read; the stage is filled again, and the rows if this
-                                                        was the `last` pass of a tile and `more` tiles follow, next
-                                                        `coming`. Returns the next step
+    open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
+                                                copies. The kernel makes the rows itself with `own_rows`
+    wait_rows(ring, turn)                       turn: how many tiles came before
+    multiply(acc, ring, step, from_piece)       acc += the product of all pieces of a pass, with `fresh` acc = it; the
+                                                rows lie in the pieces from from_piece on. The tensor cores may still
+                                                work on the last, whose step it returns
+    finish(acc, ring, step, last, more, turn, coming)
+                                                acc may be read; the stage is filled again, and the rows if this was the
+                                                `last` pass of a tile and `more` tiles follow, next `coming`. Returns
+                                                the next step
 
     Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
     apart by as much as the ring holds.
@@ -257,6 +284,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
     EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
+    # of a piece of rows in memory: words from one to the next; bytes that lie together, words from these to the next
+    NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if PIECED else (2 * KP, 8 * KP, 2 * K)
     assert 2 * (STAGES + RG) <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
@@ -266,54 +295,52 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
 
     @card.device
-    def fetch_piece(to, x, tile, piece, full, t):
-        """A piece of the rows of a tile: RG times 64 rows, or their groups of 8."""
-        if PIECED:
-            at, each, apart = int64(tile) * (16 * RG * K) + piece * (16 * KP), 64 * KP, 16 * K
-        else:
-            at, each, apart = int64(tile) * (16 * RG * K) + piece * (2 * KP), 8 * KP, 2 * K
+    def copy(to, source, at, count, each, apart, full, t, threads):
+        """`count` times `each` bytes, `apart` words apart from source[at] on: by this thread, or beside cp.async by so
+        many threads, of which this is number t."""
         if BULK:
-            for i in range(64 * RG * KP // each):
-                ptx.copy_bulk(to + i * each, x, at + i * apart, each, full)
+            for i in range(count):
+                ptx.copy_bulk(to + i * each, source, at + i * apart, each, full)
         else:
-            for i in range(t, 4 * RG * KP, THREADS):
-                ptx.copy_async16(int32(to + i * 16), x, at + i // (each // 16) * apart + i % (each // 16) * 4)
+            for i in range(t, count * each // 16, threads):
+                word = i * 4 if count == 1 else i // (each // 16) * apart + i % (each // 16) * 4
+                ptx.copy_async16(int32(to + i * 16), source, at + word)
 
     @card.device
-    def fetch_rows(base, bar, group, tile, x, t):
-        full, to, at = bar + 8 * (STAGES + group), base + group * (64 * K), int64(tile * RG + group) * (16 * K)
+    def fetch_rows(ring, group, tile):
+        full, at = ring.bar + 8 * (STAGES + group), int64(tile * RG + group) * (16 * K)
         if BULK:
             ptx.barrier_expect(full, 64 * K)
-            ptx.copy_bulk(to, x, at, 64 * K, full)
-        else:
-            for i in range(t % ROW_THREADS, 4 * K, ROW_THREADS):
-                ptx.copy_async16(int32(to + i * 16), x, at + i * 4)
+        copy(ring.base + group * (64 * K), ring.x, at, 1, 64 * K, 0, full, ring.t % ROW_THREADS, ROW_THREADS)
+        if not BULK:
             ptx.copy_arrive(full)
 
     @card.device
-    def fetch(base, bar, step, first, every, x, w, at, t):
+    def fetch(ring, step):
         """The copies of a step: beside bulk copies by one thread, else by all."""
         stage = split(step, STAGES)[1]
         passes, piece = split(step, PIECES)
         tiles, ahead = split(passes, PER * matrices)
-        to, full = base + AT_RING + stage * STAGE, bar + 8 * stage
+        to, at, full = ring.base + AT_RING + stage * STAGE, ring.at, ring.bar + 8 * stage
         if BULK:
             ptx.barrier_expect(full, STAGE)
         if STREAM:
-            fetch_piece(to, x, first + split(tiles, repeat)[0] * every, piece, full, t)
+            tile = ring.first + split(tiles, repeat)[0] * ring.every
+            copy(to, ring.x, int64(tile) * (16 * RG * K) + piece * NEXT, 64 * RG * KP // EACH, EACH, APART, full,
+                 ring.t, THREADS)
         if matrices > 1:
             matrix, ahead = split(ahead, PER)
             at = at + matrix * (ALL_COLUMNS * K // 4)
-        to, at = to + A_PART, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4)
-        if BULK:
-            ptx.copy_bulk(to, w, at, COLUMNS * KP, full)
-        else:
-            for i in range(t, COLUMNS * KP // 16, THREADS):
-                ptx.copy_async16(int32(to + i * 16), w, at + i * 4)
+        copy(to + A_PART, ring.w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), 1, COLUMNS * KP, 0,
+             full, ring.t, THREADS)
+        if not BULK:
             ptx.copy_arrive(full)
 
     @card.device
-    def init(bar, t):
+    def open_ring(steps, first, every, x, w, at):
+        sm, barriers = cuda.shared.array(0, int32, 128), cuda.shared.array(BARRIER_WORDS, int64)
+        base, bar, t = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0), cuda.threadIdx.x
+        ring = Ring(base, bar, steps, first, every, x, w, at, t)
         if t == 0:
             for i in range(STAGES + RG):
                 ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
@@ -323,75 +350,72 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
                     ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
             if BULK:
                 ptx.barrier_fence()
+        cuda.syncthreads()
+        if not STREAM and not own_rows and steps > 0 and (not BULK or t % ROW_THREADS == 0):
+            fetch_rows(ring, t // ROW_THREADS, first)
+        if not BULK or t == 0:
+            for step in range(min(STAGES, steps)):
+                fetch(ring, int32(step))
+        return ring
 
     @card.device
-    def rows(base, bar, turn, tile, x, t):
-        if not STREAM and (not BULK or t % ROW_THREADS == 0):
-            fetch_rows(base, bar, t // ROW_THREADS, tile, x, t)
-
-    @card.device
-    def wait_rows(bar, turn, t):
+    def wait_rows(ring, turn):
         if not STREAM:
-            wait(bar + 8 * (STAGES + t // ROW_THREADS), turn & 1)
+            wait(ring.bar + 8 * (STAGES + ring.t // ROW_THREADS), turn & 1)
 
     @card.device
-    def last_to_leave(bar, i, warps, t):
+    def last_to_leave(ring, i, warps):
         """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
         warps; none beside cp.async, where all wait for that."""
-        if t & 31 == 0:
+        if ring.t & 31 == 0:
             if BULK:
-                return ptx.count_round(int32(bar + EMPTY + 8 * i), warps - 1) == warps - 1
-            ptx.barrier_arrive(bar + EMPTY + 8 * i)
+                return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
+            ptx.barrier_arrive(ring.bar + EMPTY + 8 * i)
         return False
 
     @card.device
-    def leave_rows(base, bar, more, turn, coming, x, t):
+    def leave_rows(ring, more, turn, coming):
         if not STREAM:
-            group = t // ROW_THREADS
-            if last_to_leave(bar, STAGES + group, ROW_THREADS // 32, t) and more:
-                fetch_rows(base, bar, group, coming, x, t)
+            group = ring.t // ROW_THREADS
+            if last_to_leave(ring, STAGES + group, ROW_THREADS // 32) and more:
+                fetch_rows(ring, group, coming)
             if not BULK and more:
-                wait(bar + EMPTY + 8 * (STAGES + group), turn & 1)
-                fetch_rows(base, bar, group, coming, x, t)
+                wait(ring.bar + EMPTY + 8 * (STAGES + group), turn & 1)
+                fetch_rows(ring, group, coming)
 
     @card.device
-    def fill(base, bar, step, first, every, x, w, at, t):
-        if not BULK or t == 0:
-            fetch(base, bar, step, first, every, x, w, at, t)
-
-    @card.device
-    def leave(base, bar, step, steps, first, every, x, w, at, t):
+    def leave(ring, step):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
             cuda.syncwarp()
-            if last_to_leave(bar, split(step, STAGES)[1], READERS, t) and int32(step + STAGES) < int32(steps):
-                fetch(base, bar, int32(step + STAGES), first, every, x, w, at, t)
+            if last_to_leave(ring, split(step, STAGES)[1], READERS) and int32(step + STAGES) < int32(ring.steps):
+                fetch(ring, int32(step + STAGES))
             if not BULK:
                 old = int32(step - LAG)
-                if old >= 0 and old + STAGES < steps:
+                if old >= 0 and old + STAGES < ring.steps:
                     turn, stage = split(old, STAGES)
-                    wait(bar + EMPTY + 8 * stage, turn & 1)
-                    fetch(base, bar, int32(old + STAGES), first, every, x, w, at, t)
+                    wait(ring.bar + EMPTY + 8 * stage, turn & 1)
+                    fetch(ring, int32(old + STAGES))
 
     @card.device
-    def operands(base, bar, step, piece, t):
+    def operands(ring, step, piece):
         """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
-        group = t >> 7
+        group = ring.t >> 7
         turn, stage = split(step, STAGES)
-        wait(bar + 8 * stage, 0 if RESIDENT else turn & 1)
-        ring = base + AT_RING + stage * STAGE
-        b = ring + A_PART + (0 if TURNS else (group % CG) * (N * KP))
+        wait(ring.bar + 8 * stage, 0 if RESIDENT else turn & 1)
+        at = ring.base + AT_RING + stage * STAGE
+        b = at + A_PART + (0 if TURNS else (group % CG) * (N * KP))
         if STREAM:
-            return ring + (group // CG) * (64 * KP), b
-        return base + (group // CG) * (64 * K) + piece * A_PIECE, b
+            return at + (group // CG) * (64 * KP), b
+        return ring.base + (group // CG) * (64 * K) + piece * A_PIECE, b
 
     if BULK:
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
         of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
         @card.device
-        def start(acc, base, bar, step, piece, keep, t):
-            a, b = operands(base, bar, step, piece, t)
+        def start(acc, ring, step, piece, keep):
+            a, b = operands(ring, step, piece)
             a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
             ptx.wgmma_fence()
             product(acc, a_desc, b_desc, keep)
@@ -401,14 +425,13 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
         @card.device
-        def start(acc, base, bar, step, piece, keep, t):
-            a, b = operands(base, bar, step, piece, t)
+        def start(acc, ring, step, piece, keep):
+            a, b = operands(ring, step, piece)
             if keep == 0:
                 for i in range(N // 2):
                     acc[i] = 0
-            lane, matrix = t & 31, (t >> 3) & 3              # what load_matrix4 takes of this lane
-            row = (lane & 7) * 16
-            a = a + ((t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
+            matrix, row = (ring.t >> 3) & 3, (ring.t & 7) * 16        # what load_matrix4 takes of this lane
+            a = a + ((ring.t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
             product(acc, int32(a), int32(b + (matrix >> 1) * (8 * KP) + (matrix & 1) * 128 + row))
 
         @card.device
@@ -416,30 +439,30 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False):
             pass
 
     @card.device
-    def multiply(acc, base, bar, step, steps, first, every, x, w, at, t, from_piece=0):
-        step, group = int32(step), t >> 7
+    def multiply(acc, ring, step, from_piece=0):
+        step, group = int32(step), ring.t >> 7
         if TURNS and step > 0:
-            # also because only who has waited for a stage last time may wait for it now
+            # A barrier tells only odd phases from even ones: nobody may wait for a stage two phases ahead.
             ptx.named_barrier(TURN + group, 256)
         for piece in range(int32(PIECES - 1)):
-            start(acc, base, bar, step, from_piece + piece, piece if fresh else 1, t)
+            start(acc, ring, step, from_piece + piece, piece if fresh else 1)
             done(acc)
-            leave(base, bar, step, steps, first, every, x, w, at, t)
+            leave(ring, step)
             step = int32(step + 1)
-        start(acc, base, bar, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1, t)
-        if TURNS:                                            # after the last step for nobody: a branch would cost more
+        start(acc, ring, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1)
+        if TURNS:                                            # nobody waits in the end; a branch would cost more
             ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
         return step
 
     @card.device
-    def finish(acc, base, bar, step, steps, last, more, turn, coming, first, every, x, w, at, t):
+    def finish(acc, ring, step, last, more, turn, coming):
         done(acc)
-        leave(base, bar, step, steps, first, every, x, w, at, t)
+        leave(ring, step)
         if last:
-            leave_rows(base, bar, more, turn, coming, x, t)
+            leave_rows(ring, more, turn, coming)
         return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
-    return init, rows, wait_rows, fill, multiply, finish
+    return open_ring, wait_rows, multiply, finish
 
 
 def _place_function(cfg, RG):
@@ -472,7 +495,7 @@ def _up_kernel(cfg, nz, card, KP):
     u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
     plan: 0 packed words, 1 seed A, 2 overlay A, 3.. the bias (vector_function), 8, 9 seed and overlay of the input side
     of the down projection."""
-    H, SHIFT, MODE, SILENT = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE, nz.silent
+    H, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients;
     # their factors
@@ -484,16 +507,16 @@ def _up_kernel(cfg, nz, card, KP):
         shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG, CG, PASSES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RG, CG, PASSES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
     PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
     place = _place_function(cfg, RG)
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape)
-    noise, scaled, factor, whole_factor, job_shift = nz.noise, nz.scaled, nz.factor, nz.whole, nz.shift
+    open_ring, wait_rows, multiply, finish = product_functions(card, shape)
+    noise, factor, whole_factor, job_shift = nz.noise, nz.factor, nz.whole, nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
-    vector = masked_vector(cfg, nz)
+    column, vector = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
                                                      256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
     begin_tile = begin_tile_function(card, nz, begin, 0, 4 * BIAS if BASE else 0)
@@ -514,29 +537,26 @@ def _up_kernel(cfg, nz, card, KP):
                      + at)
 
     @card.device
-    def prepare(sm, smf, at, c, block, member, plan, p, weights, overlay, job, seed):
+    def prepare(sm, smf, at, c, block, member, source):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
-        mask = int32(job[2])
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
         for slot in range(SLOTS):
-            mine = uint32(seed + uint32((member + slot) >> 1))
-            stream, to = uint32(mine + uint32(plan[p + 1])), at + slot * TABLE + c
-            sm[to] = as_column(int32(scaled(noise(stream, i), overlay[uint64(plan[p + 2] + i)], stream, i) & mask))
-            plus, minus = vector(weights, overlay, plan, p + 3, mine, i, mask)
-            bias = minus if (member + slot) & 1 else plus
+            pair, to = (member + slot) >> 1, at + slot * TABLE + c
+            sm[to] = as_column(column(source, pair, i))
+            even, odd = vector(source, 3, pair, i)
+            bias = odd if (member + slot) & 1 else even
             sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
             # both forms: a branch here would make the products wait for each other
-            if not SILENT:
-                stream = uint32(mine + uint32(plan[p + 8]))
-                if MODE < 2:
-                    word = pack_quad(noise(stream, i))
-                    if c & 3 == 0:
-                        sm[at + slot * TABLE + BYTES + (c >> 2)] = word
-                if MODE > 0:
-                    entry = overlay[uint64(plan[p + 9] + i)]
-                    sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
-                    if MODE == 2:
-                        smf[to + FACTOR] = factor(entry, stream, i)
+            stream = uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + 8]))
+            if MODE < 2:
+                word = pack_quad(noise(stream, i))
+                if c & 3 == 0:
+                    sm[at + slot * TABLE + BYTES + (c >> 2)] = word
+            if MODE > 0:
+                entry = source.overlay[uint64(source.plan[source.p + 9] + i)]
+                sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
+                if MODE == 2:
+                    smf[to + FACTOR] = factor(entry, stream, i)
 
     @card.device
     def fold(pb, x, c, f):
@@ -567,64 +587,57 @@ def _up_kernel(cfg, nz, card, KP):
     @card.written
     def up(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, gelu, x, sb, u):
         sm, smf = cuda.shared.array(0, int32, 128), cuda.shared.array(0, float32, 128)
-        barriers = cuda.shared.array(BARRIER_WORDS, int64)
-        t = cuda.threadIdx.x
+        first, every = cuda.blockIdx.x, cuda.gridDim.x
+        count = (tiles - 1 - first) // every + 1
+        ring = open_ring(count * STEPS, first, every, x, packed, at)
+        source = Source(plan, call * PLAN, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side = lane & 3, group % CG
-        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
-        first, every, p = cuda.blockIdx.x, cuda.gridDim.x, call * PLAN
-        count = (tiles - 1 - first) // every + 1
-        steps = count * STEPS
-        init(bar, t)
         for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
             sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
         whole = int32(1)
         for i in range(t, 4 * H, THREADS):
-            whole = int32(whole & whole_factor(overlay[plan[p + 9] + i]))
+            whole = int32(whole & whole_factor(overlay[plan[source.p + 9] + i]))
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
-        rows(base, bar, 0, first, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, first, every, x, packed, at, t)
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
-        acc, sums = cuda.local.array(64, int32), cuda.local.array(2, int32)
+        acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(64):
             acc[i] = 0
         row, member, slot, sign = place(first, t)
-        prepare(sm, smf, here, c, side, member, plan, p, weights, overlay, job, seed)
+        prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
-        s0, s1 = as_row(int32(sb[uint64(row)] * sign), shift), as_row(int32(sb[uint64(row + 8)] * sign), shift)
+        for half in range(2):
+            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s0, s1, shift)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s, shift)
         step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
-            wait_rows(bar, turn, t)
+            wait_rows(ring, turn)
             sums[0], sums[1] = 0, 0
             for ahead in range(PASSES):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 last = ahead == PASSES - 1
-                step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
+                step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place(tile + every, t)
-                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, plan, p,
-                        weights, overlay, job, seed)
+                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, source)
                 if last:
-                    s0, s1 = (as_row(int32(sb[uint64(row)] * sign), shift),
-                              as_row(int32(sb[uint64(row + 8)] * sign), shift))
+                    for half in range(2):
+                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
                 ptx.named_barrier(1 + group, 128)
-                step = finish(acc, base, bar, step, steps, last, turn + 1 < count, turn, tile + every, first, every, x,
-                              packed, at, t)
+                step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 at_bytes = base + 4 * at_slot + q * 16
                 if not RAGGED or block < BLOCKS:
                     for j in range(8):
                         if not BASE:
                             b = ptx.load_shared4(at_bytes + j * 64 + 4 * BIAS)
                         c4 = int32(0)
-                        if whole and not SILENT:
+                        if whole:
                             c4 = sm[uint32(at_slot + BYTES + 4 * j + q)]
                         for half in range(2):
                             for k in range(4):
@@ -633,11 +646,10 @@ def _up_kernel(cfg, nz, card, KP):
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
-                            if not SILENT:
-                                sums[half] = ptx.dp4a(word, c4, sums[half])
-                    if MODE > 0 and not SILENT and not whole:
+                            sums[half] = ptx.dp4a(word, c4, sums[half])
+                    if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
-                if last and not SILENT:
+                if last:
                     mine = tile * (64 * RG) + (group // CG) * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
                     for half in range(2):
                         total = quad_sum(sums[half])
@@ -645,26 +657,28 @@ def _up_kernel(cfg, nz, card, KP):
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s0, s1, shift)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s, shift)
 
     return up, 4 * (AT_TABLES + TABLES), shape
 
 
 # --- products of full width: q, k, v; what is added to the residual stream --------------------------------------------
 
-@device
-def rounded(v, scale):
-    """clip(roundf(v * scale)) in the second byte of the result, without its conversion to an integer, which is slow:
-    what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down
-    to 256ths by the size of the sum.
-    Equal for every float32 up to 128."""
-    x = float32(float32(v) * scale)
-    return ptx.float_bits(ptx.add_down(ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
-
-
-@device
-def pack_rounded(a, b, c, d):
-    return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
+def _joined_function(CG):
+    """Device function joined(tops, sm, at, side, q, barrier): the largest values of a thread's two rows become those of
+    the quad and of all CG column groups, which exchange them through words of shared memory."""
+    @device
+    def joined(tops, sm, at, side, q, barrier):
+        for half in range(2):
+            tops[half] = quad_max(tops[half])
+        if CG > 1:
+            if q == 0:
+                sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
+            ptx.named_barrier(barrier, CG * 128)
+            for k in range(CG):
+                for half in range(2):
+                    tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
+    return joined
 
 
 def value_length(cfg):
@@ -677,9 +691,9 @@ def _full_kernel(cfg, nz, card, kind):
     """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
     block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
 
-    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, v transposed: core matrices
-    of one row a channel (permuted as the columns are), positions permuted within 32 as the weights' mma fragments hold
-    them.
+    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, in h, k after q; v
+    transposed: core matrices of one row a channel (permuted as the columns are), positions permuted within 32 as the
+    weights' mma fragments hold them.
     "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
     plan, 8 entries a matrix: as _up_kernel's first. sb: [4][stride]; spill: what `layout` says."""
     H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
@@ -697,30 +711,27 @@ def _full_kernel(cfg, nz, card, kind):
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     BIAS, TABLE = CG * BIAS, CG * TABLE
     GROUP = 2 * SLOTS * TABLE
-    (STEPS, APART), STAGES, RAGGED, ACC = shape.steps(), shape.stages, shape.columns() != H, N // 2
+    (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
     place = _place_function(cfg, RG)
     AT_TABLES = shape.bytes // 4
     AT_TOPS = AT_TABLES + TABLES
     AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, fresh=True)
-    noise, scaled, four, job_shift = nz.noise, nz.scaled, load4(nz), nz.shift
-    vector = masked_vector(cfg, nz)
+    open_ring, wait_rows, multiply, finish = product_functions(card, shape, fresh=True)
+    job_shift, joined, (column, vector) = nz.shift, _joined_function(CG), pair_functions(cfg, nz)
 
     @card.device
-    def prepare(sm, at, c, columns, member, plan, p, weights, overlay, job, seed):
+    def prepare(sm, at, c, columns, member, source):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for its column c from `columns`
         on. Without a branch, which would make the products wait for each other: what lies beyond the columns is not
         used."""
-        col, mask = min(columns + min(c, N - 1), H - 1), int32(job[2])
+        i = min(columns + min(c, N - 1), H - 1)
         for slot in range(SLOTS):
-            mine = uint32(seed + uint32((member + slot) >> 1))
-            stream = uint32(mine + uint32(plan[p + 1]))
-            n = scaled(noise(stream, col), overlay[uint64(plan[p + 2] + col)], stream, col)
-            sm[at + slot * TABLE + c] = int32(n & mask)
+            pair, to = (member + slot) >> 1, at + slot * TABLE + c
+            sm[to] = column(source, pair, i)
             if DOWN:
-                plus, minus = vector(weights, overlay, plan, p + 3, mine, col, mask)
-                sm[at + slot * TABLE + BIAS + c] = minus if (member + slot) & 1 else plus
+                even, odd = vector(source, 3, pair, i)
+                sm[to + BIAS] = odd if (member + slot) & 1 else even
 
     @card.device
     def turned(e, o, cos, sin):
@@ -740,34 +751,19 @@ def _full_kernel(cfg, nz, card, kind):
         acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
 
     @card.device
-    def extremes(acc, tops):
-        """tops: largest and smallest value so far of the two rows."""
+    def extremes(acc, most, least):
+        """The largest and smallest values so far of the two rows."""
         for j in range(N // 8):
             for half in range(2):
                 a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
-                tops[2 * half] = int32(max(max(tops[2 * half], a), b))
-                tops[2 * half + 1] = int32(min(min(tops[2 * half + 1], a), b))
+                most[half], least[half] = int32(max(max(most[half], a), b)), int32(min(min(least[half], a), b))
 
     @card.device
-    def scales(tops, sm, side, mine, q, barrier):
-        """amax_scale of the two rows; `mine`: where the first one's is among those of this tile and the next."""
-        top0 = quad_max(int32(max(tops[0], int32(-tops[1]))))
-        top1 = quad_max(int32(max(tops[2], int32(-tops[3]))))
-        if CG > 1:
-            at = AT_TOPS + mine * CG
-            if q == 0:
-                sm[at + side], sm[at + 8 * CG + side] = top0, top1
-            ptx.named_barrier(barrier, CG * 128)
-            for k in range(CG):
-                top0, top1 = int32(max(top0, sm[at + k])), int32(max(top1, sm[at + 8 * CG + k]))
-        return amax_scale(top0), amax_scale(top1)
-
-    @card.device
-    def quantised(acc, scale0, scale1):
+    def quantised(acc, scales):
         for j in range(N // 8):
-            for e in range(2):
-                acc[4 * j + e] = rounded(acc[4 * j + e], scale0)
-                acc[4 * j + 2 + e] = rounded(acc[4 * j + 2 + e], scale1)
+            for half in range(2):
+                for e in range(2):
+                    acc[4 * j + 2 * half + e] = rounded(acc[4 * j + 2 * half + e], scales[half])
 
     @card.device
     def store(acc, out, to, col):
@@ -799,31 +795,25 @@ def _full_kernel(cfg, nz, card, kind):
 
     # not card.written: its own loops are unrolled by every compiler, and written out they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
-    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, queries, keys,
-             values, spill):
+    def full(call, at, plan, weights, packed, overlay, job, offset, tiles, stride, rope, x, sb, h, values, spill):
         sm = cuda.shared.array(0, int32, 128)
-        barriers = cuda.shared.array(BARRIER_WORDS, int64)
-        t = cuda.threadIdx.x
-        group, lane = t >> 7, t & 31
-        q, side, rg, c = lane & 3, group % CG, group // CG, t & 127
-        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
         which, first, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
-        p, at = call * PLAN + which * 8, at + which * MATRIX_WORDS
         count = 0
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
-        steps = count * STEPS
-        init(bar, t)
+        ring = open_ring(count * STEPS, first, every, x, packed, at + which * MATRIX_WORDS)
+        source = Source(plan, call * PLAN + which * 8, weights, overlay, job,
+                        uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        t, base = ring.t, ring.base
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side, rg = lane & 3, group % CG, group // CG
         if ROPE_SHARED:
             for i in range(t, LENGTH * D, THREADS):
                 sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
-        cuda.syncthreads()
-        if count > 0:
-            rows(base, bar, 0, first, x, t)
-        for i in range(min(STAGES, steps)):
-            fill(base, bar, i, first, every, x, packed, at, t)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset))
-        acc, tops = cuda.local.array(ACC, int32), cuda.local.array(4, int32)
+            cuda.syncthreads()
+        acc, s, most, least, scales = (cuda.local.array(ACC, int32), cuda.local.array(2, int32),
+                                       cuda.local.array(2, int32), cuda.local.array(2, int32),
+                                       cuda.local.array(2, float32))
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
@@ -831,33 +821,29 @@ def _full_kernel(cfg, nz, card, kind):
         for turn in range(count):
             tile = first + turn * every
             row, member, slot, sign = place(tile, t)
-            s0 = int32(sb[uint64((SB_AT + which) * stride + row)] * sign)
-            s1 = int32(sb[uint64((SB_AT + which) * stride + row + 8)] * sign)
-            to = int64(row >> 3) * (2 * H) + lane
-            wait_rows(bar, turn, t)
-            for i in range(4):
-                tops[i] = 0
+            for half in range(2):
+                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
+                most[half], least[half] = 0, 0
+            to = int64(which * stride + row >> 3) * (2 * H) + lane
+            wait_rows(ring, turn)
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE) + side * 128
-                step = multiply(acc, base, bar, step, steps, first, every, x, packed, at, t)
-                # while the tensor cores work
-                prepare(sm, buffer, c, col, member, plan, p, weights, overlay, job, seed)
+                step = multiply(acc, ring, step)
+                prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
-                step = finish(acc, base, bar, step, steps, ahead == PASSES - 1, turn + 1 < count, turn, tile + every,
-                              first, every, x, packed, at, t)
+                step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
                 at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
-                        n = four(at_noise + j * 64)
+                        n = ptx.load_shared4(at_noise + j * 64)
                         if DOWN:
                             b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
                         for half in range(2):
-                            s = s0 if half == 0 else s1
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + ptx.shift_right(int32(s * n[k]), shift))
+                                v = int32(acc[i] + ptx.shift_right(int32(s[half] * n[k]), shift))
                                 if not QKV:
                                     v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
                                 if DOWN:
@@ -870,29 +856,29 @@ def _full_kernel(cfg, nz, card, kind):
                         for half in range(2):
                             rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
                                    int64(min(position + 8 * half, T - 1) * D), col + j * 16 + q * 4)
-                extremes(acc, tops)
+                extremes(acc, most, least)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
                                    acc[i + 3])
             mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
-            scale0, scale1 = scales(tops, sm, side, mine, q, 5 + rg)
+            for half in range(2):
+                most[half] = int32(max(most[half], int32(-least[half])))
+            joined(most, sm, AT_TOPS + mine * CG, side, q, 5 + rg)
+            for half in range(2):
+                scales[half] = amax_scale(most[half])
             for back in range(PASSES):
                 ahead = PASSES - 1 - back
                 if back > 0:
                     for i in range(0, ACC, 4):
                         a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
                         acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
-                quantised(acc, scale0, scale1)
+                quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
-                if not QKV:
-                    store(acc, h, to, col)
-                elif which == 0:
-                    store(acc, queries, to, col)
-                elif which == 1:
-                    store(acc, keys, to, col)
-                else:
+                if QKV and which == 2:
                     store_transposed(acc, values, row, col, lane)
+                else:
+                    store(acc, h, to, col)
 
     return full, 4 * (AT_ROPE + ROPE_WORDS), shape
 
@@ -916,7 +902,7 @@ def head_kernel(cfg, nz, card, like=None):
     The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
-    LOGIT, ONES, SILENT, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, nz.silent, cfg.MODEL == "gru"
+    LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
     NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
     SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
     TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
@@ -937,16 +923,17 @@ def head_kernel(cfg, nz, card, like=None):
     if NATS:                                                 # one column group, if possible with the packing of `like`
         found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
         shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
-    RG, CG, TILES, STAGES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.stages, shape.steps()
+    RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
-    init, rows, wait_rows, fill, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
+    open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
+    noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
+    column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or SILENT) if PAIRED
-                      else (0 if SILENT else BASE, None))
+    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or NATS) if PAIRED
+                      else (0 if NATS else BASE, None))
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
@@ -968,7 +955,7 @@ def head_kernel(cfg, nz, card, like=None):
     @card.device
     def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
-        if not SILENT:
+        if not NATS:
             known = v if not RAGGED or v < V else V - 1
             entry = overlay[uint64(at_overlay + known)]
             for m in range(SLOTS):
@@ -986,34 +973,34 @@ def head_kernel(cfg, nz, card, like=None):
         return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
 
     @device
+    def logit(a):
+        """Of validation."""
+        return quotient(a) if PAIRED else int32(a >> int32(LOGIT))
+
+    @device
     @written_out
-    def add_nats(totals, acc, top0, top1, exps, limit):
+    def add_nats(totals, acc, tops, exps, limit):
         """Adds the exponentials of the two rows to totals [64 columns][row]."""
+        some = cuda.local.array(2, float64)
         for g in range(2):
-            some0, some1 = float64(0), float64(0)
+            some[0], some[1] = float64(0), float64(0)
             for j in range(8):
                 for e in range(2):
-                    i = 32 * g + 4 * j + e
-                    d0 = int32(top0 - (quotient(acc[i]) if PAIRED else int32(acc[i] >> int32(LOGIT))))
-                    d1 = int32(top1 - (quotient(acc[i + 2]) if PAIRED else int32(acc[i + 2] >> int32(LOGIT))))
-                    w0 = exps[uint64(min(uint32(d0), uint32(CLEAN_EXPS - 1)))]
-                    w1 = exps[uint64(min(uint32(d1), uint32(CLEAN_EXPS - 1)))]
-                    if RAGGED:
-                        known = 64 * g + 8 * j + e < limit
-                        w0, w1 = w0 if known else float64(0), w1 if known else float64(0)
-                    some0 += w0
-                    some1 += w1
-            totals[2 * g] += some0
-            totals[2 * g + 1] += some1
+                    for half in range(2):
+                        below = int32(tops[half] - logit(acc[32 * g + 4 * j + 2 * half + e]))
+                        w = exps[uint64(min(uint32(below), uint32(CLEAN_EXPS - 1)))]
+                        if RAGGED:
+                            w = w if 64 * g + 8 * j + e < limit else float64(0)
+                        some[half] += w
+            for half in range(2):
+                totals[2 * g + half] += some[half]
 
     @device
     def settled(top, table):
         """The highest logit of validation; of members the highest level with the same logit."""
-        if PAIRED:
-            return quotient(top) if NATS else int32(int32(quotient(top) * int32(ENTRY)) + table)
         if NATS:
-            return int32(top >> int32(LOGIT))
-        return int32(int32(top | int32(ONES)) + table)
+            return logit(top)
+        return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
 
     @device
     def distance(top, z, table):
@@ -1022,150 +1009,128 @@ def head_kernel(cfg, nz, card, like=None):
         return int32(int32(top - z) // ENTRY + more)
 
     @device
-    def store_loss(losses, unit, odd, position, totals, top0, top1, z0, z1, table, count, length):
-        if PAIRED and NATS:
-            losses[2 * unit * length + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
-            if 2 * unit + 1 < count:
-                losses[(2 * unit + 1) * length + position] = (math.log(totals[1] + totals[3])
-                                                              + float(int32(top1 - z1)) / SCALE)
-        elif PAIRED:
-            cuda.atomic.add(losses, 2 * unit, position_loss(totals[0], distance(top0, z0, table), 0))
-            cuda.atomic.add(losses, 2 * unit + 1, position_loss(totals[1], distance(top1, z1, table), 0))
-        elif NATS:
-            losses[unit * T + position] = math.log(totals[0] + totals[2]) + float(int32(top0 - z0)) / SCALE
-            if position + 8 < T:
-                losses[unit * T + position + 8] = math.log(totals[1] + totals[3]) + float(int32(top1 - z1)) / SCALE
-        else:
-            less = int32(table + int32(BASE))
-            loss = position_loss(totals[0], int32(TARGETS * int32(int32(top0 - less) >> int32(LOGIT))), z0)
-            if position + 8 < T:
-                loss += position_loss(totals[1], int32(TARGETS * int32(int32(top1 - less) >> int32(LOGIT))), z1)
+    def store_loss(losses, unit, odd, position, totals, tops, z, table, count, length):
+        loss = int64(0)
+        for half in range(2):
+            if NATS:
+                window, here = (2 * unit + half, position) if PAIRED else (unit, position + 8 * half)
+                if window < count and here < length:
+                    losses[window * length + here] = (math.log(totals[half] + totals[2 + half])
+                                                      + float(int32(tops[half] - z[half])) / SCALE)
+            elif PAIRED:
+                loss = position_loss(totals[half], distance(tops[half], z[half], table), 0)
+                cuda.atomic.add(losses, 2 * unit + half, loss)
+            elif position + 8 * half < T:
+                level = int32(tops[half] - int32(table + int32(BASE)))
+                loss += position_loss(totals[half], int32(TARGETS * int32(level >> int32(LOGIT))), z[half])
+        if not NATS and not PAIRED:
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(packed, at, x, at_x, token, s, shift, overlay, at_overlay, stream, table, q):
-        dot, at_token = int32(0), at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        for piece in range(H // 16):
-            dot = ptx.dp4a(x[uint64(at_x + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
-        n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        z = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
-        return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
-
-    @card.device
-    def target(windows, unit, position, half, count, length):
-        """What follows the position of a thread's first or (half = 1) second row."""
+    def target_logit(half, source, packed, x, row, windows, unit, position, count, length, s, shift, table, q):
+        """The logit of what follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
-            return windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
-        return windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
+            token = windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
+        else:
+            token = windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
+        at_x = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q
+        at_token = source.plan[source.p] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+        dot = int32(0)
+        for piece in range(H // 16):
+            dot = ptx.dp4a(x[uint64(at_x + half * (2 * H) + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
+        z = int32(quad_sum(dot) + int32(int32(s * column(source, unit, token)) >> shift))
+        return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
     def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
-        barriers = cuda.shared.array(BARRIER_WORDS, int64)
-        t, tile = cuda.threadIdx.x, cuda.blockIdx.x
+        tile, p = cuda.blockIdx.x, call * PLAN
+        ring = open_ring(STEPS, tile, 1, x, packed, at_tiles)
+        t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side, rg = lane & 3, group % CG, group // CG
-        base, bar = ptx.shared_address(sm, 0), ptx.shared_address(barriers, 0)
-        at, at_overlay = plan[call * PLAN], plan[call * PLAN + 2]
-        init(bar, t)
         if not NATS:
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
-        cuda.syncthreads()
-        rows(base, bar, 0, tile, x, t)
-        for i in range(min(STAGES, STEPS)):
-            fill(base, bar, i, tile, 1, x, packed, at_tiles, t)
+            cuda.syncthreads()
         row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
         unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
         if PAIRED:                                           # rows beyond the last pair go with it
             units = (count + 1) >> 1 if NATS else count
             unit = min(unit, units - 1)
             position = (row >> 4) * 8 + (row & 7) - unit * length
-        s0, s1 = int32(sb[uint64(row)] * sign), int32(sb[uint64(row + 8)] * (-sign if PAIRED else sign))
-        seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
-        z0, z1, shift = int32(0), int32(0), job_shift(job)
+        source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
-        if unit < units:
-            at_x, stream = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q, uint32(seed + uint32(unit))
-            z0 = target_logit(packed, at, x, at_x, target(windows, unit, position, 0, count, length), s0, shift,
-                              overlay, at_overlay, stream, table, q)
-            z1 = target_logit(packed, at, x, at_x + 2 * H, target(windows, unit, position, 1, count, length), s1, shift,
-                              overlay, at_overlay, stream, table, q)
-        top0, top1 = int32(-2 ** 31), int32(-2 ** 31)
-        acc, totals = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND)
+        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND), cuda.local.array(2, uint32)
+        s, z, tops = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
+        shift = job_shift(job)
+        for half in range(2):
+            tops[half], z[half] = int32(-2 ** 31), int32(0)
+            s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
+            if unit < units:
+                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, count, length, s[half],
+                                       shift, table, q)
+            s[half] = as_row(s[half], shift)
         for k in range(SUMS):
             totals[k] = 0
         for i in range(64):
             acc[i] = 0
-        here = AT_TABLES + group * (2 * SLOTS * 128)
-        last = int32(table + int32(FARTHEST))
-        s0, s1 = as_row(s0, shift), as_row(s1, shift)
-        my_slot = slot_of(c)
+        here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, at_noise, s0, s1, shift)
-        wait_rows(bar, 0, t)
+        begin_tile(acc, at_noise, s, shift)
+        wait_rows(ring, 0)
         step = int32(side * APART)
         for ahead in range(2 * TILES):
             block = ahead if ahead < TILES else ahead - TILES
             odd = ahead & 1
-            step = multiply(acc, base, bar, step, STEPS, tile, 1, x, packed, at_tiles, t)
+            step = multiply(acc, ring, step)
             coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
             prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay,
                     at_overlay, seed)
             ptx.named_barrier(1 + group, 128)
-            step = finish(acc, base, bar, step, STEPS, False, False, 0, 0, tile, 1, x, packed, at_tiles, t)
+            step = finish(acc, ring, step, False, False, 0, 0)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
+            hidden = 0                                       # columns, which will count as the smallest weight
             if RAGGED and limit < 128:
                 for j in range(16):
                     for e in range(2):
                         if j * 8 + e >= limit:
-                            acc[4 * j + e] = HIDDEN
-                            acc[4 * j + 2 + e] = HIDDEN
+                            acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
+                            hidden += 1
             if ahead < TILES:
                 for j in range(16):
-                    top0 = int32(max(max(top0, acc[4 * j]), acc[4 * j + 1]))
-                    top1 = int32(max(max(top1, acc[4 * j + 2]), acc[4 * j + 3]))
+                    for half in range(2):
+                        tops[half] = int32(max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1]))
                 if ahead == TILES - 1:                       # from here on: the highest level with the same logit
-                    top0, top1 = quad_max(top0), quad_max(top1)
-                    if CG > 1:
-                        mine = AT_PARTS + (rg * 64 + (row & 63)) * CG
-                        if q == 0:
-                            sm[mine + side], sm[mine + 8 * CG + side] = top0, top1
+                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, side, q, 5 + rg)
+                    if CG > 1:                               # the sums will take this place
                         ptx.named_barrier(5 + rg, CG * 128)
-                        for k in range(CG):
-                            top0, top1 = int32(max(top0, sm[mine + k])), int32(max(top1, sm[mine + 8 * CG + k]))
-                        ptx.named_barrier(5 + rg, CG * 128)
-                    top0, top1 = settled(top0, table), settled(top1, table)
+                    for half in range(2):
+                        tops[half] = settled(tops[half], table)
             elif NATS:
-                add_nats(totals, acc, top0, top1, exps, limit)
+                add_nats(totals, acc, tops, exps, limit)
             else:
-                e0, e1 = uint32(0), uint32(0)
+                some[0], some[1] = uint32(0), uint32(0)
                 for j in range(16):
                     for e in range(2):
-                        i = 4 * j + e
-                        e0 = uint32(e0 + uint32(weight(top0, acc[i], last, at_exp)))
-                        e1 = uint32(e1 + uint32(weight(top1, acc[i + 2], last, at_exp)))
-                totals[0] += int64(e0)
-                totals[1] += int64(e1)
-                if RAGGED and limit < 128:                   # the hidden columns counted as the smallest weight
-                    hidden = 0
-                    for j in range(16):
-                        for e in range(2):
-                            hidden += 1 if j * 8 + e >= limit else 0
-                    totals[0] -= int64(hidden) * (weight(top0, int32(HIDDEN), last, at_exp) if PAIRED
-                                                  else exp[MOST * STRIDE])
-                    totals[1] -= int64(hidden) * (weight(top1, int32(HIDDEN), last, at_exp) if PAIRED
-                                                  else exp[MOST * STRIDE])
-            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s0, s1, shift)
+                        for half in range(2):
+                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
+                            some[half] = uint32(some[half] + uint32(w))
+                for half in range(2):
+                    totals[half] += int64(some[half])
+                    if RAGGED and limit < 128:
+                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp)
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
         for k in range(SUMS):
             totals[k] = quad_sum64(totals[k])
         if CG > 1:
@@ -1175,10 +1140,10 @@ def head_kernel(cfg, nz, card, like=None):
             ptx.named_barrier(5 + rg, CG * 128)
             totals[0], totals[1] = 0, 0
             for k in range(CG):
-                totals[0] += wide[mine + k]
-                totals[1] += wide[mine + 8 * CG + k]
+                for half in range(2):
+                    totals[half] += wide[mine + half * (8 * CG) + k]
         if q == 0 and side == 0 and unit < units and position < (length if PAIRED else T):
-            store_loss(losses, unit, (member + slot) & 1, position, totals, top0, top1, z0, z1, table, count, length)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, tops, z, table, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 
@@ -1191,7 +1156,7 @@ def drawn_kernel(cfg, nz, card):
     LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
     LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
     TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
-    noise, scaled, job_shift, quotient, D = nz.noise, nz.scaled, nz.shift, NORMS.quotient, parameters.divisor(cfg, H)
+    job_shift, quotient, D, (column, _) = nz.shift, NORMS.quotient, parameters.divisor(cfg, H), pair_functions(cfg, nz)
     RECIPROCAL = float(np.float32(1) / np.float32(D))
 
     @device
@@ -1231,12 +1196,11 @@ def drawn_kernel(cfg, nz, card):
                 for i in range(DRAWN):
                     w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
                     even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
-        at_overlay, shift = plan[call * PLAN + 2], job_shift(job)
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
-        s0, s1 = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)])
+        source = Source(plan, call * PLAN, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        s0, s1, shift = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)]), job_shift(job)
         z0, z1 = int32(0), int32(0)
         for i in range(DRAWN):
-            n = scaled(noise(stream, tokens[i]), overlay[at_overlay + tokens[i]], stream, tokens[i])
+            n = column(source, unit, tokens[i])
             z0 = int32(z0 + logit(even[i], s0, n, shift))
             z1 = int32(z1 + logit(odd[i], s1, n, shift))
         if q == 0 and here < count * LENGTH and position < T:
@@ -1248,65 +1212,60 @@ def drawn_kernel(cfg, nz, card):
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
-def _embed_kernel(cfg, nz, card, clean):
+def _embed_kernel(cfg, nz, card):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position. clean: of two windows, the last of which is repeated where their number `count` is odd.
-    plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
-    H, T, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg)
-    vector, WIDTH = vector_function(cfg, nz), T + 1 if clean else cfg.WINDOW
+    four lanes a position. each: 1 or, for validation, 2 windows a pair, each `width` tokens long; the last is repeated
+    where their number `count` is odd. plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    H, T, LENGTH, (_, vector) = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), pair_functions(cfg, nz)
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
+    @card.device
+    def token_of(windows, first, position, plan, p, q):
+        """The token at a position of a window, its first packed word for this lane, and its coefficient of NTT_MODE."""
+        position = min(position, T - 1)
+        token = windows[first + position]
+        at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+        return token, at, coefficient(windows, first, position) if NTT else int32(0)
+
     @cuda.jit(launch_bounds=256)
     @card.written
-    def embed(call, plan, weights, packed, overlay, windows, count, job, offset, h, losses):
+    def embed(call, plan, weights, packed, overlay, windows, each, width, count, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p = call * PLAN
-        seed, shift = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), job_shift(job)
+        p, mask, shift = call * PLAN, int32(job[2]), job_shift(job)
+        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        source = Source(plan, p, weights, overlay, job, seed)
         if t < 2 and cuda.blockIdx.y == 0:
             losses[2 * unit + t] = 0
         stream = uint32(seed + uint32(H))
         for i in range(t, H, 4 * POSITIONS):
-            table[i], table[H + i] = vector(weights, overlay, plan, p + 8, seed, i)
-            table[2 * H + i] = noise(stream, i)
+            table[i], table[H + i] = vector(source, 8, 0, i)
+            table[2 * H + i] = int32(noise(stream, i) & mask)
             factors[i] = factor(overlay[plan[p + 22] + i], stream, i)
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            at_window = (2 * unit if clean else unit) * WIDTH
-            at_other = min(2 * unit + 1, count - 1) * WIDTH
-            token = windows[at_window + min(position, T - 1)]
+            q = lane & 3
+            token, at_e, coef = token_of(windows, each * unit * width, position, plan, p, q)
+            at_o, coef_o = at_e, coef
+            if each == 2:
+                _, at_o, coef_o = token_of(windows, min(2 * unit + 1, count - 1) * width, position, plan, p, q)
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
-            at_e = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
-            at_o = at_e
-            if clean:
-                token = windows[at_other + min(position, T - 1)]
-                at_o = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + (lane & 3)
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
-            address = ptx.shared_address(table, (lane & 3) * 4)
-            x = cuda.local.array(8, int32)
-            coef, coef_o = int32(0), int32(0)
-            if NTT:
-                coef = coefficient(windows, at_window, min(position, T - 1))
-                if clean:
-                    coef_o = coefficient(windows, at_other, min(position, T - 1))
+            address, x = ptx.shared_address(table, q * 4), cuda.local.array(8, int32)
             for piece in range(H // 16):
-                word = packed[uint64(at_e + piece * 32)]
-                word_o = packed[uint64(at_o + piece * 32)] if clean else word
+                word, word_o = packed[uint64(at_e + piece * 32)], packed[uint64(at_o + piece * 32)]
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
-                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f)
-                                              * factors[piece * 16 + (lane & 3) * 4 + k]))
-                    e, o = byte(word, k), byte(word_o, k)
-                    more, more_o = int32(0), int32(0)
+                    i = piece * 16 + q * 4 + k
+                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
+                    e, o, more, more_o = byte(word, k), byte(word_o, k), int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, shift, coef, piece * 16 + (lane & 3) * 4 + k)
-                        if clean:
-                            more_o = look_up(weights, overlay, seed, shift, coef_o, piece * 16 + (lane & 3) * 4 + k)[1]
+                        more, more_o = look_up(weights, overlay, seed, shift, mask, coef, coef_o, i)
                     x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
                     x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
@@ -1317,16 +1276,14 @@ def _embed_kernel(cfg, nz, card, clean):
 
 def _norm_kernel(cfg, nz, card, streams):
     """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
-    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
+    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
     H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
     # then 2^-21 of |p| changes no quotient
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
-    FACTORS, SUMMED = streams * H if MODE == 2 else 1, 0 if nz.silent else streams
-    BYTES, THREADS_OF_H = streams * H // 4, blocks(H, 256) * 256
-    vector = masked_vector(cfg, nz)
-    noise, factor, whole_factor = nz.noise, nz.factor, nz.whole
+    FACTORS, BYTES, THREADS_OF_H = streams * H if MODE == 2 else 1, streams * H // 4, blocks(H, 256) * 256
+    noise, factor, whole_factor, (_, vector) = nz.noise, nz.factor, nz.whole, pair_functions(cfg, nz)
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
     @card.device
@@ -1357,17 +1314,16 @@ def _norm_kernel(cfg, nz, card, streams):
     def norm(call, plan, weights, overlay, job, offset, stride, h, out, sb):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
-        t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p = call * PLAN
-        seed, mask = uint32(uint32(job[0] + job[1]) + uint32(offset + unit)), int32(job[2])
+        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        source = Source(plan, p, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset + unit)))
         whole = int32(1)
         for i in range(t, THREADS_OF_H, 256):
             if i < H:                                        # H is a multiple of 32: so for whole warps
-                table[i], table[H + i] = vector(weights, overlay, plan, p, seed, i, mask)
-                even, odd = vector(weights, overlay, plan, p + 4, seed, i, mask)
+                table[i], table[H + i] = vector(source, 0, 0, i)
+                even, odd = vector(source, 4, 0, i)
                 table[2 * H + i], table[3 * H + i] = shared_bias(even), shared_bias(odd)
-                for s in range(SUMMED):
-                    stream = uint32(seed + uint32(plan[p + 12 + 2 * s]))
+                for s in range(streams):
+                    stream = uint32(source.seed + uint32(plan[p + 12 + 2 * s]))
                     entry = overlay[plan[p + 13 + 2 * s] + i]
                     whole = int32(whole & whole_factor(entry))
                     table[AT_C + s * H + i] = input_coefficient(entry, stream, i)
@@ -1381,36 +1337,34 @@ def _norm_kernel(cfg, nz, card, streams):
         if warp < 2 * LENGTH:
             member, row = warp // LENGTH, int64(unit) * (2 * LENGTH) + warp + (lane >> 2)
             at = (row >> 3) * (2 * H) + lane
-            sums = cuda.local.array(6, int32)
-            x = cuda.local.array(4, int32)
+            x, sums, totals = cuda.local.array(4, int32), cuda.local.array(6, int32), cuda.local.array(2, int32)
+            means, reciprocals = cuda.local.array(2, int32), cuda.local.array(2, float32)
             for i in range(6):
                 sums[i] = 0
-            total0, total1 = int32(0), int32(0)
+            totals[0], totals[1] = 0, 0
             for piece in range(H // 16):
-                total0 = int32(total0 + sizes(h[uint64(at + piece * 32)]))
-                total1 = int32(total1 + sizes(h[uint64(at + 2 * H + piece * 32)]))
-            mean0 = int32(max(int32(uint32(quad_sum(total0)) // uint32(H)), int32(1)))
-            mean1 = int32(max(int32(uint32(quad_sum(total1)) // uint32(H)), int32(1)))
-            # so that a quotient is never below the whole number that it is
-            above = float32(1 + 2.0 ** -22)
-            reciprocal0, reciprocal1 = float32(above / float32(mean0)), float32(above / float32(mean1))
+                for half in range(2):
+                    totals[half] = int32(totals[half] + sizes(h[uint64(at + half * (2 * H) + piece * 32)]))
+            for half in range(2):
+                means[half] = int32(max(int32(uint32(quad_sum(totals[half])) // uint32(H)), int32(1)))
+                # so that a quotient is never below the whole number that it is
+                reciprocals[half] = float32(float32(1 + 2.0 ** -22) / float32(means[half]))
             address = ptx.shared_address(table, (lane & 3) * 4)
             at_w = address + member * (4 * H)
             for piece in range(H // 16):
                 w, b = ptx.load_shared4(at_w + piece * 64), ptx.load_shared4(at_w + 8 * H + piece * 64)
                 for half in range(2):
                     word = h[uint64(at + half * (2 * H) + piece * 32)]
-                    mean, reciprocal = (mean0, reciprocal0) if half == 0 else (mean1, reciprocal1)
                     for k in range(4):
-                        x[k] = normed(int32(byte(word, k) * w[k]), mean, reciprocal, b[k])
+                        x[k] = normed(int32(byte(word, k) * w[k]), means[half], reciprocals[half], b[k])
                     word = pack4(x[0], x[1], x[2], x[3])
                     out[uint64(at + half * (2 * H) + piece * 32)] = word
                     if whole:
-                        for s in range(SUMMED):
+                        for s in range(streams):
                             c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
                             sums[3 * half + s] = ptx.dp4a(word, c4, sums[3 * half + s])
                     else:
-                        for s in range(SUMMED):
+                        for s in range(streams):
                             c = ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
                             for k in range(4):
                                 f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
@@ -1446,7 +1400,7 @@ def _attention_kernel(cfg, nz, card):
     H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
     LENGTH, POSITIONS, TILE = padded_length(cfg), value_length(cfg), attention_tile(cfg)
     MOST, COPIES, LIMBS, LOWEST = exp_entries(cfg) - 1, exp_copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
-    EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 8, H if MODE == 2 else 1, TILE // 2
+    EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 32, H if MODE == 2 else 1, TILE // 2
     BELOW_ONE = 1 - 2.0 ** -22
     MANY = LENGTH > 64                                       # more than one tile
     SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
@@ -1454,7 +1408,7 @@ def _attention_kernel(cfg, nz, card):
     WARPS = min(4, LENGTH // 16)
     # blocks of a multiprocessor: so many as registers allow
     ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
-    factor, input_coefficient, input_term, four = nz.factor, nz.input_coefficient, nz.input_term, load4(nz)
+    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
 
     @card.device
     def fetch(to, k, v, member, step, per_head, tiles, t):
@@ -1475,13 +1429,10 @@ def _attention_kernel(cfg, nz, card):
         """s[4 j ...] = products of the query with the keys at shared address `at`: of this lane for load_matrix4."""
         for j in range(0, TILE // 8, 2):
             if j < 4 or wide:
-                c, d = (int32(0), int32(0), int32(0), int32(0)), (int32(0), int32(0), int32(0), int32(0))
+                c, d = ZEROS, ZEROS
                 for i in range(D // 32):
                     b = ptx.load_matrix4(int32(at + j * (8 * D) + i * 256))
-                    c = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[0], b[1], c[0],
-                                   c[1], c[2], c[3])
-                    d = ptx.mma_s8(query[4 * i], query[4 * i + 1], query[4 * i + 2], query[4 * i + 3], b[2], b[3], d[0],
-                                   d[1], d[2], d[3])
+                    c, d = ptx.mma_s8(query[i], b[0], b[1], c), ptx.mma_s8(query[i], b[2], b[3], d)
                 for e in range(4):
                     s[4 * j + e], s[4 * j + 4 + e] = c[e], d[e]
 
@@ -1491,54 +1442,46 @@ def _attention_kernel(cfg, nz, card):
         for j in range(TILE // 8):
             if j < 4 or wide:
                 for e in range(2):
-                    c = first + 8 * j + e
-                    tops[0] = int32(max(tops[0], s[4 * j + e])) if c <= position else tops[0]
-                    tops[1] = int32(max(tops[1], s[4 * j + 2 + e])) if c <= position + 8 else tops[1]
+                    for half in range(2):
+                        known = first + 8 * j + e <= position + 8 * half
+                        tops[half] = int32(max(tops[half], s[4 * j + 2 * half + e])) if known else tops[half]
 
     @card.device
-    def weigh(s, top0, top1, dens, exp, copy, first, position, wide):
+    def weigh(s, tops, dens, exp, copy, first, position, wide):
         """Scores become weights, whose sums are added to dens."""
         for j in range(TILE // 8):
             if j < 4 or wide:
                 for e in range(2):
-                    c = first + 8 * j + e
-                    d = uint32(min(uint32(int32(top0 - int32(s[4 * j + e] >> int32(SHIFT)))), uint32(MOST)))
-                    w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
-                    w = w if c <= position else int32(0)
-                    s[4 * j + e] = w
-                    dens[0] = int32(dens[0] + w)
-                    d = uint32(min(uint32(int32(top1 - int32(s[4 * j + 2 + e] >> int32(SHIFT)))), uint32(MOST)))
-                    w = exp[uint32(uint32(d * uint32(COPIES)) + uint32(copy))]
-                    w = w if c <= position + 8 else int32(0)
-                    s[4 * j + 2 + e] = w
-                    dens[1] = int32(dens[1] + w)
+                    for half in range(2):
+                        below = int32(tops[half] - int32(s[4 * j + 2 * half + e] >> int32(SHIFT)))
+                        w = exp[uint32(uint32(min(uint32(below), uint32(MOST)) * uint32(COPIES)) + uint32(copy))]
+                        w = w if first + 8 * j + e <= position + 8 * half else int32(0)
+                        s[4 * j + 2 * half + e] = w
+                        dens[half] = int32(dens[half] + w)
 
     @card.device
     def split(limbs, s, wide):
-        """The byte limbs of the weights as A fragments: limbs[(group of 32 * 3 + limb) * 4 + ...]."""
+        """The byte limbs of the weights as A fragments: limbs[group of 32 * 3 + limb]."""
         for g in range(TILE // 32):
             if g == 0 or wide:
                 for n in range(LIMBS):
                     pick = n * 0x11 + 0x40
                     for i in range(4):
                         m = g * 16 + (i >> 1) * 8 + (i & 1) * 2
-                        limbs[(g * 3 + n) * 4 + i] = ptx.byte_permute(ptx.byte_permute(s[m], s[m + 1], pick),
-                                                                      ptx.byte_permute(s[m + 4], s[m + 5],
-                                                                                       pick), 0x5410)
+                        low, high = ptx.byte_permute(s[m], s[m + 1], pick), ptx.byte_permute(s[m + 4], s[m + 5], pick)
+                        limbs[g * 3 + n, i] = ptx.byte_permute(low, high, 0x5410)
 
     @card.device
     def weighted(limbs, at, wide):
         """Sums of weights times values of 8 channels, whose values of the tile are at a shared address (of this
         lane)."""
-        r = (int32(0), int32(0), int32(0), int32(0))
-        v = ptx.load_matrix4(at)
+        r, v = ZEROS, ptx.load_matrix4(at)
         for i in range(LIMBS):
-            m = (LIMBS - 1 - i) * 4
+            n = LIMBS - 1 - i
             r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
-            r = ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[0], v[1], r[0], r[1], r[2], r[3])
+            r = ptx.mma_u8s8(limbs[n], v[0], v[1], r)
             if TILE == 64 and wide:
-                m += 12
-                r = ptx.mma_u8s8(limbs[m], limbs[m + 1], limbs[m + 2], limbs[m + 3], v[2], v[3], r[0], r[1], r[2], r[3])
+                r = ptx.mma_u8s8(limbs[3 + n], v[2], v[3], r)
         return r
 
     @card.device
@@ -1556,7 +1499,7 @@ def _attention_kernel(cfg, nz, card):
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
         """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
         rows."""
-        c = four(at_c)
+        c = ptx.load_shared4(at_c)
         x = cuda.local.array(4, int32)
         for half in range(2):
             for k in range(4):
@@ -1597,7 +1540,8 @@ def _attention_kernel(cfg, nz, card):
         at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
         at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
         at_v = base + BYTES + lane * 16
-        query, s, limbs = cuda.local.array(QUERY, int32), cuda.local.array(SCORES, int32), cuda.local.array(24, int32)
+        s, query, limbs = (cuda.local.array(SCORES, int32), cuda.local.array((QUERY, 4), int32),
+                           cuda.local.array((6, 4), int32))
         high, low = cuda.local.array(SUMS, int32), cuda.local.array(SUMS, int32)
         tops, dens, sums = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         reciprocals = cuda.local.array(2, float32)
@@ -1616,20 +1560,19 @@ def _attention_kernel(cfg, nz, card):
                 if r == 0:
                     tops[0], tops[1], dens[0], dens[1] = int32(LOWEST), int32(LOWEST), 0, 0
                     for i in range(D // 32):
-                        where = at + (head * (D // 16) + 2 * i) * 32
-                        query[4 * i], query[4 * i + 1] = queries[uint64(where)], queries[uint64(where + 2 * H)]
-                        query[4 * i + 2] = queries[uint64(where + 32)]
-                        query[4 * i + 3] = queries[uint64(where + 2 * H + 32)]
+                        for k in range(4):
+                            where = at + (head * (D // 16) + 2 * i) * 32 + (k & 1) * (2 * H) + (k >> 1) * 32
+                            query[i, k] = queries[uint64(where)]
                     for i in range(SUMS):
                         high[i], low[i] = 0, 0
                 scores(s, query, at_k + here, wide)
                 if r < tiles:
                     largest(s, tops, column, position, wide)
                 if r == tiles - 1:
-                    tops[0], tops[1] = int32(quad_max(tops[0]) >> int32(SHIFT)), int32(quad_max(tops[1])
-                                                                                       >> int32(SHIFT))
+                    for half in range(2):
+                        tops[half] = int32(quad_max(tops[half]) >> int32(SHIFT))
                 if r >= tiles - 1:
-                    weigh(s, tops[0], tops[1], dens, exp, copy, column, position, wide)
+                    weigh(s, tops, dens, exp, copy, column, position, wide)
                     split(limbs, s, wide)
                     if MANY:
                         for d in range(D // 8):
@@ -1666,18 +1609,17 @@ class Members(Pass):
 
     def __init__(self, cfg, packing, card, silent):
         super().__init__(cfg)
-        nz, none, add = build_noise(cfg, silent), build_noise(cfg, True), self.add
+        nz, add = build_noise(cfg, silent), self.add
+        self.embed = add(_embed_kernel(cfg, nz, card))
         self.norms = {streams: add(_norm_kernel(cfg, nz, card, streams)) for streams in (1, 3)}
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
-        shared = list(self.kernels)
-        self.embed, self.head = add(_embed_kernel(cfg, nz, card, False)), add(head_kernel(cfg, nz, card))
+        self.clean_kernels, self.head = list(self.kernels), add(head_kernel(cfg, nz, card))
         self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
-        of_step, self.kernels = self.kernels, shared
-        self.clean_embed = add(_embed_kernel(cfg, none, card, True), losses=AF64)
-        self.clean_head = add(head_kernel(cfg, none, card, self.head.shape), losses=AF64, exps=AF64)
-        self.kernels, self.clean_kernels = of_step, self.kernels
+        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, self.head.shape), losses=AF64,
+                                 exps=AF64)
+        self.clean_kernels.append(self.clean_head)
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
         used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
@@ -1696,8 +1638,9 @@ class Members(Pass):
         rows = blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
         members, shapes = blocks(rows, padded_length(cfg)), [kernel.shape for kernel in self.full.values()]
         spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for shape in shapes)
-        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=rows * H,
-                               keys=(rows + 64) * H, values=members * H * value_length(cfg), spill=max(spill, 4)))
+        out, end = ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
+                               values=members * H * value_length(cfg), spill=max(spill, 4)))
+        out["keys"] = (out["queries"][0] + rows * H, out["queries"][1])      # behind the queries
         return out, rows, end
 
     def launch(self, plan, tables, pairs, scratch, clean=False, **given):
@@ -1711,22 +1654,22 @@ class Members(Pass):
         def norm(call, streams):
             self.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=call, out=n)
 
-        def product(kernel, call, name, layer, x, matrices=1):
+        def product(kernel, call, name, layer, x, matrices=1, **out):
             tiles = blocks(rows, 64 * kernel.shape.RG)
             kernel(min(tiles, processors // matrices) * matrices, THREADS, given, call=call, at=self.at[name, layer],
-                   tiles=tiles, x=x)
+                   tiles=tiles, x=x, **out)
 
         def mlp(calls, up, down, layer):
             product(self.up, calls.up, up, layer, n)
             product(self.full["down"], calls.down, down, layer, given["u"])
 
-        embed, head = (self.clean_embed, self.clean_head) if clean else (self.embed, self.head)
-        embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed)
+        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed, each=2 if clean else 1,
+                   width=self.cfg.SEQ_LEN + 1 if clean else self.cfg.WINDOW, losses=given["losses"].view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            product(self.full["qkv"], layer.qkv, "w_q", i, n, 3)
+            product(self.full["qkv"], layer.qkv, "w_q", i, n, 3, h=given["queries"])
             self.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), given, call=layer.sums_o, a=n)
             product(self.full["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
@@ -1734,6 +1677,7 @@ class Members(Pass):
         norm(plan.ln_f, 1)
         if self.drawn and not clean:
             self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
+        head = self.clean_head if clean else self.head
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
              exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
              at_tiles=self.at_clean if clean else self.at["embedding", 0])

@@ -18,9 +18,10 @@ from model import optimizers
 from model import parameters
 from model import rules
 from kernels import muon
-from kernels.rules import TARGET, build_noise
+from kernels.parts import A8, A32, AU32, pack4, quad_sum, wgmma_descriptor
+from kernels.rules import TARGET, build_noise, device
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
-                         proxy_fence, shared_address, wgmma_descriptor_strides, wgmma_done, wgmma_fence, wgmma_s8)
+                         proxy_fence, shared_address, wgmma_done, wgmma_fence, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
@@ -89,20 +90,11 @@ def plan(cfg):
     return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, blocks)), int(rows[:, HIGH].max()))
 
 
-device = cuda.jit(device=True, inline="always")
-
-
 @device
 def mixed(x):
     """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
     x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x85EBCA6B))
     return uint32(uint32(x ^ uint32(x >> uint32(13))) * uint32(0xC2B2AE35))
-
-
-@device
-def low_bytes(a, b, c, d):
-    return uint32(byte_permute(byte_permute(int32(a), int32(b), 0x0040), byte_permute(int32(c), int32(d), 0x0040),
-                               0x5410))
 
 
 @device
@@ -126,8 +118,7 @@ def ones(fit):
     return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
 
 
-A1, F1, B1, S1, U1 = (types.Array(t, 1, "C") for t in (int32, float32, uint8, int8, uint32))
-A2, F2 = types.Array(int32, 2, "C"), types.Array(float32, 2, "C")
+F1, B1, A2, F2 = (types.Array(t, n, "C") for t, n in ((float32, 1), (uint8, 1), (int32, 2), (float32, 2)))
 
 
 @device
@@ -139,12 +130,15 @@ def place(rows, row, n):
 
 
 @device
-def fetch(to, operand, at):
-    """This thread's share of half a stage: TILE rows of DEPTH values from word `at` on, 512 bytes of each eight
-    rows."""
+def fetch(to, operand, plain_at, signed_at, step):
+    """This thread's share of a stage: TILE plain and TILE signed rows of DEPTH values, which begin at these words in
+    step 0; 512 bytes of each eight rows."""
     t = cuda.threadIdx.x
-    for i in range(4):
-        copy_async16(int32(to + (t + i * THREADS) * 16), operand, at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
+    for side in range(2):
+        at = (signed_at if side else plain_at) + step * (DEPTH * 2)
+        for i in range(4):
+            copy_async16(int32(to + side * (STAGE // 2) + (t + i * THREADS) * 16), operand,
+                         at + ((t >> 5) + 4 * i) * (SPLIT * 2) + (t & 31) * 4)
 
 
 @device
@@ -162,7 +156,8 @@ def operands_kernel(cfg):
     def four_draws(x):
         """The noise of four consecutive n as the bytes of a word; x: seed + n + index * 0x9e3779b9."""
         if gaussian:
-            return low_bytes(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0), noise(x + uint32(3), 0))
+            return uint32(pack4(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0),
+                                noise(x + uint32(3), 0)))
         a, b, c, d = mixed(x), mixed(uint32(x + uint32(1))), mixed(uint32(x + uint32(2))), mixed(uint32(x + uint32(3)))
         # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
         low = byte_permute(int32(a), int32(b), 0x6240), byte_permute(int32(c), int32(d), 0x6240)
@@ -215,8 +210,10 @@ def operands_kernel(cfg):
 
 def products_kernel(wgmma):
     """The kernel of the matrices' votes; `wgmma`: by the instruction of cc 9.0."""
-    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
-    strides = wgmma_descriptor_strides(DEPTH)
+    product, products_done, descriptor = wgmma_s8(TILE), wgmma_done(TILE), wgmma_descriptor(DEPTH)
+    # a thread's sums lie in so many tiles of plain rows by 8 signed ones, the former so many rows apart: of a warp's
+    # quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
+    TALL, WIDE, APART = (2, 16, 64) if wgmma else (4, 8, 16)
 
     def products(tiles, operand, rows, start, votes):
         """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
@@ -235,8 +232,7 @@ def products_kernel(wgmma):
         base = shared_address(sm, 0)
         for ahead in range(2):
             if ahead < steps:
-                fetch(base + ahead * STAGE, operand, plain_at + ahead * (DEPTH * 2))
-                fetch(base + ahead * STAGE + STAGE // 2, operand, signed_at + ahead * (DEPTH * 2))
+                fetch(base + ahead * STAGE, operand, plain_at, signed_at, ahead)
             copy_commit()
         lane, warp = t & 31, t >> 5
         g, q = lane >> 2, lane & 3
@@ -244,11 +240,9 @@ def products_kernel(wgmma):
         plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
         signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
         signed_lane += STAGE // 2
-        # mma.sync: 4 x 8 tiles of 16 x 8, a warp's quarter of the block
-        acc = cuda.local.array((4, 8, 4), int32)
-        upper, lower = cuda.local.array(64, int32), cuda.local.array(64, int32)          # wgmma: 64 plain rows each
-        for i in range(4):
-            for j in range(8):
+        acc = cuda.local.array((TALL, WIDE, 4), int32)
+        for i in range(TALL):
+            for j in range(WIDE):
                 for k in range(4):
                     acc[i, j, k] = 0
         slot = int32(0)
@@ -258,21 +252,18 @@ def products_kernel(wgmma):
                 proxy_fence()
             cuda.syncthreads()
             if step + 2 < steps:
-                to = base + (slot + 2 if slot == 0 else slot - 1) * STAGE
-                fetch(to, operand, plain_at + (step + 2) * (DEPTH * 2))
-                fetch(to + STAGE // 2, operand, signed_at + (step + 2) * (DEPTH * 2))
+                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
             copy_commit()
             here = base + slot * STAGE
             if wgmma:
-                high = int64(uint32(here & 0x3FFFF) >> uint32(4)) | strides
-                low, both = high + (64 * DEPTH >> 4), high + (TILE * DEPTH >> 4)
+                plain_rows = descriptor(here)
+                signed_rows = plain_rows + (TILE * DEPTH >> 4)
                 wgmma_fence()
-                product(upper, high, both, int32(step))      # step 0 begins the sums
-                product(lower, low, both, int32(step))
-                product(upper, high + 16, both + 16, int32(1))
-                product(lower, low + 16, both + 16, int32(1))
-                products_done(upper)
-                products_done(lower)
+                for k in range(DEPTH // 32):
+                    for i in range(TALL):
+                        product(acc[i], plain_rows + i * (64 * DEPTH >> 4) + 16 * k, signed_rows + 16 * k, 1)
+                for i in range(TALL):
+                    products_done(acc[i])
             else:
                 for k in range(DEPTH // 32):
                     for i in range(4):
@@ -281,8 +272,7 @@ def products_kernel(wgmma):
                             b = load_matrix4(int32(here + signed_lane + j * (16 * DEPTH) + k * 256))
                             for half in range(2):
                                 c = acc[i, 2 * j + half]
-                                c[0], c[1], c[2], c[3] = mma_s8(a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
-                                                                c[0], c[1], c[2], c[3])
+                                c[0], c[1], c[2], c[3] = mma_s8(a, b[2 * half], b[2 * half + 1], c)
             slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
@@ -293,23 +283,13 @@ def products_kernel(wgmma):
         at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
                                              tiles[tile, COLS])
         p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
-        if wgmma:
+        for i in range(TALL):
             for half in range(2):
-                for j in range(16):
+                for j in range(WIDE):
                     for k in range(2):
-                        if 8 * half < p and 8 * j + k < s:
-                            cuda.atomic.add(votes, at + half * down + j * right + k * one, upper[4 * j + 2 * half + k])
-                        if 8 * half + 64 < p and 8 * j + k < s:
-                            cuda.atomic.add(votes, at + (half + 8) * down + j * right + k * one,
-                                            lower[4 * j + 2 * half + k])
-        else:
-            for i in range(4):
-                for half in range(2):
-                    for j in range(8):
-                        for k in range(2):
-                            if 16 * i + 8 * half < p and 8 * j + k < s:
-                                cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one,
-                                                acc[i, j, 2 * half + k])
+                        if APART * i + 8 * half < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + (APART // 8 * i + half) * down + j * right + k * one,
+                                            acc[i, j, 2 * half + k])
 
     return products
 
@@ -349,9 +329,7 @@ def vectors_kernel(pairs):
                 back[e] = dp4a(int32(x & minus), y, back[e])
             here += 32
         for e in range(EIGHTS):
-            total = int32(forth[e] - back[e])
-            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
-            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 2))
+            total = quad_sum(int32(forth[e] - back[e]))
             if lane & 3 == 0 and total != 0:
                 cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
@@ -475,12 +453,12 @@ def rescale_kernel(cfg):
 def build(cfg, wgmma):
     """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: see products_kernel."""
     return {
-        "operands": (operands_kernel(cfg), (A2, U1, A1, int32, int32, A1)),
-        "products": (products_kernel(wgmma), (A2, A1, int32, int32, A1)),
-        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A1, A1, int32, int32, int32, A1)),
-        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A1, F1, S1, F2, B1, A1)),
-        "rescale": (rescale_kernel(cfg), (B1, S1)),
-    } | ({"seen": (seen_kernel(cfg), (A1, A2, S1, U1, A1))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
+        "operands": (operands_kernel(cfg), (A2, AU32, A32, int32, int32, A32)),
+        "products": (products_kernel(wgmma), (A2, A32, int32, int32, A32)),
+        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A32, A32, int32, int32, int32, A32)),
+        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A32, F1, A8, F2, B1, A32)),
+        "rescale": (rescale_kernel(cfg), (B1, A8)),
+    } | ({"seen": (seen_kernel(cfg), (A32, A2, A8, AU32, A32))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
 
 
 def window_bytes(cfg):

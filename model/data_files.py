@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def _largest(tokens):
 
 
 def _need_decodable(tokens, path, decoding, decoding_file):
-    largest = _largest(tokens)
-    if largest >= len(decoding):
+    if (largest := _largest(tokens)) >= len(decoding):
         raise DataError(f"{path} holds token {largest}, but {decoding_file} only has {len(decoding)}: the files of one "
                         "`python egg.py prepare` belong together, keep them so")
 
@@ -196,11 +195,10 @@ def text(decoding, tokens):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
-class Validation(NamedTuple):
-    """Held-out windows. engine.validate(windows) gives (nats, number of targets) for them."""
-    windows: np.ndarray      # int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1]: inputs row[:-1], targets row[1:]
-    n_bytes: int             # bytes the targets stand for; without a decoding the number of targets
-    unit: str                # "bits/byte" or "bits/token"
+class Validation(namedtuple("Validation", "windows n_bytes unit")):
+    """Held-out windows: int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1], inputs row[:-1], targets row[1:]; n_bytes: that
+    the targets stand for (their number without a decoding); unit: "bits/byte" or "bits/token".
+    engine.validate(windows) gives (nats, number of targets)."""
 
     def bits(self, nats):
         """`nats`, summed over all targets, in `unit`."""
@@ -223,9 +221,9 @@ def held_out(cfg, tokens, path, decoding, most=0):
     length = min(cfg.VALIDATE_WINDOW or cfg.SEQ_LEN, tokens.size - 1)
     if decoding is not None:
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
-    all_windows = (tokens.size - 1) // length
-    wanted = min(all_windows, max(1, most // length)) if most else all_windows
-    starts = np.arange(wanted) * all_windows // wanted * length
+    whole = (tokens.size - 1) // length
+    wanted = min(whole, max(1, most // length)) if most else whole
+    starts = np.arange(wanted) * whole // wanted * length
     windows = np.stack([tokens[s:s + length + 1] for s in starts]).astype(np.int32)
     if decoding is None:
         return Validation(windows, wanted * length, "bits/token")

@@ -1,7 +1,7 @@
 """The constants of the update (SPEC 9) and the rates by token; the rules themselves are in `model.rules`."""
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
@@ -14,25 +14,15 @@ MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
 
 
-class Optimizer(NamedTuple):
-    """float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON, or ZTEST (lr is then
-    the smallest vote that moves a weight, a whole number)."""
-    rule: int
-    lr: float
-    beta1: float
-    one_less_beta1: float
-    beta2: float
-    one_less_beta2: float
-    eps: float
-    decay: float
-    momentum: float
-    size: float
+# float32 constants of the update; rule: ADAMW, SGD (lr is then the factor of a vote), MUON (size is then the length of
+# a step), or ZTEST (lr is then the smallest vote that moves a weight, a whole number)
+Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size")
 
 
 def least_vote(cfg, alpha):
     """int: the size that the votes of about a share `alpha` of the weights exceed by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
-    import statistics
+    import statistics               # here, because a coordinator starts without it
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
     return -(-t * math.isqrt(cfg.N_PAIRS) * (256 if cfg.USE_CLT else 1) // 16)
 
@@ -41,16 +31,15 @@ def constants(cfg, lr, t):
     """The Optimizer constants of one Tensor for what cfg.learning_rate gives."""
     rule = MUON if cfg.USE_MUON and t.hidden else {"adamw": ADAMW, "sgd": SGD, "ztest": ZTEST}[cfg.OPTIMIZER]
     scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
-    rate = np.float32(np.float32(lr) * np.float32(scale)) if scale != 1.0 else np.float32(lr)
+    rate = np.float32(lr) * np.float32(scale)
     if rule == SGD:
         rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
     elif rule == ZTEST:
         rate = np.float32(least_vote(cfg, lr))
-    b1, b2 = np.float32(cfg.ADAM_BETA1), np.float32(cfg.ADAM_BETA2)
-    one = np.float32(1)
-    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, np.float32(cfg.ADAM_EPS),
-                     np.float32(cfg.ADAM_WEIGHT_DECAY),
-                     np.float32(cfg.MUON_MOMENTUM), np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
+    one, b1, b2, eps, decay, momentum, size = map(np.float32, (
+        1, cfg.ADAM_BETA1, cfg.ADAM_BETA2, cfg.ADAM_EPS, cfg.ADAM_WEIGHT_DECAY, cfg.MUON_MOMENTUM, MUON_SIZE))
+    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, eps, decay, momentum,
+                     size * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 
 def reads_data(cfg):

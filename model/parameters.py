@@ -5,12 +5,14 @@
 import functools
 import hashlib
 import math
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
 
 from model import optimizers
-from model.rules import INITIAL_SEED, first_seed, uniform_noise
+from model.rules import uniform_noise
+from model.seeds import INITIAL_SEED, first_seed
 
 
 class Param(NamedTuple):
@@ -22,7 +24,7 @@ class Param(NamedTuple):
     start: object = None    # initial value of a vector; None: random draws
     per_layer: bool = False
     lr_scale: float = 1.0   # factor on the learning rate
-    looked_up: bool = False  # a table whose columns are looked up; the transformer's embedding is multiplied as well
+    multiplied: bool = True  # activations are multiplied by it: not by a matrix that is only looked up in
     needs: str = ""         # constant without which (0) the model does not have it
 
 
@@ -31,9 +33,9 @@ H, H4, V, BYTE = "H", "4H", "V", "256"
 TABLE = (
     Param("embedding", (H, V), 0, H),
     Param("emb_bias", (H,), 50, 51, 0, lr_scale=0.1),
-    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
-    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
-    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, looked_up=True, needs="NTT_MODE"),
+    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
+    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
+    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
     Param("ln_init", (H,), 500, 501, 16),
     Param("ln_init_bias", (H,), 502, 503, 0),
     Param("w_emb_mlp_up", (H, H4), 510, 511),
@@ -56,7 +58,7 @@ TABLE = (
     Param("ln_f_bias", (H,), 910, 911, 0),
 )
 GRU_TABLE = (
-    Param("embedding", (H, V), 10, 11, looked_up=True),
+    Param("embedding", (H, V), 10, 11, multiplied=False),
     Param("head", (H, V), 20, 21),
     Param("ln_1", (H,), 100, 101, 16, True),
     Param("w_f", (H, H), 200, 201, None, True),
@@ -73,33 +75,16 @@ GRU_TABLE = (
 LAYER_SEED = 1000           # seed distance of two layers
 
 
-class Tensor(NamedTuple):
-    """One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`."""
-    param: int              # index into the table
-    name: str
-    layer: int
-    rows: int               # inputs; 1 for a vector
-    cols: int               # outputs; the width of a vector
-    matrix: bool
-    weights: int            # first element in State.weights and in the optimizer arrays
-    seed_a: int             # added to a member's seed: stream of the output side (vector: first stream)
-    seed_b: int             # stream of the input side (vector: second stream)
-    overlay_a: int          # first entry in State.overlay that scales stream a
-    overlay_b: int          # ... that scales stream b (vector: the same as overlay_a)
-    lr_scale: float
-    per_layer: bool
-    product: bool           # activations are multiplied by it: every matrix that is not only looked up in
-    hidden: bool            # a matrix from hidden units to hidden units: those that Muon moves
-    by_token: bool          # a table with a column for every token
-
-    @property
-    def size(self):
-        return self.rows * self.cols
-
-    @property
-    def seen(self):
-        """Whether SEEN_VOTES applies. Not to the recurrent model's head: every window teaches it about all tokens."""
-        return self.name == "embedding"
+# One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`. param: index into the
+# table; rows: inputs, 1 for a vector; cols: outputs, or the width of a vector; size: rows * cols; weights: first
+# element in State.weights and in the optimizer arrays; seed_a, seed_b: added to a member's seed, streams of the output
+# and of the input side (vector: first and second stream); overlay_a, overlay_b: first entry in State.overlay that
+# scales stream a or b (vector: the same); looked_up: its columns are; product: activations are multiplied by it;
+# hidden: a matrix from hidden units to hidden units, which Muon moves; by_token: a table with a column for every token;
+# seen: SEEN_VOTES applies, not to the recurrent model's head, which every window teaches about all tokens.
+Tensor = namedtuple("Tensor", (
+    "param name layer rows cols size matrix weights seed_a seed_b overlay_a overlay_b lr_scale per_layer looked_up "
+    "product hidden by_token seen"))
 
 
 def table(cfg):
@@ -113,23 +98,23 @@ def tensors(cfg):
     for i, p in enumerate(table(cfg)):
         if p.needs and not getattr(cfg, p.needs):
             continue
-        layers, matrix = cfg.N_LAYERS if p.per_layer else 1, len(p.shape) == 2
-        rows, cols = [1] * (not matrix) + [widths[symbol] for symbol in p.shape]
-        # overlay order is row, then col; the "row" of what is looked up is the token or byte, which is its output side
-        lookup = p.b == H
-        first, second = (cols, rows) if lookup else (rows, cols)
+        layers, matrix, lookup = cfg.N_LAYERS if p.per_layer else 1, len(p.shape) == 2, p.b == H
+        rows, cols = ([1] + [widths[symbol] for symbol in p.shape])[-2:]
+        # overlay order is row, then col; the "row" of what is looked up is the token or byte, which is its output side;
+        # a vector has the second array alone, for both its streams
+        first, second = (cols, rows) if lookup else (rows if matrix else 0, cols)
+        product = matrix and p.multiplied
         for layer in range(layers):
-            base = overlay + layer * first
-            after = overlay + layers * first + layer * second
-            side_a, side_b = (base, after) if lookup else (after, base)
-            if not matrix:
-                side_a = side_b = overlay + layer * cols
-            seed_a, product = p.a + LAYER_SEED * layer, matrix and not p.looked_up
-            seed_b = (p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer
-            out.append(Tensor(i, p.name, layer, rows, cols, matrix, weights, seed_a, seed_b, side_a, side_b, p.lr_scale,
-                              p.per_layer, product, product and V not in p.shape, V in p.shape))
+            base, after = overlay + layer * first, overlay + layers * first + layer * second
+            seed_a, seed_b = p.a + LAYER_SEED * layer, (p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer
+            out.append(Tensor(
+                param=i, name=p.name, layer=layer, rows=rows, cols=cols, size=rows * cols, matrix=matrix,
+                weights=weights, seed_a=seed_a, seed_b=seed_b, overlay_a=base if lookup else after,
+                overlay_b=base if matrix and not lookup else after, lr_scale=p.lr_scale, per_layer=p.per_layer,
+                looked_up=lookup or not p.multiplied, product=product, hidden=product and V not in p.shape,
+                by_token=V in p.shape, seen=p.name == "embedding"))
             weights += rows * cols
-        overlay += layers * (first + second if matrix else cols)
+        overlay += layers * (first + second)
     return out
 
 
@@ -176,6 +161,14 @@ def check_state(state):
         raise ValueError("it holds mean squares below 0")
     if min(state.weights.min(), state.overlay.min(initial=0)) < -127:
         raise ValueError("it holds a weight or noise scale of -128")
+
+
+def from_raw(cfg, raw, step, seed):
+    """The State in the bytes of weights, moments and overlay. Raises ValueError, see `check_state`."""
+    n, raw = n_weights(cfg), np.frombuffer(raw, np.int8)
+    state = State(cfg, raw[:n], raw[n:13 * n].view("<f4").reshape(-1, 3), raw[13 * n:], step, seed)
+    check_state(state)
+    return state
 
 
 def initial_state(cfg):
@@ -241,55 +234,53 @@ def _applied(columns, x):
 
 def describe(cfg):
     """str: a table of the parameters, then what model, optimizer and a step take."""
-    rows, arrays = [("component", "dimensions", "parameters", "layers", "total", "size")], tensors(cfg)
+    n, T, members, arrays = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE, tensors(cfg)
+    rows = [("component", "dimensions", "parameters", "layers", "total", "size")]
     for t in (t for t in arrays if t.layer == 0):
         count = cfg.N_LAYERS if t.per_layer else 1
         rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
                      str(count) if t.per_layer else "", f"{count * t.size:,}", _bytes(count * t.size)))
-    n, T, members = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE
     rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
              .rstrip() for row in rows]
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
 
-    bytes_ = " (bytes)" if cfg.VOCAB_SIZE == 256 else ""
+    tokens = f"{cfg.VOCAB_SIZE:,} tokens{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}"
+    token = products_per_token(cfg)
     if cfg.MODEL == "gru":
-        token = products_per_token(cfg)
-        model = (f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.VOCAB_SIZE:,} tokens{bytes_}; "
-                 f"windows of {T}")
+        model = f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {tokens}; windows of {T}"
         work = f"{token:,} multiply-adds"
         if cfg.STATE_TOKENS:
-            work += f", and {cfg.STATE_TOKENS / T / cfg.GROUP_SIZE:.0%} more for the state a window begins with"
-            token *= 1 + cfg.STATE_TOKENS / T / cfg.GROUP_SIZE
+            more = cfg.STATE_TOKENS / T / cfg.GROUP_SIZE
+            work += f", and {more:.0%} more for the state a window begins with"
+            token *= 1 + more
     else:
         # scores and weighted values over (T + 1) / 2 positions on average
         attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)
-        token = products_per_token(cfg) + attention
         model = (f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, "
-                 f"{cfg.VOCAB_SIZE:,} tokens{bytes_}; head and embedding are one matrix")
-        work = f"{products_per_token(cfg):,} multiply-adds in matrices, {attention:,} in attention"
-    packed = -(-cfg.CHUNK_SIZE // 10), -(-cfg.N_PAIRS // 5)        # five pairs a byte
+                 f"{tokens}; head and embedding are one matrix")
+        work = f"{token:,} multiply-adds in matrices, {attention:,} in attention"
+        token += attention
     sides = [sorted((t.rows, t.cols)) for t in arrays if optimizers.constants(cfg, 1.0, t).rule == optimizers.MUON]
     muon = optimizers.MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
-    falling = ", ".join(f"{shift} from step {step:,}" for step, shift in cfg.SIGMA_SCHEDULE)
+    falling, contexts = (", ".join(f"{value} from step {step:,}" for step, value in schedule)
+                         for schedule in (cfg.SIGMA_SCHEDULE, cfg.SOFT_TARGETS))
     facts = (
         ("model", model),
         ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
         *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
         *([("noise", f"SIGMA_SHIFT {cfg.SIGMA_SHIFT}, then {falling}")] if falling else []),
+        *([("targets", f"{cfg.TARGETS} a position; context in tokens: {contexts}")] if contexts else []),
         ("a token", work),
         ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = "
                    f"{members * T:,} tokens"),
         ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
-        ("on the wire", f"{cfg.N_CHUNKS} results of {packed[0]:,} bytes of fitness, then {packed[1]:,} bytes to every "
-                        "worker"))
-    return "\n".join(lines + [""] + [f"{name:12}{fact}" for name, fact in facts])
+        ("on the wire", f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_SIZE // 10):,} bytes of fitness, then "
+                        f"{-(-cfg.N_PAIRS // 5):,} bytes to every worker"))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], "", *(f"{name:12}{fact}" for name, fact in facts)])
 
 
 def _bytes(n):
-    for size, unit in (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"
+    return next((f"{n / size:.2f} {unit}" for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+                 if n >= size), f"{n} B")

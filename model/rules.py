@@ -5,36 +5,21 @@ A rule is a plain function of scalars, built with a compiler and its arithmetic:
 result is cast, because numba's own rules of promotion differ between its targets.
 """
 
+from collections import namedtuple
 from types import SimpleNamespace
-from typing import Callable, NamedTuple
 
 import numpy as np
 
-
-class Arithmetic(NamedTuple):
-    """The operations of a target. Floats are float32, IEEE, rounded once to nearest, never contracted."""
-    i32: Callable               # casts; integers wrap
-    u32: Callable
-    f32: Callable
-    trunc: Callable = None      # int32 of a float32, toward zero, saturating
-    trunc_64th: Callable = None  # int32 / 64, toward zero
-    divide: Callable = None     # divide(p, d): int32 p / int32 d, toward zero, for |p| < 2^23 and d > 0
-    log2_floor: Callable = None  # of a positive int64
-    sqrt: Callable = None
-    fma: Callable = None
-    add: Callable = None
-    sub: Callable = None
-    mul: Callable = None
-    div: Callable = None
-
-
+# The operations of a target besides casts; integers wrap, floats are IEEE, rounded once to nearest, never contracted.
+# trunc: int32 of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32
+# d, toward zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
+Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div")
+i32, u32, f32, i64, u64 = np.int32, np.uint32, np.float32, np.int64, np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
 
 
-def draw_rules(jit, target, gaussian):
+def draw_rules(jit, gaussian):
     """Random numbers (SPEC 2); gaussian: DEVICE_GAUSSIAN or HOST_GAUSSIAN."""
-    i32, u32 = target.i32, target.u32
-
     @jit
     def hash32(seed, i):
         """uint32; seed and i are taken modulo 2^32."""
@@ -63,9 +48,8 @@ def draw_rules(jit, target, gaussian):
 
 def factor_rules(jit, target, mode):
     """What the noise-scale overlay makes of noise (SPEC 4); mode: ADAPTIVE_NOISE_MODE."""
-    i32, u32, f32, trunc, trunc_64th, sqrt, fma = (
-        target.i32, target.u32, target.f32, target.trunc, target.trunc_64th, target.sqrt, target.fma)
-    hash32 = draw_rules(jit, target, 0).hash32
+    trunc, trunc_64th, sqrt, fma = target.trunc, target.trunc_64th, target.sqrt, target.fma
+    hash32 = draw_rules(jit, 0).hash32
 
     @jit
     def sixty_fourths(overlay):
@@ -130,7 +114,7 @@ def factor_rules(jit, target, mode):
 def loss_rule(jit, target, exact):
     """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units. Of several targets (only then):
     the distances of their logits from the largest are added up, and `unit_of_distance` is 256 / targets."""
-    i64, u32, u64, log2_floor = np.int64, np.uint32, np.uint64, target.log2_floor
+    log2_floor = target.log2_floor
 
     @jit
     def loss(total, top, target, bit, unit, unit_of_distance):
@@ -154,7 +138,7 @@ def loss_rule(jit, target, exact):
 
 def norm_rules(jit, target):
     """Clips and divisions of both models (SPEC 5, 7, 8)."""
-    i32, f32, trunc, divide = target.i32, target.f32, target.trunc, target.divide
+    trunc, divide = target.trunc, target.divide
 
     @jit
     def clip(x):
@@ -193,8 +177,7 @@ def norm_rules(jit, target):
 
 def update_rules(jit, target):
     """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
-    i32, f32, fma, add, sub, mul, div, sqrt = (
-        target.i32, target.f32, target.fma, target.add, target.sub, target.mul, target.div, target.sqrt)
+    fma, add, sub, mul, div, sqrt = target.fma, target.add, target.sub, target.mul, target.div, target.sqrt
 
     @jit
     def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
@@ -242,7 +225,7 @@ def update_rules(jit, target):
 
 def sampling_rules(jit, target):
     """The choice of a token (SPEC 10)."""
-    f32, trunc, sub, div, i64 = target.f32, target.trunc, target.sub, target.div, np.int64
+    trunc, sub, div = target.trunc, target.sub, target.div
 
     @jit
     def score(z, seen, penalty):
@@ -259,27 +242,6 @@ def sampling_rules(jit, target):
 
 
 # --- on the host -----------------------------------------------------------------------------------------------------
-
-INITIAL_SEED = 42
-
-
-def hash32(seed, i):
-    """`draw_rules` in Python ints, without its casts: to open a history is to hash once a step."""
-    x = seed + i * 0x9E3779B9 & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return x ^ x >> 16
-
-
-def first_seed(cfg):
-    """Seed of step 0. The hash is one to one: no two islands have the same, with NOISE_REUSE = 1 at any step."""
-    return hash32(INITIAL_SEED, cfg.ISLAND_SEED) if cfg.ISLAND_SEED else INITIAL_SEED
-
-
-def next_seed(seed, step, reuse=1):
-    """Seed of step + 1 from the seed of `step`, which is kept for `reuse` steps (0: for ever)."""
-    return seed if not reuse or (step + 1) % reuse else hash32(seed, step + 1)
-
 
 def uniform_noise(draws, mask, gaussian):
     """int8 noise from an array of uint32 draws: `draw_rules`, of all at once."""

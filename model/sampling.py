@@ -1,23 +1,22 @@
 """The settings of generation in the units of the kernels, and its random numbers (SPEC 10)."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
-from model.rules import hash32
+from model.seeds import hash32
 
 
-class Sampling(NamedTuple):
-    temp: np.float32        # 0 is greedy
-    floor: int              # smallest trunc((z - top) / temp) that is kept
-    penalty: np.float32     # logit units taken once from every token seen
+# temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept; penalty float32: logit units
+# taken once from every token seen
+Sampling = namedtuple("Sampling", "temp floor penalty")
 
 
 def settings(cfg, temp=None, min_p=None, penalty=None):
     """Sampling settings in the kernels' units; None: the configuration's. Penalty in nats."""
-    temp, min_p, penalty = (default if given is None else given for given, default in
-                            ((temp, cfg.SAMPLING_TEMP), (min_p, cfg.SAMPLING_MIN_P),
-                             (penalty, cfg.SAMPLING_PRESENCE_PENALTY)))
+    temp = cfg.SAMPLING_TEMP if temp is None else temp
+    min_p = cfg.SAMPLING_MIN_P if min_p is None else min_p
+    penalty = cfg.SAMPLING_PRESENCE_PENALTY if penalty is None else penalty
     unit = np.float32(cfg.SOFTMAX_EXP_SCALE)
     floor = int(np.float32(np.log(np.float32(min_p))) * unit) if min_p > 0 else -(1 << 31)
     return Sampling(np.float32(temp), floor, np.float32(penalty * cfg.SOFTMAX_EXP_SCALE))

@@ -1,23 +1,21 @@
 """Soft targets (SPEC 7): a position is scored against the token that follows it and against tokens that follow the same
 context elsewhere in the training data. Most of the noise in a pair's loss difference is which token happened to
-follow. NumPy, without devices or sockets."""
+follow."""
 
 import os
 import threading
+from collections import namedtuple
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import numpy as np
 
 from model import rules
+from model.seeds import hash32
 
 
-class Followers(NamedTuple):
-    """What follows every context in the data. The tokens after the context of the token at place p are
-    tokens[first[p]:first[p] + size[p]], in ascending order."""
-    first: np.ndarray       # uint32 [n]
-    size: np.ndarray        # uint32 [n], at least 1
-    tokens: np.ndarray      # as the data [n]
+# What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of
+# the token at place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
+Followers = namedtuple("Followers", "first size tokens")
 
 
 def followers(cfg, tokens, context):
@@ -49,11 +47,10 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     if known is None:
         return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
-    at %= len(tokens)
+    size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
     seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
-    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
-    which = random.reshape(pairs, T, drawn) % known.size[at][..., None] + known.first[at][..., None]
-    return np.concatenate([cut, known.tokens[which].reshape(pairs, -1).astype(np.int32)], 1)
+    random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
 
 
 class Tables:

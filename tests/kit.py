@@ -34,7 +34,7 @@ from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
 from model import integer_tables
 from model import parameters
-from model import rules
+from model import seeds
 from model import state_digest
 from tools.debug import Reading
 
@@ -58,10 +58,15 @@ def population_fitness(cfg, losses):
     return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
-def loss_of(reading, window, seed, sign):
+def member_reading(cfg, state, member, kind=Reading):
+    """The plain reading of a member of the State's step."""
+    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
+
+
+def loss_of(reading, window):
     """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
     cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
-    z = reading.logits(window[:-1], seed, sign)
+    z = reading.logits(window[:-1])
     total = 0
     for row, target in zip(z, window[1:]):
         q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
@@ -186,14 +191,20 @@ class FakeEngine:
         assert first % 2 == count % 2 == 0 and count > 0
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
-        x = rules.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        x = seeds.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
         return (x % 1000).astype(np.int64)
+
+    def begin(self, first, count):
+        pass
+
+    def begin_update(self, fitness):
+        return False
 
     def update(self, fitness):
         assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = rules.next_seed(self.seed, self.step), self.step + 1
+        self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
     def validate(self, windows):
@@ -651,6 +662,12 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
+def path_of(forward):
+    """Of the CUDA engine's forward pass, the noisy pass's name: "Hopper" and "Narrow" are one class."""
+    name = type(forward._noisy).__name__
+    return name if name != "Fused" else "Hopper" if forward._noisy.hopper else "Narrow"
+
+
 def kernels_of(constants, cc):
     """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", of these the "forward" pass,
     and of it the "noisy" one."""
@@ -856,7 +873,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = rules.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 

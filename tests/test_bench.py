@@ -2,6 +2,7 @@
 
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
     from engine import cuda_engine
     monkeypatch.setattr(cuda_engine, "CudaEngine", Gpu)
     monkeypatch.setattr(cuda_engine, "update_times", lambda engine, fitness: {"votes": 1.5, "rest": 0.25})
-    monkeypatch.setattr(cuda_engine, "memory", lambda: (1 << 30, 8 << 30))
+    monkeypatch.setattr(cuda_engine, "memory", lambda: SimpleNamespace(free=7 << 30, total=8 << 30))
     bench.bench_engine(CFG, np.zeros(1000, np.uint8), "cuda:0", None)
     out = capsys.readouterr().out
     noise, = re.findall(r"noise costs (.*)% of evaluation", out)

@@ -46,8 +46,10 @@ CHANGED = {
                "DEVICE_GAUSSIAN=0", "SOFTMAX_EXP_SCALE=6", "LR_SCHEDULE=0:0.5,200:0.25,500:0.125,1500:0.0625",
                "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS=",
                "ADAM_BETA1=0.9"),
-    "best": ("LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01", "SOFT_TARGETS="),
-    "best-bytes": ("LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
+    "best": ("CHUNK_SIZE=32768", "LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01",
+             "SOFT_TARGETS="),
+    "best-bytes": ("CHUNK_SIZE=65536",
+                   "LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
                    "11000:0.025,13500:0.0125", "SOFT_TARGETS=")}
 
 
@@ -388,7 +390,7 @@ def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
     from engine import cuda_engine
     of_verb = cuda_engine.kernels(egg_config.make(), (9, 0), CARDS[9, 0] * 1024, types.uint32)[2]
     made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
-    cuda_engine._compile_together(made, (9, 0))
+    cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():
         library = kernel_cache.read(path)._codelibrary
         cubin, = library._cubin_cache.values()
@@ -411,7 +413,7 @@ assert "engine.quick_numba" not in sys.modules
 with cuda_engine.quickly():
     pass
 cuda_engine.hardware.cores, os.fork = lambda: 8, None
-cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0))
+cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0), 0.0)
 """
 
 

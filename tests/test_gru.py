@@ -12,15 +12,15 @@ from engine import cpu_engine
 from tools import debug
 from cluster import history
 from model import fitness_digits
-from model import integer_tables
 from model import optimizers
 from model import parameters
 from model import rules
+from model import seeds
 import egg_net
 from tools import prepare
 from tools import train
 import kit
-from tools.debug import drawn, hashes, truncated, wrap
+from tools.debug import Reading
 
 COMPILED = "compiled_gru"                                    # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -28,97 +28,6 @@ SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256,
              ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0,
              FAST_FITNESS=1,
              OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
-
-
-class Reading:
-    """The rules of engine.cpu_gru for one member of a State, token by token: sign +1 or -1, or 0 for the unperturbed
-    model; int64 throughout."""
-
-    def __init__(self, cfg, state, seed=0, sign=0):
-        self.cfg, self.state, self.seed, self.sign = cfg, state, seed, sign
-        self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
-        self.h = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
-
-    def noise(self, stream, count):
-        return drawn(hashes(self.seed + stream, range(count)), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN)
-
-    def factor(self, at, stream, count):
-        overlay, mode = self.state.overlay[at:at + count].astype(np.float32), self.cfg.ADAPTIVE_NOISE_MODE
-        if mode == 2:
-            tail = (hashes(self.seed + stream + 100000,
-                           range(count)).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
-            return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
-        return np.clip(overlay, 0, 64) / np.float32(64) if mode else np.ones(count, np.float32)
-
-    def sides(self, t):
-        """(noise A with its factor, noise B, factor of B)."""
-        a = truncated(self.noise(t.seed_a, t.cols).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, t.cols))
-        return a, self.noise(t.seed_b, t.rows), self.factor(t.overlay_b, t.seed_b, t.rows)
-
-    def stored(self, t):
-        flat = self.state.weights[t.weights:t.weights + t.size]
-        return (parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat).astype(np.int64)
-
-    def vector(self, name, layer=0):
-        t = self.tensors[name, layer]
-        p = (self.noise(t.seed_a, t.cols) * self.noise(t.seed_b, t.cols)).astype(np.float32)
-        p = p * self.factor(t.overlay_a, t.seed_a, t.cols)
-        return np.clip(self.stored(t) + (truncated(p) * self.sign >> self.cfg.SIGMA_SHIFT_VECTOR), -127, 127)
-
-    def product(self, name, layer, x):
-        t = self.tensors[name, layer]
-        y = x @ self.stored(t)
-        if self.sign:
-            a, b, f = self.sides(t)
-            s = wrap(truncated((x * b).astype(np.float32) * f).sum())
-            y = wrap(y + (wrap(s * a * self.sign) >> self.cfg.FIXED_POINT + self.cfg.SIGMA_SHIFT))
-        return np.clip(y // (2 ** self.cfg.FIXED_POINT * math.isqrt(t.rows)), -127, 127)
-
-    def norm(self, name, layer, x):
-        return np.clip(x * self.vector(name, layer) // max(1, abs(x).sum() // x.size), -127, 127)
-
-    def embedded(self, token):
-        t = self.tensors["embedding", 0]
-        e = self.stored(t)[:, token]
-        if self.sign:
-            own, hidden = self.noise(t.seed_a, token + 1)[-1], self.noise(t.seed_b, t.rows)
-            p = np.float32(own) * hidden.astype(np.float32) * self.factor(t.overlay_a + token, t.seed_a,
-                                                                          1)[0] if self.cfg.ADAPTIVE_NOISE_MODE != 2 \
-                else (own * hidden).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, token + 1)[-1]
-            e = e + (truncated(p * self.factor(t.overlay_b, t.seed_b,
-                                               t.rows)) * self.sign >> self.cfg.FIXED_POINT + self.cfg.SIGMA_SHIFT)
-        return np.clip(e, -127, 127)
-
-    def logits(self, token):
-        """int64 [V] after one more token."""
-        if token == 0:
-            self.h[:] = 0
-        x = self.embedded(token)
-        for layer in range(self.cfg.N_LAYERS):
-            h, n = self.h[layer], self.norm("ln_1", layer, x)
-            f = np.clip(self.product("w_f", layer, n) + self.product("u_f", layer, h) + self.vector("b_f", layer),
-                        -127, 127)
-            p = (f + 127) * h >> 8
-            c = np.clip(self.product("w_h", layer, n) + self.product("u_h", layer, p) + self.vector("b_h", layer),
-                        -127, 127)
-            self.h[layer] = h = h + ((f + 127) * (c - h) >> 8)
-            x = np.clip(x + h, -127, 127)
-            u = self.product("w_up", layer, self.norm("ln_2", layer, x))
-            x = np.clip(x + self.product("w_down", layer, np.maximum(u, 0) if self.cfg.MLP_RELU else u), -127, 127)
-        return self.product("head", 0, self.norm("ln_f", 0, x))
-
-    def read(self, tokens):
-        """int64 [tokens, V]: the logits after each."""
-        return np.array([self.logits(int(token)) for token in tokens])
-
-    def loss(self, window):
-        """LOSS = "exact" in float64 from the integer table, which fixed point must meet within a unit a token."""
-        cfg, exp, total = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), 0.0
-        for row, target in zip(self.read(window[:-1]), window[1:]):
-            q = exp[np.minimum(exp.size - 1, row.max() - row)].sum()
-            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT)
-            total += 256 * (row.max() - row[target])
-        return total
 
 
 def random_config(rng, **more):
@@ -154,11 +63,11 @@ def test_losses_are_those_of_the_plain_reading(seed):
     engine.load(state)
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
-        pair, before = member // 2, cfg.STATE_TOKENS
-        clean, reading = Reading(cfg, state), Reading(cfg, state, state.seed + pair, 1 - 2 * (member % 2))
-        clean.read(windows[pair, :before])
-        reading.h[:] = clean.h
-        assert abs(loss - reading.loss(windows[pair, before:])) <= cfg.SEQ_LEN, member
+        before, window = np.split(windows[member // 2], [cfg.STATE_TOKENS])
+        clean, reading = Reading(cfg, state), kit.member_reading(cfg, state, member)
+        clean.hidden(before)
+        reading.carried = clean.carried
+        assert abs(loss - kit.loss_of(reading, window)) <= cfg.SEQ_LEN, member
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,7 +75,7 @@ def test_logits_token_by_token_and_at_once(seed):
     """What validation and generation read, through a reset in the middle."""
     cfg = egg_config.make(**random_config(np.random.default_rng(20 + seed)))
     engine, tokens = cpu_engine.CpuEngine(cfg), np.array([5, 17, 250, 3, 0, 9, 77, 200], np.int32)
-    want, read = Reading(cfg, engine.state()).read(tokens), engine._model.reader(engine._w, 8)
+    want, read = Reading(cfg, engine.state()).logits(tokens), engine._model.reader(engine._w, 8)
     for token, logits in zip(tokens, want):
         assert np.array_equal(read(np.array([token], np.int32))[:cfg.VOCAB_SIZE], logits)
     assert np.array_equal(engine._model.reader(engine._w, 8)(tokens)[:cfg.VOCAB_SIZE], want[-1])
@@ -181,10 +90,10 @@ def test_generation_is_greedy_on_the_state():
     cfg = egg_config.make(**SMALL)
     engine, reading = cpu_engine.CpuEngine(cfg), Reading(cfg, parameters.initial_state(cfg))
     got = list(engine.generate([5, 17, 250], 20, seed=1, temp=0, penalty=0))
-    token = reading.read([5, 17, 250])[-1].argmax()
+    token = reading.logits([5, 17, 250])[-1].argmax()
     for said in got:
         assert said == token
-        token = reading.logits(int(token)).argmax()
+        token = reading.logits([token])[0].argmax()
     assert len(got) == 20
 
 
@@ -203,8 +112,8 @@ def test_ztest_moves_what_is_significant(clt):
         total = 0
         for q in np.flatnonzero(fitness):
             reading = Reading(cfg, state, state.seed + int(q))
-            a = reading.noise(tensor.seed_a, tensor.cols)
-            b = reading.noise(tensor.seed_b, tensor.rows if tensor.matrix else tensor.cols)
+            a = reading.noise(tensor.seed_a, np.arange(tensor.cols))
+            b = reading.noise(tensor.seed_b, np.arange(tensor.rows if tensor.matrix else tensor.cols))
             a, b = (a, b) if clt else (np.sign(a), np.sign(b))
             total = total + int(fitness[q]) * (np.outer(b, a) if tensor.matrix else a * b)
         want[tensor.weights:tensor.weights + tensor.size] = parameters.to_canonical(total) if tensor.matrix else total
@@ -248,11 +157,11 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
 
 
 def test_noise_is_kept():
-    kept = [rules.INITIAL_SEED]
+    kept = [seeds.INITIAL_SEED]
     for step in range(8):
-        kept.append(rules.next_seed(kept[-1], step, 3))
+        kept.append(seeds.next_seed(kept[-1], step, 3))
     assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
-    assert rules.next_seed(42, 6, 0) == 42 != rules.next_seed(42, 6) == rules.hash32(42, 7)
+    assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
 
 
 def test_fast_fitness_is_the_sign():
@@ -405,7 +314,7 @@ def test_which_path_serves():
                                 (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Narrow"),
                                 ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Narrow")):
         forward = gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
-        assert type(forward._noisy).__name__ == name, (constants, cc)
+        assert kit.path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
         gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
 
@@ -508,12 +417,24 @@ def test_drawn_configurations_are_good():
         egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
 
 
-def test_debugging_is_the_transformers():
-    cfg = egg_config.make(**SMALL)
-    with pytest.raises(egg_config.EggError, match="reads the transformer alone"):
-        debug.trace(cfg, parameters.initial_state(cfg), np.zeros(100, np.uint8))
-    with pytest.raises(egg_config.ConfigError, match="DEBUG = 1: says nothing to MODEL = gru"):
-        egg_config.make(**SMALL, DEBUG=1)
+def test_a_trace_shows_the_recurrent_model():
+    """Every part of member 0 at one position, from the state that the tokens before the window make."""
+    cfg, rng = egg_config.make(**SMALL, DEBUG=1), np.random.default_rng(4)
+    state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(np.uint8)
+    told = debug.trace(cfg, state, tokens)
+    layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]
+    assert [part["name"] for part in told["parts"]] == ["Emb", *layer, *layer, "LN_F"]
+    assert len(told["weights"]) == len(parameters.tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
+    window = rules.windows(cfg, tokens, 0, 0, 1)[0][:-1]
+    clean, member = Reading(cfg, state), kit.member_reading(cfg, state, 0)
+    for token in window[:cfg.STATE_TOKENS]:
+        clean.hidden([token])
+    member.carried = clean.carried
+    for token in window[cfg.STATE_TOKENS:]:
+        last = member.hidden([token])[0]
+    assert debug.statistics(last).items() <= told["parts"][-1].items()
+    assert debug.statistics(member.carried[1]).items() <= told["parts"][8].items()
+    assert [len(debug.describe(told, lambda text, name: text))] == [len(told["parts"] + told["weights"])]
 
 
 @pytest.mark.gpu

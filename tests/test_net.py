@@ -19,11 +19,12 @@ import egg_config
 from cluster import history
 from model import fitness_digits
 from model import parameters
-from model import rules
+from model import seeds
 import egg_net
 from tools import train
 from cluster import session
 from cluster import wire
+from cluster.worker import Worker, due
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, NOTHING, RESULT, VALIDATION
 from kit import (CFG, GOOD, HERE, FakeEngine, Lines, Peer, Server, begin_together, coordinator_process, expected,
                  filled, free_port, result_frame, until, whole, work_in_thread)
@@ -140,7 +141,7 @@ def test_requests_are_held_and_woken(tmp_path):
         for position in mine:
             a.result(0, position)
         seed, step, _, packed = late.answer()
-        assert step == 1 and seed == rules.next_seed(42, 0) and \
+        assert step == 1 and seed == seeds.next_seed(42, 0) and \
             fitness_digits.unpack_ternary(packed, CFG.N_PAIRS).all()
 
 
@@ -248,8 +249,8 @@ def test_a_late_worker_catches_up(tmp_path):
 
 def test_the_first_samples_and_validations_come_early():
     for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
-        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
-        assert every or not egg_net.due(every, 0)
+        assert [step for step in range(1001) if due(every, step)][:len(steps)] == steps
+        assert every or not due(every, 0)
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
@@ -322,7 +323,7 @@ def serve_fake(engine, *responses):
 def test_the_worker_serves_a_coordinator_that_polls():
     """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
     engine = FakeEngine()
-    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), rules.next_seed(42, 0)
+    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), seeds.next_seed(42, 0)
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
                                   response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
                                   response(seed1, 1, NOTHING),
@@ -338,7 +339,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
-    seed1 = rules.next_seed(42, 0)
+    seed1 = seeds.next_seed(42, 0)
     catch_up = response(seed1, 1, 0, fitness_digits.pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
     engine = FakeEngine()
     assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
@@ -386,7 +387,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
         server.stop()
         thread.join(1.5)
         assert not thread.is_alive()
-    worker = egg_net.Worker(CFG, engine, None, None, None, False, None)
+    worker = Worker(CFG, engine, None, None, None, False, None)
     for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
         for _ in range(8):
             worker._measure(worker.slice, worker.slice / speed)
@@ -402,7 +403,7 @@ def test_history_keeps_every_step(tmp_path):
     run = history.open_run(CFG, tmp_path)
     seed = 42
     for k in range(150):
-        seed = rules.next_seed(seed, k)
+        seed = seeds.next_seed(seed, k)
     assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
     assert run.notices == []
     run.append(packed[0], 1 << 62, 1)

@@ -23,8 +23,13 @@ def hold_against_numpy():
         simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, init.ravel(), 0, init_stride, out.ravel(), 0, out.shape[1], k4)
 
     @njit(error_model="numpy")
+    def noisy_products(x, w, w_at, init, sums, noise, noise_stride, shift, out, k4):
+        simd.noisy_tile(x.ravel(), 1, x.shape[1], w, w_at, init, 5, sums, 2, noise.ravel(), 3, noise_stride,
+                        np.int32(shift), out.ravel(), 0, out.shape[1], k4)
+
+    @njit(error_model="numpy")
     def chains(x, w, out, count):
-        simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), out.ravel(), 0, out.shape[1], count)
+        simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), 0, out.ravel(), 0, out.shape[1], count)
 
     @njit(error_model="numpy")
     def dotted(x, x_at, w, w_at, count):
@@ -36,7 +41,7 @@ def hold_against_numpy():
 
     @njit(error_model="numpy")
     def summed(table, short, top, shift, z, z_at, count, out, out_at):
-        return simd.exp_sum(table, short, top, shift, z, z_at, count, out, out_at)
+        return simd.exp_sum(table, 0, short, top, shift, z, z_at, count, out, out_at, out.size)
 
     for k4 in (1, 2, 3, 8, 17, 64, 257):
         for low, high in ((0, 256), (255, 256)):                # extreme operands too: no sum of pairs may saturate
@@ -50,6 +55,13 @@ def hold_against_numpy():
                 columns = w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(np.int64)
                 plain = x[:, 1:1 + 4 * k4].astype(np.int64) @ columns
                 assert np.array_equal(out[:, :panel], plain + init[:, :panel]) and not out[:, panel:].any(), k4
+            init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(np.int32)
+                                 for shape in (panel + 5, rows + 2, (rows // 2, panel + 7)))
+            for stride, pair in (0, np.zeros(rows, int)), (panel + 7, np.arange(rows) // 2):
+                out = np.zeros((rows, panel + 3), np.int32)
+                noisy_products(x, packed, 7, init, sums, noise, stride, 9, out, k4)
+                added = (sums[2:, None] * noise[pair, 3:][:, :panel] >> np.int32(9)) + init[5:]     # int32, wraps
+                assert np.array_equal(out[:, :panel], added + plain.astype(np.int32)) and not out[:, panel:].any(), k4
     for count in (1, 5, 32, 100):
         x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, count + 2), (count, panel)))
         out, plain = np.zeros((rows, panel + 1), np.float32), np.zeros((rows, panel), np.float32)
@@ -71,7 +83,7 @@ def hold_against_numpy():
         assert np.array_equal(out, plain)
     for short in (0, 1):
         table = np.sort(rng.integers(0, 1 << 18, 256).astype(np.int32))[::-1].copy()
-        table[96 if short else 256:] = 0
+        table[95 if short else 256:] = 0
         for count, shift in itertools.product((1, 15, 16, 17, 100, 300), (0, 3)):
             z = rng.integers(-400 << shift, 1000 << shift, count + 20).astype(np.int32)
             z[5 % count + 2] = 1000 << shift

@@ -7,7 +7,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import rules, soft_targets
+from model import parameters, rules, seeds, soft_targets
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              LOSS="exact")
@@ -49,7 +49,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, 2)
-            drawn = [known[rules.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
+            drawn = [known[seeds.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
@@ -117,6 +117,11 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
     with pytest.raises(KeyError):
         tables.of(7)
     assert sorted(made) == [1, 2, 3]
+
+
+def test_the_architecture_names_the_targets():
+    cfg = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2), (30, 1)))
+    assert "\ntargets     8 a position; context in tokens: 2 from step 0, 1 from step 30\n" in parameters.describe(cfg)
 
 
 def test_a_table_that_the_memory_cannot_hold_is_refused():

@@ -25,7 +25,7 @@ from kernels import muon
 from model import transforms
 from tools import train
 from tools.debug import Reading
-from kit import CARDS, HERE, cluster, loss_of, random_config
+from kit import CARDS, HERE, cluster, loss_of, member_reading, path_of, random_config
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              VALIDATE_EVERY=0,
@@ -153,9 +153,8 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     engine.load(state)
     reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0,
-                           4).tolist() == [loss_of(reading, windows[p // 2], state.seed + p // 2,
-                                                   1 - 2 * (p % 2)) for p in range(4)]
+    assert engine.evaluate(0, 4).tolist() == [loss_of(member_reading(cfg, state, p, NttReading), windows[p // 2])
+                                              for p in range(4)]
     z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
     z -= z.max(1, keepdims=True)
     nats = (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), windows[0, 1:]]).sum()
@@ -456,6 +455,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
     assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in parameters.describe(cfg)
+    assert "targets" not in parameters.describe(cfg)
     engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()
@@ -467,9 +467,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
         windows = rules.windows(cfg, tokens, step, 0, 4)
         assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
         if cfg.MODEL == "transformer":
-            reading = Reading(cfg, state)
-            assert found[-1].tolist() == [loss_of(reading, windows[i // 2], state.seed + i // 2, 1 - 2 * (i & 1))
-                                          for i in range(8)]
+            assert found[-1].tolist() == [loss_of(member_reading(cfg, state, i), windows[i // 2]) for i in range(8)]
     assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
 
@@ -498,7 +496,7 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
     cfg = egg_config.load(preset, environ={})
     forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
     path = "Narrow" if cfg.HIDDEN_DIM < 256 else "Hopper"
-    assert (type(forward._noisy).__name__ == path) == (cfg.MODEL == "gru")
+    assert (path_of(forward) == path) == (cfg.MODEL == "gru")
 
 
 # --- rates and initial values by token -------------------------------------------------------------------------------

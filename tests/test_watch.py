@@ -283,7 +283,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in ("tensorboardX", "matplotlib.figure", "torch"):
+    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
     advice = f"{egg.pip()} install tensorboardX"
@@ -293,6 +293,9 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
     assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
+    assert egg.main(["import", "w", "--save-dir", "new"]) == 1
+    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements' / 'export.txt')}"
+    assert capsys.readouterr().err == f"egg: export and import need safetensors: `{advice}`\n"
     assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()
 
 
@@ -331,7 +334,7 @@ class Stream(io.StringIO):
 
 
 def charts(paths, x="tokens", log=False):
-    curves = plot.read_curves([str(p) for p in paths])
+    curves = [read_curve(p) for p in paths]
     made = [plot.Chart("validation", curves, x, log), plot.Chart("loss", curves, x, log)]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
 
@@ -767,6 +770,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
         assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
         assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
+        assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
         assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]

@@ -63,15 +63,13 @@ def _run(torch, cfg, data, device, until, batch, rate):
     """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation)."""
     text = torch.from_numpy(data.tokens.astype("i4")).to(device)
     held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
-    weights = _weights(torch, cfg, device)
-    learnt = [p for w in weights.values() for p in (w.parameters() if isinstance(w, torch.nn.Module) else [w])]
+    learnt, logits = _model(torch, cfg, device)
     optimizer = torch.optim.AdamW(learnt, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
     offsets = torch.arange(cfg.SEQ_LEN + 1, device=device)
 
     def loss_of(windows, reduction="mean"):
-        logits = _logits(torch, cfg, weights, windows[:, :-1])
-        targets = windows[:, 1:].flatten().long()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction=reduction)
+        found, targets = logits(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten().long()
+        return torch.nn.functional.cross_entropy(found, targets, reduction=reduction)
 
     def some_loss():
         return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
@@ -100,26 +98,22 @@ def _run(torch, cfg, data, device, until, batch, rate):
         yield step, seconds, mean, validation()
 
 
-def _weights(torch, cfg, device):
-    """{(name, layer): float32 parameter}: the arrays of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU
-    is in place of the gates of the recurrent model: it has three instead of two."""
+def _model(torch, cfg, device):
+    """(learnt float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
+    VOCAB_SIZE]). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
+    the gates of the recurrent model: it has three instead of two."""
+    functional, width, grus = torch.nn.functional, cfg.HIDDEN_DIM, []
     weights, start = {}, {p.name: p.start for p in parameters.table(cfg)}
     for t in parameters.tensors(cfg):
-        if t.name[:2] in ("u_", "b_") or t.name in ("w_f", "w_h"):
-            if t.name == "w_f":
-                weights["gru", t.layer] = torch.nn.GRU(cfg.HIDDEN_DIM, cfg.HIDDEN_DIM, batch_first=True)
-        else:
-            weights[t.name, t.layer] = torch.randn(t.rows, t.cols) * t.rows ** -0.5 if t.matrix else \
+        if t.name == "w_f":
+            grus.append(torch.nn.GRU(width, width, batch_first=True).to(device))
+        elif t.name[:2] not in ("u_", "b_") and t.name != "w_h":
+            values = torch.randn(t.rows, t.cols) * t.rows ** -0.5 if t.matrix else \
                 torch.full((t.cols,), start[t.name] / 16)
-    return {key: w.to(device) if key[0] == "gru" else w.to(device).requires_grad_() for key, w in weights.items()}
-
-
-def _logits(torch, cfg, weights, x):
-    """float32 [windows, tokens, VOCAB_SIZE] for the tokens x, int64 [windows, tokens]."""
-    functional, width = torch.nn.functional, (cfg.HIDDEN_DIM,)
+            weights[t.name, t.layer] = values.to(device).requires_grad_()
 
     def norm(h, name, layer=0):
-        return functional.rms_norm(h, width, weights[name, layer]) + weights.get((name + "_bias", layer), 0.0)
+        return functional.rms_norm(h, (width,), weights[name, layer]) + weights.get((name + "_bias", layer), 0.0)
 
     def mlp(h, ln, up, bias_up, down, bias_down, layer=0):
         u = norm(h, ln, layer) @ weights[up, layer] + weights.get((bias_up, layer), 0.0)
@@ -134,17 +128,20 @@ def _logits(torch, cfg, weights, x):
         even, odd, cos, sin = h[..., ::2], h[..., 1::2], angle.cos(), angle.sin()
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
-    h = functional.embedding(x, weights["embedding", 0].t())
-    if cfg.MODEL == "transformer":
-        h = h + weights["emb_bias", 0]
-        h = mlp(h, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
-    for layer in range(cfg.N_LAYERS):
-        n = norm(h, "ln_1", layer)
-        if cfg.MODEL == "gru":
-            h = h + weights["gru", layer](n)[0]
-        else:
-            q, k, v = (heads(n, name, layer) for name in ("w_q", "w_k", "w_v"))
-            a = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-            h = h + a.transpose(1, 2).flatten(2) @ weights["w_o", layer]
-        h = mlp(h, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", layer)
-    return norm(h, "ln_f") @ weights["head" if cfg.MODEL == "gru" else "embedding", 0]
+    def logits(x):
+        h = functional.embedding(x, weights["embedding", 0].t())
+        if not grus:
+            h = h + weights["emb_bias", 0]
+            h = mlp(h, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down")
+        for layer in range(cfg.N_LAYERS):
+            n = norm(h, "ln_1", layer)
+            if grus:
+                h = h + grus[layer](n)[0]
+            else:
+                q, k, v = (heads(n, name, layer) for name in ("w_q", "w_k", "w_v"))
+                a = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+                h = h + a.transpose(1, 2).flatten(2) @ weights["w_o", layer]
+            h = mlp(h, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", layer)
+        return norm(h, "ln_f") @ weights["head" if grus else "embedding", 0]
+
+    return [*weights.values(), *(p for gru in grus for p in gru.parameters())], logits

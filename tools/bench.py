@@ -2,7 +2,6 @@
 product, in one run. `--shapes`: a line for each of SHAPES.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -25,7 +24,7 @@ from tools import train
 ROUNDS = 5
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
-BYTES = egg_config.PRESETS["best-bytes"]
+BYTES = {**egg_config.PRESETS["best-bytes"], "CHUNK_SIZE": 65536}
 # What is measured by --shapes, and docs/BENCHMARKS.md lists: the constants that differ from those of this run.
 SHAPES = {
     "default": {},
@@ -38,7 +37,7 @@ SHAPES = {
     "H512-T128": dict(HIDDEN_DIM=512, N_LAYERS=8, SEQ_LEN=128, CHUNK_SIZE=8192),
     "H768": dict(HIDDEN_DIM=768, N_LAYERS=12, SEQ_LEN=128, VOCAB_SIZE=32768, CHUNK_SIZE=4096),
     "H1024": dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=12, SEQ_LEN=256, CHUNK_SIZE=2048),
-    "best": egg_config.PRESETS["best"],
+    "best": {**egg_config.PRESETS["best"], "CHUNK_SIZE": 32768},
     "gru-H64": {**BYTES, "HIDDEN_DIM": 64},
     "gru-H96": {**BYTES, "HIDDEN_DIM": 96},
     "gru-H128": {**BYTES, "HIDDEN_DIM": 128},
@@ -110,12 +109,9 @@ def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
     if device == "cpu" and per_token > MOST_FOR_CPU:
         return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
     tokens = _random_tokens(shape)
-    engine = engines.make(shape, tokens, device, threads)
-    if device == "cpu":
-        shape = _for_cpu(shape, engine)
-        engine = engines.make(shape, tokens, device, threads)
+    shape = _for_cpu(shape, tokens, threads) if device == "cpu" else shape
+    engine, fitness = engines.make(shape, tokens, device, threads), _fitness(shape)
     evaluation = _seconds(lambda: engine.evaluate(0, shape.CHUNK_SIZE))
-    fitness = _fitness(shape)
     update = _seconds(lambda: engine.update(fitness))
     speed = shape.CHUNK_SIZE * shape.SEQ_LEN / evaluation
     kind = engine.name.split()[1] if device == "cpu" else instruction      # "cpu vnni512 x2"
@@ -150,9 +146,10 @@ def bench_engine(cfg, tokens, device, threads):
     print(f"generation  {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)", flush=True)
     if not on_cpu:
         from engine import cuda_engine
-        kernels, (used, total) = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
+        kernels, memory = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
         print("kernels of the update, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kernels.items()))
-        print(f"device memory in use {used / 2**30:.2f} of {total / 2**30:.0f} GiB", flush=True)
+        used = (memory.total - memory.free) / 2**30
+        print(f"device memory in use {used:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)
 
 
 def evaluation_on_cpu(cfg, tokens, threads):
@@ -178,29 +175,30 @@ def evaluation_on_gpu(cfg, tokens, device):
     """Prints evaluation of a chunk with and without noise. Returns (engine, members of a chunk)."""
     from engine import cuda_engine
     number = int(device.partition(":")[2])
-    (_, peak), count, times = cuda_engine.card(number), cfg.CHUNK_SIZE * cfg.SEQ_LEN, []
-    for what, silent in ("evaluation", False), ("  no noise", True):
-        engine = cuda_engine.CudaEngine(cfg, tokens, number, silent=silent)
-        if not silent:
-            noisy_engine = engine
-            print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
-                  f"{peak / 1e12:.0f} TOP/s")
-        times.append(_seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE)))
-        speed = count / times[-1]
-        work = 2 * speed * parameters.products_per_token(cfg)
-        print(f"{what}  {speed / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the peak; "
-              f"{times[-1] * 1e3:.1f} ms for {count:,} tokens", flush=True)
-    print(f"noise costs {1 - times[1] / times[0]:.1%} of evaluation")
-    return noisy_engine, cfg.CHUNK_SIZE
+    (_, peak), count = cuda_engine.card(number), cfg.CHUNK_SIZE * cfg.SEQ_LEN
+
+    def evaluation(what, engine):
+        seconds = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
+        work = 2 * count / seconds * parameters.products_per_token(cfg)
+        print(f"{what}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
+              f"peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        return seconds
+
+    engine = cuda_engine.CudaEngine(cfg, tokens, number)
+    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+          f"{peak / 1e12:.0f} TOP/s")
+    noisy = evaluation("evaluation", engine)
+    silent = evaluation("  no noise", cuda_engine.CudaEngine(cfg, tokens, number, silent=True))
+    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
+    return engine, cfg.CHUNK_SIZE
 
 
 def bench_steps(cfg, tokens, device, threads):
     """Whole steps through a real coordinator and worker processes on this machine."""
     for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
         shape = egg_config.make(**{**cfg.constants(), **changes})
-        if device == "cpu" and not changes:
-            # a whole population would take minutes
-            shape = _for_cpu(shape, engines.make(shape, tokens, device, threads))
+        if device == "cpu" and not changes:                  # a whole population would take minutes
+            shape = _for_cpu(shape, tokens, threads)
         step, found = _whole_step(shape, tokens, device, threads, seconds)
         print(f"whole steps, {name}: " + (found if step is None else
               f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
@@ -228,9 +226,9 @@ def _whole_step(cfg, tokens, device, threads, seconds):
     return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, found
 
 
-def _for_cpu(cfg, engine):
-    """cfg with eight chunks that this engine evaluates in about 2 s."""
-    chunk = _members(engine, cfg, 0.25)
+def _for_cpu(cfg, tokens, threads):
+    """cfg with eight chunks that the CPU engine evaluates in about 2 s."""
+    chunk = _members(engines.make(cfg, tokens, "cpu", threads), cfg, 0.25)
     return egg_config.make(**{**cfg.constants(), "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
 
 
@@ -261,10 +259,9 @@ def _shape(cfg):
 
 
 def _print_machine():
-    names = []
-    with contextlib.suppress(OSError):
-        names = re.findall(r"(?m)^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[:1]
-    name = "".join(names) or platform.processor() or "unknown processor"
+    info = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
+    name = found[1] if found else platform.processor() or "unknown processor"
     print(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 

@@ -54,6 +54,12 @@ class Curve:
         last, tokens = self.loss[-1][:2] if self.loss else (0, 0.0)      # steps have equally many tokens
         return step, step * tokens / max(last, 1), self.loss[i - 1][2] if i else 0.0
 
+    def cut(self, step):
+        """Leaves what there was after so many completed steps."""
+        _cut(self.loss, step)
+        for points in self.validation, self.merges, self.rejuvenations:
+            _cut(points, step + 1)
+
     def add(self, event):
         """Raises one of INCOMPLETE."""
         kind = event["event"]
@@ -61,9 +67,7 @@ class Curve:
             step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
             value *= 1.0 if "unit" in event else self._bits
             self.loss_unit = str(event.get("unit", self.loss_unit))
-            _cut(self.loss, step)
-            _cut(self.merges, step + 1)
-            _cut(self.rejuvenations, step + 1)
+            self.cut(step)
             self.loss.append((int(step), tokens, (self.loss[-1][2] if self.loss else 0.0) + seconds, value))
         elif kind == "validation":
             step, tokens, value = _numbers(event, "step", "tokens", "value")
@@ -135,8 +139,10 @@ def _cut(points, step):
 class Thinned:
     """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles at need."""
 
-    def __init__(self, most):
+    def __init__(self, most, points=()):
         self.most, self.every, self.points, self._rest = most, 1, [], []
+        for point in points:
+            self.add(*point)
 
     def add(self, *point):
         self._rest.append(point)

@@ -1,6 +1,6 @@
 """Inside one member: a plain reading of the SPEC in NumPy, and statistics of what it computes and of the weights.
 
-The tests hold the engines against `Reading`, so it takes nothing from `model.rules`: hash, noise, factor, norms and
+The tests hold the engines against `Reading`, so of `model` it takes only hash and draw: factors, norms and
 products are written here once more, from the SPEC, the slow and obvious way. DEBUG=1 prints what it sees, with the
 names, columns and colours of d-eggs.
 """
@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from model import integer_tables, parameters, rules, transforms
+from model import integer_tables, parameters, rules, seeds, transforms
 from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports
@@ -21,7 +21,7 @@ SATURATED = 126            # a value of this size or more counts as saturated
 
 def wrap(x):
     """int64 values as int32 would hold them."""
-    return (np.asarray(x, np.int64) + 2 ** 31) % 2 ** 32 - 2 ** 31
+    return (x + 2 ** 31) % 2 ** 32 - 2 ** 31
 
 
 def truncated(f):
@@ -29,129 +29,120 @@ def truncated(f):
     return np.clip(np.trunc(f.astype(np.float64)), -2 ** 31, 2 ** 31 - 1).astype(np.int64)
 
 
-def hashes(seed, index):
-    """uint32: the hash of SPEC 2 over an array of indices."""
-    with np.errstate(over="ignore"):
-        x = np.uint32(seed & 0xFFFFFFFF) + np.atleast_1d(index).astype(np.uint32) * np.uint32(0x9E3779B9)
-        x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
-        x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
-        return x ^ x >> np.uint32(16)
-
-
-def drawn(r, mask, gaussian):
-    """int64: the noise of SPEC 2 from an array of hashes."""
-    def u(a, b):
-        sign = np.where(r >> np.uint32(a) & np.uint32(1), 1, -1)
-        return sign * (r >> np.uint32(b) & np.uint32(mask)).astype(np.int64)
-    return u(0, 1) + u(5, 6) + u(10, 11) if gaussian else u(0, 1)
+def clip(x):
+    return np.clip(x, -127, 127)
 
 
 class Reading:
-    """SPEC 4, 5, 7 for one member of a State: sign +1 or -1, or 0 for the unperturbed model; int64 throughout. After
-    every part comes see(layer, name, int64 [positions, width]), after attention see(layer, "Weights", [[int64
-    [context]] of every position] of every head)."""
+    """SPEC 4, 5, 7 and 13 for one member of a State: seed of its pair, sign +1 or -1, or 0 for the unperturbed model;
+    int64 throughout. After every part comes see(layer, name, int64 [positions, width]), after attention see(layer,
+    "Weights", [[int64 [context]] of every position] of every head). carried int64 [layers, HIDDEN_DIM]: the state with
+    which the recurrent model begins; it goes on."""
 
-    def __init__(self, cfg, state, see=lambda *_: None):
-        self.cfg, self.state, self.see, self.noise_shift = cfg, state, see, cfg.noise_shift(state.step)
+    def __init__(self, cfg, state, seed=0, sign=0, see=lambda *_: None):
+        self.cfg, self.state, self.seed, self.sign, self.see = cfg, state, seed, sign, see
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
+        self.shift, self.carried = cfg.noise_shift(state.step), np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
-    def noise(self, seed, index):
-        return drawn(hashes(seed, index), self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN)
+    def show(self, layer, name, values):
+        self.see(layer, name, values)
+        return values
 
-    def factor(self, at, seed, index):
-        overlay = self.state.overlay[at + np.asarray(index)].astype(np.float32)
+    def noise(self, stream, index):
+        draws = seeds.hash32(self.seed + stream, index)
+        return rules.uniform_noise(draws, self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
+
+    def factor(self, at, stream, index):
+        overlay = self.state.overlay[at + index].astype(np.float32)
         if self.cfg.ADAPTIVE_NOISE_MODE < 2:
             return np.clip(overlay, 0, 64) / np.float32(64) if self.cfg.ADAPTIVE_NOISE_MODE else np.ones_like(overlay)
-        tail = (hashes(seed + 100000, index).astype(np.float32) + np.float32(1)) / np.float32(4294967296)
-        return (overlay + np.float32(127)) / np.float32(255) / np.sqrt(tail)
+        tail = seeds.hash32(self.seed + stream + 100000, index).astype(np.float32)
+        return (overlay + np.float32(127)) / np.float32(255) / np.sqrt((tail + np.float32(1)) / np.float32(4294967296))
 
-    def matrix(self, t):
-        return parameters.from_canonical(self.state.weights[t.weights:t.weights + t.size], t.rows,
-                                         t.cols).astype(np.int64)
+    def stored(self, t):
+        flat = self.state.weights[t.weights:t.weights + t.size]
+        return (parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat).astype(np.int64)
 
-    def vector(self, name, layer, seed, sign):
+    def vector(self, name, layer=0):
         t = self.tensors[name, layer]
-        i, v = np.arange(t.cols), self.state.weights[t.weights:t.weights + t.cols].astype(np.int64)
-        if not sign:
-            return v
-        p = (self.noise(seed + t.seed_a, i) * self.noise(seed + t.seed_b, i)).astype(np.float32)
-        return v + (truncated(p * self.factor(t.overlay_a, seed + t.seed_a, i)) * sign >> self.cfg.SIGMA_SHIFT_VECTOR)
+        i = np.arange(t.cols)
+        p = (self.noise(t.seed_a, i) * self.noise(t.seed_b, i)).astype(np.float32)
+        p = truncated(p * self.factor(t.overlay_a, t.seed_a, i))
+        v = self.stored(t) + (p * self.sign >> self.cfg.SIGMA_SHIFT_VECTOR)
+        return clip(v) if self.cfg.MODEL == "gru" else v
 
-    def product(self, name, layer, seed, sign, x, down=False):
+    def product(self, name, layer, x, fold=False):
+        """x [positions, inputs] times a matrix. fold: four inputs of noise share a running integer."""
         t = self.tensors[name, layer]
-        y = (x.astype(np.float64) @ self.matrix(t)).astype(np.int64)          # exact: sums are far below 2^53
-        if not sign:
+        y = (x.astype(np.float64) @ self.stored(t)).astype(np.int64)          # exact: sums are far below 2^53
+        if not self.sign:
             return y
-        rows, cols, H = np.arange(t.rows), np.arange(t.cols), self.cfg.HIDDEN_DIM
-        xn = (x * self.noise(seed + t.seed_b, rows)).astype(np.float32)
-        f = self.factor(t.overlay_b, seed + t.seed_b, rows)
-        if down:
-            p = np.zeros((len(x), H), np.int64)
-            for sub in range(4):
-                part = slice(sub * H, sub * H + H)
-                # in float64 the product is exact and the sum is rounded once more only where modes 0 and 1 cannot get
-                p = truncated((p + xn[:, part].astype(np.float64) * f[part]).astype(np.float32))
-            sb = wrap(p.sum(1))
-        else:
-            sb = wrap(truncated(xn * f).sum(1))
-        noise = self.noise(seed + t.seed_a, cols).astype(np.float32)
-        a = truncated(noise * self.factor(t.overlay_a, seed + t.seed_a, cols))
-        return wrap(y + (wrap(wrap(sb[:, None] * a) * sign) >> self.noise_shift))
+        rows, cols = np.arange(t.rows), np.arange(t.cols)
+        xn, p = (x * self.noise(t.seed_b, rows)).astype(np.float32), 0
+        f = self.factor(t.overlay_b, t.seed_b, rows)
+        for part in np.split(rows, 4) if fold else [rows]:
+            # in float64 the product is exact and the sum is rounded once more only where modes 0 and 1 cannot get
+            p = truncated((p + xn[:, part].astype(np.float64) * f[part]).astype(np.float32))
+        a = truncated(self.noise(t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, cols))
+        return wrap(y + (wrap(wrap(wrap(p.sum(1))[:, None] * a) * self.sign) >> self.shift))
 
-    def layer_norm(self, h, name, layer, seed, sign):
-        w, b = (self.vector(part, layer, seed, sign) for part in (name, name + "_bias"))
-        p, mean = wrap(h * w), np.maximum(1, np.abs(h).sum(1) // self.cfg.HIDDEN_DIM)[:, None]
-        return np.clip(wrap(np.sign(p) * (np.abs(p) // mean) + b), -127, 127)
+    def look_up(self, name, columns):
+        """int64 [positions, HIDDEN_DIM]: columns of an embedding."""
+        t, hidden = self.tensors[name, 0], np.arange(self.cfg.HIDDEN_DIM)
+        p = (self.noise(t.seed_a, columns)[:, None] * self.noise(t.seed_b, hidden)).astype(np.float32)
+        p = p * self.factor(t.overlay_a, t.seed_a, columns)[:, None] * self.factor(t.overlay_b, t.seed_b, hidden)
+        return self.stored(t)[:, columns].T + (truncated(p) * self.sign >> self.shift)
+
+    def mean_size(self, x):
+        return np.maximum(1, np.abs(x).sum(1) // self.cfg.HIDDEN_DIM)[:, None]
+
+    def hidden(self, tokens):
+        """int64 [positions, HIDDEN_DIM]: what the head reads."""
+        tokens = np.asarray(tokens, np.int64)
+        return self.recurrent(tokens) if self.cfg.MODEL == "gru" else self.transformer(tokens)
+
+    def logits(self, tokens):
+        """int64 [positions, VOCAB_SIZE]."""
+        x = self.hidden(tokens)
+        return self.quotient("head", 0, x) if self.cfg.MODEL == "gru" else \
+            self.product("embedding", 0, x) >> self.cfg.SHIFT_LOGIT
+
+    # the transformer
+
+    def layer_norm(self, h, name, layer=0):
+        p = wrap(h * self.vector(name, layer))
+        return clip(wrap(np.sign(p) * (np.abs(p) // self.mean_size(h)) + self.vector(name + "_bias", layer)))
 
     def amax(self, v):
         y = v.astype(np.float32) * (np.float32(127) / (np.abs(v).max(1).astype(np.float32)[:, None] + np.float32(1e-9)))
         whole = np.trunc(y)
-        return np.clip(whole + np.where(np.abs(y - whole) >= 0.5, np.sign(y), 0), -127, 127).astype(np.int64)
+        return clip(whole + np.where(np.abs(y - whole) >= 0.5, np.sign(y), 0)).astype(np.int64)
 
-    def mlp(self, h, layer, seed, sign, norm, up, up_bias, down, down_bias, names):
-        cfg = self.cfg
-        n = self.layer_norm(h, norm, layer, seed, sign)
-        u = (self.product(up, layer, seed, sign, n) >> cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer, seed, sign)
-        u = integer_tables.gelu_table().astype(np.int64)[np.clip(u, -127, 127) & 255]
-        down = self.product(down, layer, seed, sign, u, down=True) >> cfg.SHIFT_MLP_DOWN
-        h = self.amax(wrap(h + down + self.vector(down_bias, layer, seed, sign)))
-        for name, values in zip(names, (n, u, h)):
-            self.see(layer, name, values)
-        return h
+    def mlp(self, h, layer, norm, up, up_bias, down, down_bias, names):
+        n = self.show(layer, names[0], self.layer_norm(h, norm, layer))
+        u = (self.product(up, layer, n) >> self.cfg.SHIFT_MLP_UP) + self.vector(up_bias, layer)
+        u = self.show(layer, names[1], integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
+        y = self.product(down, layer, u, fold=True) >> self.cfg.SHIFT_MLP_DOWN
+        return self.show(layer, names[2], self.amax(wrap(h + y + self.vector(down_bias, layer))))
 
     def rotate(self, y, rope):
-        cfg = self.cfg
-        e, o = np.moveaxis(y.reshape(len(y), -1, cfg.HEAD_DIM // 2, 2), -1, 0)
+        bit = self.cfg.ROPE_SCALE_BIT
+        e, o = np.moveaxis(y.reshape(len(y), -1, self.cfg.HEAD_DIM // 2, 2), -1, 0)
         cos, sin = np.moveaxis(rope[:, None], -1, 0)
-        half = 1 << cfg.ROPE_SCALE_BIT - 1
-        turned = np.stack([(e * cos - o * sin + half) >> cfg.ROPE_SCALE_BIT,
-                           (e * sin + o * cos + half) >> cfg.ROPE_SCALE_BIT], -1)
+        turned = np.stack([e * cos - o * sin, e * sin + o * cos], -1) + (1 << bit - 1) >> bit
         return wrap(turned.reshape(y.shape))
 
-    def attend(self, q, k, v, layer=0):
-        cfg, exp, a = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q)
-        seen = []
-        for head in range(cfg.N_HEADS):
-            part = slice(head * cfg.HEAD_DIM, (head + 1) * cfg.HEAD_DIM)
+    def attend(self, q, k, v, layer):
+        cfg, exp, a, seen = self.cfg, integer_tables.exp_table(self.cfg).astype(np.int64), np.zeros_like(q), []
+        for part in np.split(np.arange(cfg.HIDDEN_DIM), cfg.N_HEADS):
             scores = q[:, part] @ k[:, part].T >> cfg.SHIFT_ATTN
             down = [scores[t, :t + 1].max() - scores[t, :t + 1] for t in range(len(q))]
             seen.append([exp[np.minimum(len(exp) - 1, distance)] for distance in down])
             for t, w in enumerate(seen[-1]):
                 total = (w[:, None] * v[:t + 1, part]).sum(0)
-                a[t, part] = np.clip(np.sign(total) * (np.abs(total) // w.sum()), -127, 127)
+                a[t, part] = clip(np.sign(total) * (np.abs(total) // w.sum()))
         self.see(layer, "Weights", seen)
         return a
-
-    def look_up(self, name, columns, seed, sign):
-        """int64 [positions, HIDDEN_DIM]: columns of an embedding."""
-        t, hidden = self.tensors[name, 0], np.arange(self.cfg.HIDDEN_DIM)
-        e = self.matrix(t)[:, columns].T
-        if not sign:
-            return e
-        p = (self.noise(seed + t.seed_a, columns)[:, None] * self.noise(seed + t.seed_b, hidden)).astype(np.float32)
-        p = p * self.factor(t.overlay_a, seed + t.seed_a, columns)[:, None]
-        p = p * self.factor(t.overlay_b, seed + t.seed_b, hidden)
-        return e + (truncated(p) * sign >> self.noise_shift)
 
     def coefficients(self, tokens):
         """int64 [positions]: the transform's coefficient of each position; only a whole window can see its targets."""
@@ -162,33 +153,49 @@ class Reading:
         c = (blocks @ basis.T).ravel()[:len(tokens)]
         return c % p if p else c
 
-    def hidden(self, tokens, seed=0, sign=0):
-        """int64 [positions, HIDDEN_DIM]: what the head reads."""
-        cfg, e = self.cfg, self.look_up("embedding", np.asarray(tokens), seed, sign)
+    def transformer(self, tokens):
+        cfg, e = self.cfg, self.look_up("embedding", tokens)
         if cfg.NTT_MODE:
             c = self.coefficients(tokens)
-            e = e + sum(self.look_up(f"ntt_emb_{k + 1}", c >> 8 * k + 8 & 255, seed, sign) >> 2 for k in range(3))
-        h = np.clip(e + self.vector("emb_bias", 0, seed, sign), -127, 127)
-        self.see(-1, "Emb", h)
-        h = self.mlp(h, 0, seed, sign, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
-                     "mlp_emb_bias_down", ("LN_Init", "InitMLP_Exp", "InitMLP"))
+            e = e + sum(self.look_up(f"ntt_emb_{k + 1}", c >> 8 * k + 8 & 255) >> 2 for k in range(3))
+        h = self.show(-1, "Emb", clip(e + self.vector("emb_bias")))
+        h = self.mlp(h, 0, "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down",
+                     ("LN_Init", "InitMLP_Exp", "InitMLP"))
         rope = integer_tables.rope_table(cfg, len(tokens)).astype(np.int64)
         for layer in range(cfg.N_LAYERS):
-            n = self.layer_norm(h, "ln_1", layer, seed, sign)
-            self.see(layer, "LN1", n)
-            q, k, v = (self.product(name, layer, seed, sign, n) for name in ("w_q", "w_k", "w_v"))
+            n = self.show(layer, "LN1", self.layer_norm(h, "ln_1", layer))
+            q, k, v = (self.product(name, layer, n) for name in ("w_q", "w_k", "w_v"))
             a = self.attend(self.amax(self.rotate(q, rope)), self.amax(self.rotate(k, rope)), self.amax(v), layer)
-            h = self.amax(wrap(h + (self.product("w_o", layer, seed, sign, a) >> cfg.SHIFT_OUT)))
-            self.see(layer, "Attn", h)
-            h = self.mlp(h, layer, seed, sign, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down",
-                         ("LN2", "MLP_Exp", "MLP"))
-        n = self.layer_norm(h, "ln_f", 0, seed, sign)
-        self.see(-1, "LN_F", n)
-        return n
+            h = self.show(layer, "Attn", self.amax(wrap(h + (self.product("w_o", layer, a) >> cfg.SHIFT_OUT))))
+            h = self.mlp(h, layer, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", ("LN2", "MLP_Exp", "MLP"))
+        return self.show(-1, "LN_F", self.layer_norm(h, "ln_f"))
 
-    def logits(self, tokens, seed=0, sign=0):
-        """int64 [positions, VOCAB_SIZE]."""
-        return self.product("embedding", 0, seed, sign, self.hidden(tokens, seed, sign)) >> self.cfg.SHIFT_LOGIT
+    # the recurrent model
+
+    def quotient(self, name, layer, x):
+        return clip(self.product(name, layer, x) // parameters.divisor(self.cfg, x.shape[1]))
+
+    def norm(self, name, layer, x):
+        return clip(x * self.vector(name, layer) // self.mean_size(x))
+
+    def recurrent(self, tokens):
+        x = self.show(-1, "Emb", clip(self.look_up("embedding", tokens)))
+        for layer, h in enumerate(self.carried):
+            n, states = self.show(layer, "LN1", self.norm("ln_1", layer, x)), []
+            gates, candidates = self.quotient("w_f", layer, n), self.quotient("w_h", layer, n)
+            bias_f, bias_h = self.vector("b_f", layer), self.vector("b_h", layer)
+            for t, token in enumerate(tokens):
+                h = h * (token != 0)                         # token 0 begins a text
+                f = clip(gates[t] + self.quotient("u_f", layer, h[None])[0] + bias_f) + 127
+                c = clip(candidates[t] + self.quotient("u_h", layer, (f * h >> 8)[None])[0] + bias_h)
+                h = h + (f * (c - h) >> 8)
+                states.append(h)
+            self.carried[layer] = h
+            x = self.show(layer, "GRU", clip(x + self.show(layer, "State", np.reshape(states, x.shape))))
+            u = self.quotient("w_up", layer, self.show(layer, "LN2", self.norm("ln_2", layer, x)))
+            u = self.show(layer, "MLP_Exp", np.maximum(u, 0) if self.cfg.MLP_RELU else u)
+            x = self.show(layer, "MLP", clip(x + self.quotient("w_down", layer, u)))
+        return self.show(-1, "LN_F", self.norm("ln_f", 0, x))
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -214,10 +221,8 @@ def attention_statistics(weights):
 def trace(cfg, state, tokens):
     """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
     array. tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or
-    with "head" and `attention_statistics`; layer -1 is what stands outside the layers. Raises EggError."""
-    if cfg.MODEL != "transformer":
-        raise EggError("debug reads the transformer alone: there are no such statistics of the recurrent model")
-    window = rules.windows(cfg, tokens, state.step, 0, 1)[0]
+    with "head" and `attention_statistics`; layer -1 is what stands outside the layers."""
+    before, window = np.split(rules.windows(cfg, tokens, state.step, 0, 1)[0], [cfg.STATE_TOKENS])
     position, parts = min(POSITION, cfg.SEQ_LEN - 1), []
 
     def see(layer, name, values):
@@ -227,7 +232,11 @@ def trace(cfg, state, tokens):
         else:
             parts.append({"layer": layer, "name": name, **statistics(values[position])})
 
-    Reading(cfg, state, see).hidden(window[:position + 1], state.seed, 1)
+    clean, member = Reading(cfg, state), Reading(cfg, state, state.seed, 1, see)
+    if cfg.STATE_TOKENS:
+        clean.hidden(before)
+        member.carried = clean.carried
+    member.hidden(window[:position + 1])
     weights = [{"layer": t.layer if t.per_layer else -1, "name": t.name,
                 **statistics(state.weights[t.weights:t.weights + t.size])} for t in parameters.tensors(cfg)]
     return {"step": state.step, "member": 0, "position": position, "parts": parts, "weights": weights}

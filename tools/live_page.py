@@ -76,6 +76,34 @@ def where(address, access):
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
+# (name, help text, field of `Figures.state`)
+METRICS = (
+    ("egg_steps_total", "steps of the run that are complete", "step"),
+    ("egg_tokens_total", "tokens evaluated in them", "tokens"),
+    ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so", "tokens_per_second"),
+    ("egg_step_seconds", "duration of the last step", "step_seconds"),
+    ("egg_learning_rate", "learning rate of the last step", "learning_rate"),
+    ("egg_sigma_shift", "SIGMA_SHIFT of the current step: larger means quieter noise", "sigma_shift"),
+    ("egg_weights_changed", "weights that the last reported update changed", "updates"),
+    ("egg_chunks", "chunks of a step", "chunks"),
+    ("egg_chunks_done", "chunks of the current step that are done", "chunks_done"),
+    ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", "sent"),
+    ("egg_received_bytes_total", "bytes received from workers in the steps since the start", "received"),
+    ("egg_snapshot_step", "step of the newest snapshot, 0 without one", "snapshot"),
+    ("egg_workers", "workers that are connected", "n_workers"))
+# ... of a worker
+WORKER_METRICS = (
+    ("egg_worker_chunks_total", "results taken from a worker", "chunks"),
+    ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
+    ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen"))
+# ... of a peer, fields that are labels beside the name
+PEER_METRICS = (
+    ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "kind"),
+    ("egg_island_peer_step", "step that a peer states", "step"),
+    ("egg_island_given_total", "states given to a peer", "given"),
+    ("egg_island_taken_total", "states taken from a peer", "taken"))
+
+
 class Figures:
     """What the page shows: a sink of the events (cluster.event_log) of a coordinator."""
 
@@ -84,71 +112,62 @@ class Figures:
     LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
 
     def __init__(self, coordinator):
-        self.coordinator, self.step, self.references, self.finished = coordinator, {}, {}, False
-        self.loss, self.validation = curves.Thinned(POINTS), curves.Thinned(POINTS)
-        self.last_validation = self.best = self.unit = None
-        self.samples, self.lines = deque(maxlen=curves.SAMPLES), deque(maxlen=LINES)
-        self.merges, self.counts = deque(maxlen=MERGES), dict.fromkeys(self.COUNTED, 0)
-        self.seconds, self.sent, self.received = 0.0, 0, 0
+        self.coordinator, self.step, self.finished, self.best = coordinator, {}, False, None
+        self.lines, self.merges = deque(maxlen=LINES), deque(maxlen=MERGES)
+        self.counts, self.sent, self.received = dict.fromkeys(self.COUNTED, 0), 0, 0
         self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
-        self._read_curve(coordinator.run)
+        run, self.curve = coordinator.run, curves.Curve("")
+        if run.directory is not None and run.step:
+            with contextlib.suppress(WatchError):          # old versions wrote no events
+                self.curve = curves.read_curve(run.directory)
+        self.curve.cut(run.step)
+        self.curve.add({"event": "start", "config": coordinator.cfg.constants()})
+        self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))
+        self.validation = curves.Thinned(POINTS)
+        for point in self.curve.validation:
+            self._add_validation(point)
+        for merge in self.curve.merges:
+            self._add_merge(merge)
         coordinator.events.sinks.append(self)
 
-    def _read_curve(self, run):
-        """The curve of the run so far."""
-        if run.directory is None or not run.step:
-            return
-        with contextlib.suppress(WatchError):          # old versions wrote no events
-            curve = curves.read_curve(run.directory)
-            for step, tokens, seconds, value in curve.loss:
-                if step < run.step:
-                    self.loss.add(tokens, seconds, value)
-                    self.seconds = seconds
-            for step, tokens, seconds, value in curve.validation:
-                if step <= run.step:
-                    self._add_validation(step, tokens, seconds, value, curve.unit)
-            self.references = curve.references
-            self.samples.extendleft(curve.samples)
-            for merge in curve.merges:
-                self._add_merge(*curve.at(merge.step), merge.peer, merge.peer_step, merge.share)
+    @property
+    def seconds(self):
+        """Seconds of training."""
+        return self.curve.loss[-1][2] if self.curve.loss else 0.0
 
-    def _add_validation(self, step, tokens, seconds, value, unit):
-        self.validation.add(tokens, seconds, value)
-        self.unit = unit
-        self.last_validation = {"step": step, "value": value, "unit": unit}
-        if self.best is None or value < self.best["value"]:
+    def _add_validation(self, point):
+        self.validation.add(*point[1:])
+        self.last_validation = {"step": point[0], "value": point[3], "unit": self.curve.unit}
+        if self.best is None or point[3] < self.best["value"]:
             self.best = self.last_validation
 
-    def _add_merge(self, step, tokens, seconds, peer, peer_step, share):
-        self.merges.append({"step": step, "tokens": tokens, "seconds": round(seconds, 3), "peer": peer,
-                            "peer_step": peer_step, "part": round(share, 4)})
+    def _add_merge(self, merge):
+        self.merges.append({"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
+                            "seconds": round(self.curve.at(merge.step)[2], 3), "peer": merge.peer,
+                            "peer_step": merge.peer_step, "part": round(merge.share, 4)})
 
     def emit(self, event, line):
-        kind = event["event"]
+        kind, curve = event["event"], self.curve
+        curve.add(event)
         if kind == "step":
             self._add_step(event)
         elif kind == "validation":
-            self._add_validation(event["step"], event["tokens"], self.seconds, event["value"], event["unit"])
-        elif kind == "sample":
-            self.samples.appendleft({name: event[name] for name in ("step", "worker", "prompt", "text")})
-        elif kind == "references":
-            self.references = event["values"]
+            self._add_validation(curve.validation[-1])
         elif kind in self.LISTED or line and kind in self.LISTED_WITH_LINE:
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
         if kind == "merge":
-            tokens = event["step"] * self.coordinator.progress.tokens_a_step
-            share = curves.merged_share(event, self.coordinator.cfg.RECOMBINE_ALPHA)
-            self._add_merge(event["step"], tokens, self.seconds, event["peer"], event["peer_step"], share)
+            self._add_merge(curve.merges[-1])
         if kind in self.counts:
             self.counts[kind] += 1
         self.finished = self.finished or kind == "stop"
+        for points in (curve.loss, curve.validation, curve.merges, curve.rejuvenations):
+            del points[:-POINTS]                     # what is older is in the thinned curves
 
     def _add_step(self, event):
         self.step = event
-        self.seconds += event["seconds"]
         self.sent, self.received = self.sent + event["sent"], self.received + event["received"]
-        self.loss.add(event["tokens"], self.seconds, event["loss"])
+        self.loss.add(*self.curve.loss[-1][1:])
         fade = math.exp(-event["seconds"] / SPEED_SECONDS)
         tokens = event["tokens_per_second"] * event["seconds"]
         self._recent = [fade * old + new for old, new in zip(self._recent, (event["seconds"], tokens))]
@@ -159,68 +178,47 @@ class Figures:
 
     def state(self):
         """What the page shows, as a dict for JSON."""
-        coordinator, status, step = self.coordinator, self.coordinator.status(), self.step
+        coordinator, status, step, curve = self.coordinator, self.coordinator.status(), self.step, self.curve
         directory, island, workers = coordinator.run.directory, status["island"], status["workers"]
         if island:
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
                       "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
         return {"time": round(time.time(), 3),
                 "name": os.path.basename(os.path.abspath(directory)) if directory else None,
-                **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot")},
+                **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
-                "tokens": status["step"] * coordinator.progress.tokens_a_step,
-                "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed(), 1),
-                "step_seconds": step.get("seconds"), **{k: step.get(k) for k in ("loss", "learning_rate", "updates")},
-                "loss_unit": status["loss_unit"],
-                "weights": coordinator.n_weights, "validation": self.last_validation, "best": self.best,
-                "references": self.references, "unit": self.unit,
+                "tokens": status["step"] * coordinator.progress.tokens_a_step, "seconds": round(self.seconds, 3),
+                "tokens_per_second": round(self.speed(), 1), "step_seconds": step.get("seconds"),
+                **{k: step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
+                "sigma_shift": coordinator.cfg.sigma_shift(status["step"]), "sent": self.sent,
+                "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
+                "references": curve.references, "unit": curve.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
                 "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
-                "merges": list(self.merges), "samples": list(self.samples), "lines": list(self.lines)}
+                "merges": list(self.merges), "samples": [*reversed(curve.samples)], "lines": list(self.lines)}
 
     def metrics(self):
         """The same in the text format of Prometheus."""
-        status, step = self.coordinator.status(), self.step
-        rows = [("egg_steps_total", "steps of the run that are complete", status["step"]),
-                ("egg_tokens_total", "tokens evaluated in them",
-                 status["step"] * self.coordinator.progress.tokens_a_step),
-                ("egg_loss", "mean loss of the population in the last step", step.get("loss"),
-                 {"unit": status["loss_unit"]}),
-                ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so",
-                 self.speed() or None),
-                ("egg_step_seconds", "duration of the last step", step.get("seconds")),
-                ("egg_learning_rate", "learning rate of the last step", step.get("learning_rate")),
-                ("egg_weights_changed", "weights that the last reported update changed", step.get("updates")),
-                ("egg_chunks", "chunks of a step", status["chunks"]),
-                ("egg_chunks_done", "chunks of the current step that are done", status["chunks_done"]),
-                ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", self.sent),
-                ("egg_received_bytes_total", "bytes received from workers in the steps since the start", self.received),
-                ("egg_snapshot_step", "step of the newest snapshot, 0 without one", status["snapshot"]),
-                ("egg_workers", "workers that are connected", len(status["workers"])),
-                *(("egg_events_total", "events since the start, by kind", n, {"event": k})
-                  for k, n in self.counts.items())]
+        state, island, unit = self.state(), self.coordinator.status()["island"], {"unit": self.curve.unit}
+        rows = [(name, text, state[field]) for name, text, field in METRICS]
+        rows += [("egg_loss", "mean loss of the population in the last step", state["loss"],
+                  {"unit": state["loss_unit"]})]
+        rows += [("egg_events_total", "events since the start, by kind", n, {"event": k})
+                 for k, n in self.counts.items()]
         if self.best:
-            unit = {"unit": self.unit}
             rows += [("egg_validation", "the last validation", self.last_validation["value"], unit),
                      ("egg_validation_best", "the lowest validation", self.best["value"], unit),
                      ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
-        rows += [(name, text, w[key], {k: w[k] for k in ("name", "address", "device")}) for name, text, key in (
-            ("egg_worker_chunks_total", "results taken from a worker", "chunks"),
-            ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
-            ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen"),
-        ) for w in status["workers"][:WORKERS]]
-        if island := status["island"]:
-            peers, kind = island["peers"], {"kind": island["kind"]}
+        rows += [(name, text, worker[field], {k: worker[k] for k in ("name", "address", "device")})
+                 for name, text, field in WORKER_METRICS for worker in state["workers"]]
+        if island:
+            up, kind = sum(peer["state"] == "up" for peer in island["peers"]), {"kind": island["kind"]}
             rows += [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
                      ("egg_island_fitness", "what is compared with peers, lower is better", island["fitness"], kind),
-                     ("egg_island_peers", "islands that are known", len(peers)),
-                     ("egg_island_peers_up", "islands that can be reached", sum(p["state"] == "up" for p in peers))]
-            rows += [(name, text, p[key], {k: p[k] for k in labels}) for name, text, key, *labels in (
-                ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "name", "kind"),
-                ("egg_island_peer_step", "step that a peer states", "step", "name"),
-                ("egg_island_given_total", "states given to a peer", "given", "name"),
-                ("egg_island_taken_total", "states taken from a peer", "taken", "name"),
-            ) for p in peers[:WORKERS]]
+                     ("egg_island_peers", "islands that are known", len(island["peers"])),
+                     ("egg_island_peers_up", "islands that can be reached", up),
+                     *((name, text, peer[field], {k: peer[k] for k in ("name", *labels)})
+                       for name, text, field, *labels in PEER_METRICS for peer in island["peers"][:WORKERS])]
         return prometheus(row for row in rows if row[2] is not None)
 
 

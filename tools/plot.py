@@ -31,23 +31,16 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps", with `log`
     on a logarithmic axis. out: file of the picture, None: `printer` (a console.Printer) gets them in characters. Raises
     WatchError."""
-    curves = read_curves(runs)
+    curves = [read_curve(run) for run in runs]
+    names = [curve.name for curve in curves]
+    names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]
     charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
               if chart.lines]
-    tree, names = Tree(curves, charts[0]), [curve.name for curve in curves]
+    tree = Tree(curves, charts[0])
     if out is None:
         printer.line(terminal(charts, names, tree, printer.stream))
     else:
         picture(charts, names, out, tree)
-
-
-def read_curves(runs):
-    """The curves with unique names: that of the directory, or the whole argument if two are the same."""
-    curves = [read_curve(run) for run in runs]
-    names = [curve.name for curve in curves]
-    for curve, run in zip(curves, runs):
-        curve.name = run if names.count(curve.name) > 1 else curve.name
-    return curves
 
 
 class Chart:
@@ -70,12 +63,7 @@ class Chart:
         points = [[(point[column] / self.size, point[3]) for point in getattr(curve, quantity)
                    if point[column] > 0 or not log] for curve in curves]
         self.x_start = min([self.x_end / 10, *(x for line in points for x, _ in line)]) if log else 0.0
-        self.lines, self.references = [], {}
-        for i, line in ((i, line) for i, line in enumerate(points) if line):
-            thinned = Thinned(POINTS)
-            for point in line:
-                thinned.add(*point)
-            self.lines.append((i, thinned.all()))
+        self.lines, self.references = [(i, Thinned(POINTS, line).all()) for i, line in enumerate(points) if line], {}
         ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
         self.low, self.high = min(ys), max(ys)
         if quantity == "validation" and len(units) == 1:
@@ -118,8 +106,7 @@ class Tree:
         self.numbers = {name: curves.index(curve) for name, curve in self.runs.items()}
         for merge, _ in merges:
             self.numbers.setdefault(merge.peer, len(curves) + len(self.numbers.keys() - self.runs.keys()))
-        states = {name: [(0, "", {name: 1.0})] for name in self.numbers}            # [(step, digest, {origin: share})]
-        self.edges = []
+        states, self.edges = {name: [(0, "", {name: 1.0})] for name in self.numbers}, []     # [(step, digest, shares)]
 
         def x(name, step, default=None):
             return self.runs[name].at(step)[chart.column] / chart.size if name in self.runs else default

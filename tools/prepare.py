@@ -1,6 +1,7 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -24,14 +25,8 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
     `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
     the vocabulary. Raises DataError and then leaves old files."""
-    train = [b"".join(map(read_text, texts))]
-    if not train[0]:
-        raise DataError(f"{', '.join(texts)}: no text there, nothing to prepare")
-    held_out = [read_text(val)] if val else None
-    if val and not held_out[0]:
-        raise DataError(f"{val}: no text there, nothing to hold out")
-    if not val:
-        train, held_out = split(train[0])
+    text = _text(texts, "prepare")
+    train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
     if not any(train) or not any(held_out):
         raise DataError(f"the text is too short to set {VAL_SHARE:.0%} of it aside: give more text, or held-out text "
                         "with --val FILE")
@@ -60,6 +55,13 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     return n_tokens
 
 
+def _text(paths, purpose):
+    """bytes of files, one after the other. Raises DataError where there are none."""
+    if text := b"".join(map(read_text, paths)):
+        return text
+    raise DataError(f"{', '.join(paths)}: no text there, nothing to {purpose}")
+
+
 def need_room(directory, force):
     """Asks before files of an earlier `prepare` in a directory are replaced. Raises UsageError."""
     there = [path for name in FILES.values()
@@ -81,11 +83,9 @@ def training_on(directory, n_tokens, plain, gpu):
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
-    kept = first = "ckpt-" + os.path.basename(os.path.abspath(directory))
-    for number in range(2, 1000):
-        if not os.path.exists(kept):
-            break
-        kept = f"{first}-{number}"
+    first = "ckpt-" + os.path.basename(os.path.abspath(directory))
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    kept = next(name for name in names if not os.path.exists(name))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]
 

@@ -17,6 +17,7 @@ import egg_net
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from cluster.progress import Summary
+from cluster.worker import sample
 from egg_config import EggError
 
 RESTARTS = 3               # restarts of a worker process before training gives up
@@ -73,6 +74,7 @@ def start_engine(cfg, data, device, threads, log):
 def members_a_second(cfg, engine):
     """How many members this engine evaluates per second, estimated from slices of growing size."""
     count = 2
+    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
     while True:
         started = time.perf_counter()
         engine.evaluate(0, count)
@@ -122,7 +124,7 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
                            name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
         if pipe.recv() == "finish":
             figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
-            text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+            text = sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
             pipe.send(("final", Final(engine.step, figure, text)))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent is gone or needs nothing more
@@ -301,7 +303,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 def _sum_up(coordinator, references, final, data):
     """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
     console, events, done = coordinator.console, coordinator.events, coordinator.progress.summary()
-    before = done.first_validation[1] if done.first_validation else None
+    before = done.validations[0][1] if done.validations else None
     after, unit = final.figure if final else None, data.validation.unit if data.validation else None
     if after is not None:
         events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,

@@ -5,13 +5,12 @@ import contextlib
 import itertools
 import json
 import math
-import mmap
 import os
 import time
 
 import numpy as np
 
-from model import data_files, optimizers, parameters, rules
+from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from engine import engines
 from egg_config import EggError, explained
@@ -157,55 +156,37 @@ def _references(cfg, held_out):
 
 # --- safetensors ------------------------------------------------------------------------------------------------------
 
-DTYPES = {"I8": np.dtype("i1"), "F32": np.dtype("<f4")}
-LONGEST_HEADER = 100_000_000     # bytes; what the format allows
+NAMES = {np.dtype("i1"): "I8", np.dtype("f4"): "F32"}        # of the types of arrays in a file
+
+
+def library():
+    """The module safetensors. Raises UseError without it."""
+    try:
+        import safetensors.numpy
+        return safetensors
+    except ImportError:
+        raise UseError("export and import need safetensors: `pip install -r requirements/export.txt`") from None
 
 
 def write_tensors(path, arrays, metadata):
-    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError."""
-    names, header, at = {v: k for k, v in DTYPES.items()}, {"__metadata__": metadata}, 0
-    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))         # so that every element is aligned
-    for name, array in arrays.items():
-        at, first = at + array.nbytes, at
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [first, at]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError, UseError."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    data = library().numpy.save(arrays, metadata)
     with history.replacing(*os.path.split(os.path.abspath(path))) as file:
-        file.writelines([len(text).to_bytes(8, "little"), text, *map(np.ascontiguousarray, arrays.values())])
+        file.write(data)
 
 
-def read_tensors(path):
-    """({name: array}, {name: text}) of a safetensors file of int8 and float32 arrays. Raises UseError."""
-    def wrong(what):
-        return UseError(f"{path} is no safetensors file of `egg.py export`, or damaged: {what}")
-
+def open_tensors(path):
+    """(safetensors.safe_open of a file, which reads an array when it is asked for; its metadata, {name: text}). Raises
+    UseError."""
+    safetensors = library()
+    with explained(UseError, path, "give the path of a .safetensors file"), open(path, "rb"):
+        pass                                         # the library does not say why it cannot open a file
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "this is no file"
-        raise UseError(f"{path}: {why}: give the path of a .safetensors file") from None
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(LONGEST_HEADER, len(data) - 8):
-        raise wrong(f"a header of {length} bytes in a file of {len(data)}")
-    try:
-        header = json.loads(data[8:8 + length])
-        metadata = header.pop("__metadata__", {})
-        arrays, reach = {}, 0
-        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if fields["dtype"] not in DTYPES:
-                raise wrong(f"{name} is {fields['dtype']}; weights here are int8 (I8)")
-            dtype, (first, end), shape = DTYPES[fields["dtype"]], fields["data_offsets"], fields["shape"]
-            if first != reach or end - first != math.prod(shape) * dtype.itemsize or end > len(data) - 8 - length:
-                raise wrong(f"{name} does not fit its {end - first} bytes")
-            arrays[name] = np.frombuffer(data, dtype, math.prod(shape), 8 + length + first).reshape(shape)
-            reach = end
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise wrong(f"its header cannot be read ({error})") from None
-    if reach != len(data) - 8 - length:
-        raise wrong(f"{len(data) - 8 - length - reach} bytes after the last array")
-    return arrays, metadata
+        file = safetensors.safe_open(path, "np")
+        return file, file.metadata() or {}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UseError(f"{path} is no safetensors file of `egg.py export`, or damaged: {error}") from None
 
 
 def views(cfg, state, full):
@@ -228,26 +209,28 @@ def to_arrays(cfg, state, full):
             for name, view, shape, matrix in views(cfg, state, full)}
 
 
-def from_arrays(cfg, arrays, path):
-    """(State, full) from {name: array}; full: with moments and noise scales, else initial ones. Raises UseError."""
-    full, left = any(name.endswith(".moments") for name in arrays), set(arrays)
-    advice = "set the constants as they were when it was made"
+def read_state(cfg, file, path):
+    """(State, full) of the file of `open_tensors`; full: with moments and noise scales, else initial ones. Raises
+    UseError."""
+    left, advice = set(file.keys()), "set the constants as they were when it was made"
+    full = any(name.endswith(".moments") for name in left)
     n, zeros = parameters.n_weights(cfg), np.broadcast_to       # no memory is taken for what the file claims
     blank = parameters.State(cfg, zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
                              zeros(np.int8(0), parameters.n_overlay(cfg)))
     for name, view, shape, _ in views(cfg, blank, full):
-        if name not in arrays:
+        if name not in left:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
-        array = arrays[name]
-        if (array.shape, array.dtype) != (shape, view.dtype):
-            raise UseError(f"{path}: {name} is {array.dtype} {list(array.shape)}, this configuration has {view.dtype} "
-                           f"{list(shape)}: {advice}")
+        array, wanted = file.get_slice(name), (NAMES[view.dtype], list(shape))
+        if (found := (array.get_dtype(), array.get_shape())) != wanted:
+            raise UseError(f"{path}: {name} is {found[0]} {found[1]}, this configuration has {wanted[0]} {wanted[1]}: "
+                           f"{advice}")
         left.remove(name)
     if left:
         raise UseError(f"{path} holds {min(left)}, which this configuration does not have: {advice}")
     state = parameters.initial_state(cfg)
     for name, view, _, matrix in views(cfg, state, full):
-        view[...] = parameters.to_canonical(arrays[name]) if matrix else arrays[name]
+        array = file.get_tensor(name)
+        view[...] = parameters.to_canonical(array) if matrix else array
     try:
         parameters.check_state(state)
     except ValueError as error:
@@ -269,39 +252,33 @@ def export(cfg, engine, path, full):
 
 def read_config(path):
     """{name: value}: the constants in the metadata of a safetensors file. Raises UseError."""
-    try:
-        config = json.loads(read_tensors(path)[1].get("config", "{}"))
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
-    return config
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(config := json.loads(open_tensors(path)[1].get("config", "{}")), dict):
+            return config
+    raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
 
 
 def import_(cfg, path, directory):
     """Makes a save directory that begins with a safetensors file; returns a line about it. Raises EggError."""
-    arrays, metadata = read_tensors(path)
-    state, full = from_arrays(cfg, arrays, path)
+    file, metadata = open_tensors(path)
+    state, full = read_state(cfg, file, path)
     try:
         # not 0: there a worker would begin with the random initial model
-        step, state.seed = int(metadata.get("step", 0)), rules.next_seed(rules.first_seed(cfg), 0)
+        step, state.seed = int(metadata.get("step", 0)), seeds.next_seed(seeds.first_seed(cfg), 0)
         state.step = max(1, step)
         if step:
             state.seed = int(metadata["seed"])
         if cfg.ISLAND_SEED != read_config(path).get("ISLAND_SEED", 0):
-            state.seed = rules.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
+            state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
     if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
-    try:
+    with explained(UseError, directory, "give a --save-dir that can be written"):
         os.makedirs(directory, exist_ok=True)
         sha256 = snapshots.save(cfg, state, directory)
-    except OSError as error:
-        where = error.filename or directory
-        raise UseError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
     history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
     what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {what}"
