@@ -38,6 +38,8 @@ def written_out(function, loops=LOOPS):
     tree.body[0].decorator_list = []
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     constants = {name: value for name, value in names.items() if isinstance(value, int)}
+    fixed = {node for node in ast.walk(tree) if not any(                # what is the same in every turn of a loop
+        isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
 
     def copied(node, known):
         """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. A loop
@@ -45,7 +47,7 @@ def written_out(function, loops=LOOPS):
         if isinstance(node, list):
             copies = [copied(one, known) for one in node]
             return [one for some in copies for one in (some if isinstance(some, list) else [some])]
-        if not isinstance(node, ast.AST):
+        if not isinstance(node, ast.AST) or node in fixed:
             return node
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in known:
             return ast.copy_location(ast.Constant(known[node.id]), node)

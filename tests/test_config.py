@@ -483,7 +483,7 @@ if len(sys.argv) > 1:
 """
 
 
-def test_a_cold_start_compiles_each_function_once(tmp_path):
+def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
     """Two processes share the work, and whoever needs what the other one compiles waits for it; no lock is left."""
     head = COLD_PROGRAM.partition("\nif len")[0].replace("PROGRAM", "None")
     helper = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{head}\nimport pickle\n" \

@@ -385,8 +385,8 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert state_digest.of_state(replayed(b.cfg, tmp_path / "b", "history-000.egg",
                                           first["parent_ours_step"])).hex() == first["parent_ours"]
     begun = snapshots.unpack(b.cfg, snapshot_of(tmp_path / "b", start.step).read_bytes())
-    assert (begun.step, begun.seed, state_digest.of_state(begun).hex()) == (start.step, start.seed,
-                                                                            start.origin["digest"])
+    assert (begun.step, begun.seed) == (start.step, start.seed)
+    assert state_digest.of_state(begun).hex() == start.origin["digest"]
     newest = replayed(b.cfg, tmp_path / "b")
     with Isle(tmp_path / "b", "b", engine=Learner(b.cfg, 3)) as again:          # a worker that begins at step 0
         until(lambda: again.run.step >= newest.step + 3)

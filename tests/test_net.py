@@ -434,8 +434,8 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line
-                                                                  for line in run.notices)
+            assert len(run.notices) == bool(tail)
+            assert all("step 2 was only half written" in line for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data
