@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_the_targets(values):
 
     def alone(windows):
         sums = np.zeros((8, 2), np.int64)
-        one._model.evaluate(one._w, np.ascontiguousarray(windows), one.seed, plain.noise_shift(0), 0, sums)
+        one._model.run(one._w, np.ascontiguousarray(windows), None, before, one.seed, 1, 0, plain.noise_shift(0), sums)
         return sums
 
     want = 8 * alone(cut[:, :before + T + 1])
