@@ -28,13 +28,8 @@ prepare: $(VENV)/ready
 	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
 	@$(EGG) prepare $(TEXT) $(ARGS)
 
-# run alone, before the rest: what compiles the CPU engine, and what measures time
-FIRST := tests/test_config.py::test_a_cold_start_compiles_each_function_once \
-	tests/test_net.py::test_golden_a_is_driven_at_fifty_chunks_a_second
-
 test: $(VENV)/ready-test
-	$(VENV)/bin/python -m pytest -q $(FIRST)
-	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(addprefix --deselect ,$(FIRST)) $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 bench: $(VENV)/ready
 	$(EGG) bench $(ARGS)

@@ -51,7 +51,7 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 
 def number(kind, low, high, what=None):
     """A type for argparse: `kind` from low to high; what: the same in words."""
-    what = what or f"{egg_config.KINDS[kind]} from {low:,} to {high:,}"
+    what = what or f"{egg_config.KINDS[kind]} from {low} to {high}"
 
     def parse(text):
         try:
@@ -86,7 +86,7 @@ def of_constant(usage, help, name):
     return option(usage, f"{help} (default: {name}, {getattr(egg_config, name)})", number(kind, *allowed))
 
 
-COUNT = number(int, 1, 10 ** 12)
+COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
 MINUTES = number(float, 0.001, 10 ** 7)
 COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),

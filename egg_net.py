@@ -11,13 +11,12 @@ follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Co
 Coordinator._answer, Worker._apply."""
 
 import contextlib
+import functools
 import os
 import random
 import resource
 import socket
 import time
-
-import numpy as np
 
 from cluster import auth, event_log, history, snapshots, status, trust, wire
 from cluster.admission import Admission
@@ -29,15 +28,15 @@ from cluster.hub import Hub, NetError, address_text, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.wire import FrameError, V1, V2
-from model import data_files, fitness_digits, parameters
+from model import ternary
 
-# worker
+# worker; its methods import what needs NumPy, which a coordinator starts without
 
 SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, after which a worker expects the next one
-BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
+BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
 
 class Worker:
@@ -46,7 +45,7 @@ class Worker:
     changed = 0                            # weights changed by the last update, until a result has reported it
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    digest = None                          # (step, digest of the state then)
+    digest = None, b""                     # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     piece = None, 0                        # (first member, members) of the next evaluation
     own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
@@ -55,7 +54,7 @@ class Worker:
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.prepared, self.begins = Foresight(cfg), set(), hasattr(engine, "begin")
+        self.foresight, self.prepared = Foresight(cfg), set()
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -66,7 +65,8 @@ class Worker:
             self._fetch_snapshot(link, link.snapshot)
         while True:
             request = wire.REQUEST.pack(engine.seed, engine.step, 0)
-            link.send(result + link.frame(wire.JOB_REQUEST, request, self._state_digest(link)))
+            digest = self._state_digest() if link.version == V2 else b""
+            link.send(result + link.frame(wire.JOB_REQUEST, request, digest))
             result = b""
             while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
                 self._send_state(link, got[0], link.unpack_step(got[1]))
@@ -75,7 +75,7 @@ class Worker:
                 start = link.unpack_step(got[1])
                 self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
                 if not start or not self._fetch_snapshot(link, start):
-                    self._load(parameters.initial_state(self.cfg))
+                    self._load()
                 continue
             seed, step, position, packed = link.unpack_response(got[1])
             if packed:
@@ -97,6 +97,8 @@ class Worker:
 
     def _evaluate(self, link, first):
         """The RESULT frame of the chunk that begins with member `first`."""
+        import numpy as np
+        from model import fitness_digits
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
@@ -106,27 +108,25 @@ class Worker:
             self.piece = first, self._slice_size(end - first)
         while at < end:
             (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
-            if self.begins:
-                self.engine.begin(at, count)
+            self.engine.begin(at, count)
             if at + count < end:
                 self._begin(at + count, end)
             elif (following := self.foresight.following(self.engine.step)) > first:
                 self._begin(following)
-            sizes = {count, self.piece[1]} if self.begins else set()
+            sizes = {count, self.piece[1]}
             parts.append(self.engine.evaluate(at, count))
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        losses = np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
         head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                                      len(packed))
-        self.changed, self.rebuilt = 0, False
-        self.chunks += 1
+        self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
         return link.frame(wire.RESULT, head, packed)
@@ -134,6 +134,7 @@ class Worker:
     def _note(self, first, fitness):
         """Notes the fitness of a chunk. Where this worker has done the whole step, the update will be of that, unless a
         result is disputed."""
+        import numpy as np
         step, chunks = self.engine.step, self.own[1] if self.own[0] == self.engine.step else {}
         self.own, chunks[first] = (step, chunks), fitness
         if len(chunks) == self.cfg.N_CHUNKS:
@@ -141,23 +142,22 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Lets an engine that can begin with an update, and with the chunk that follows."""
-        if self.begins and self.engine.begin_update(fitness):
-            if (following := self.foresight.following(self.engine.step)) >= 0:
-                self._begin(following)
+        if self.engine.begin_update(fitness) and (following := self.foresight.following(self.engine.step)) >= 0:
+            self._begin(following)
 
     def _begin(self, first, end=None):
         """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
         self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
-        if self.begins:
-            self.engine.begin(*self.piece)
+        self.engine.begin(*self.piece)
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
+        from model import fitness_digits
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
         try:
             if link.version == V2:
-                packed = history.unzip(packed, fitness_digits.packed_size(self.cfg.N_PAIRS))
+                packed = history.unzip(packed, ternary.packed_size(self.cfg.N_PAIRS))
             fitness = fitness_digits.unpack_ternary(packed, self.cfg.N_PAIRS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
@@ -192,17 +192,16 @@ class Worker:
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
             link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
 
-    def _state_digest(self, link):
-        """The digest of this step's state, which goes with every request; b"" with version 1."""
-        if link.version == V1:
-            return b""
-        if self.digest is None or self.digest[0] != self.engine.step:
+    def _state_digest(self):
+        if self.digest[0] != self.engine.step:
             self.digest = self.engine.step, self.engine.digest()
-        return wire.STATED.pack(self.digest[1])
+        return self.digest[1]
 
-    def _load(self, state):
-        self.engine.load(state)
-        self.changed, self.reported_step, self.digest, self.own = 0, -1, None, (-1, {})
+    def _load(self, state=None):
+        """Goes on from a State, by default from the beginning."""
+        from model import parameters
+        self.engine.load(state or parameters.initial_state(self.cfg))
+        self.changed, self.reported_step, self.digest, self.own = 0, -1, (None, b""), (-1, {})
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -214,7 +213,7 @@ class Worker:
         self.rebuilt = True
         self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
                           "beginning")
-        self._load(parameters.initial_state(self.cfg))
+        self._load()
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
@@ -276,6 +275,8 @@ def due(every, step):
 
 def sample(cfg, engine, tokens, decoding):
     """str: a piece of the data and the model's continuation of it (SPEC 10)."""
+    import numpy as np
+    from model import data_files
     at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
     more = list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed))
@@ -299,19 +300,21 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
-    version = protocol or V2
-    connected, pause, proves_first = False, BACK_OFF[0], False
-    log_arrival = log_loss = True            # attempts that bring no answer are logged once
+    version, connected, pause, proves_first = protocol or V2, False, BACK_OFF[0], False
+    logged = set()                           # since the last answer: a line is logged once
+
+    def log(line):
+        if line not in logged:
+            logged.add(line)
+            console.line(f"worker: {line}")
+
     while True:
         link, answers = None, worker.answers
         try:
             link = Link(cfg, host, port, version, access, card, proves_first)
             proves_first = link.proves_first
-            if log_arrival:
-                log_arrival, log_loss = False, True
-                spoken = " (protocol 1)" if link.version == V1 else ""
-                console.line(f"worker: {engine.name}, connected to {host}:{port}{spoken}")
             connected = True
+            log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (link.version == V1)}")
             worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
@@ -324,19 +327,19 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
-            if not retry and connected:
-                return worker.chunks
             if not retry:
+                if connected:
+                    return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
         finally:
             if link is not None:
                 link.close()
         if worker.answers > answers:
-            pause, log_arrival, log_loss = BACK_OFF[0], True, True
-        if log_loss:
-            console.line(f"worker: {what}, trying again")
-        log_loss, version = False, protocol or V2
+            pause = BACK_OFF[0]
+            logged.clear()
+        log(f"{what}, trying again")
+        version = protocol or V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
 
@@ -356,19 +359,23 @@ class Coordinator:
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
-        self.cfg, self.run, self.steps, self.minutes, self.access, self.peers = cfg, run, steps, minutes, access, peers
-        self.console, self.events = console, events
-        self.n_weights = parameters.n_weights(cfg)
+        self.cfg, self.run, self.steps, self.minutes, self.peers = cfg, run, steps, minutes, peers
+        self.console, self.events, self.access = console, events, access
         self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
-        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, self.events), trust.Trust()
-        self.dispatcher = Dispatcher(cfg, run, self.events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, self.events, self.dispatcher, self._snapshot_kept, self.ban)
+        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
+        self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
+        self.collector = Collector(cfg, run, events, self.dispatcher, self._snapshot_kept, self.ban)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
         self.page = http.attach(self) if http else None
+
+    @functools.cached_property
+    def n_weights(self):
+        """Weights of the model."""
+        return history.sizes(self.cfg)[0]
 
     @property
     def finished(self):
@@ -399,8 +406,8 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        kept = "they are not kept (--save-dir keeps them)" if self.run.directory is None else \
-            f"the run lies in {self.run.directory}"
+        kept = f"the run lies in {self.run.directory}" if self.run.directory else \
+            "they are not kept (--save-dir keeps them)"
         self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
         if self.page:
             self.page.farewell()
@@ -469,8 +476,7 @@ class Coordinator:
         elif step < run.step:
             session.send(self.dispatcher.catch_up(step, worker.version))
         elif self.island.handover:
-            if worker.sends_snapshots and self.collector.upload is None:
-                self.collector.ask(worker, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
@@ -485,10 +491,9 @@ class Coordinator:
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
-        if result.step > step:
-            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done")
-        if worker.version == V2 and worker.step != step:
-            raise FrameError(f"wrong step: RESULT for step {step} after a request at step {worker.step}")
+        if result.step > step or worker.version == V2 and worker.step != step:
+            raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
+                             f"request at step {worker.step}")
         if worker.version == V2 and chunk not in worker.given:       # two liars could outvote whom they like
             raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
         if worker.trusted:
@@ -505,7 +510,7 @@ class Coordinator:
             return
         self._conclude_step()                        # if two end in one turn
         losses = [loss for _, loss in work.done.values()]
-        self.run.append(fitness_digits.pack_ternary(work.fitness), sum(losses), self.progress.updates)
+        self.run.append(work.fitness(), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
         if names := self.trust.unconfirmed(step):
@@ -568,8 +573,8 @@ class Coordinator:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if verdict.news:
-                self.events.warn(f"step {self.run.step}: workers hold different states of step {step}, as many for one "
-                                 "as for another: start another worker, which decides, or stop the wrong one")
+                self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
+                                 "majority: start another worker, which decides, or stop the wrong one")
             self.dispatcher.hold(worker)
         return False
 
@@ -605,7 +610,7 @@ class Coordinator:
             sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
-            self.shelf.remove(f"snapshot-{state.step:08d}.egg")
+            self.shelf.remove(history.snapshot_name(state.step))
             raise
         self.collector.begin_epoch()
         self.trust.clear()

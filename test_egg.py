@@ -21,6 +21,7 @@ from model import fitness_digits
 from model import integer_tables
 from model import parameters
 from model import rules
+from model import seeds
 from model import sampling
 from tools.debug import Reading
 from kit import (HERE, callable_by_python, golden, loss_of, member_reading, population_fitness, random_config,
@@ -110,8 +111,8 @@ def test_noise_of_all_at_once_is_the_rule(gaussian):
         x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
         x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
         x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
-        assert rules.hash32(2 ** 32 - 3, np.array([i]))[0] == rules.hash32(-3, i) == x ^ x >> 16
-    assert rules.hash32(5, np.arange(50)).tolist() == [rules.hash32(5, i) for i in range(50)]
+        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
+    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
 
 
 def test_windows_begin_where_the_rule_says():

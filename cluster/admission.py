@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
 from cluster.dispatch import RemoteWorker
-from cluster.hub import Crowd, NetError, reason
+from cluster.hub import Budget, Crowd, NetError, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
@@ -20,8 +20,6 @@ ARRIVALS = 256                                 # connections at a time that have
 REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
 MOST_BANNED = 1 << 26                          # bytes of that file
-NO_VERSION_1 = "protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2"
-NO_SNAPSHOTS = "an island needs workers of protocol 2: protocol 1 has no snapshots"
 
 
 class Author(NamedTuple):
@@ -94,7 +92,8 @@ class Admission:
         self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
         self.arrivals, self.by_host = Crowd(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
-        self._refused, self._status_made, self._status_until = {}, b"", 0.0          # host -> reasons that are logged
+        self._refused, self._status_made = {}, b""                  # host -> reasons that are logged
+        self._status_seconds = Budget(0.1, 0.001)    # that making a status may take
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
@@ -118,12 +117,9 @@ class Admission:
 
     def report(self, host, title, why):
         """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
-        why = one_line(why)
-        if host not in self._refused and len(self._refused) >= ADDRESSES_LOGGED:
-            return
-        logged = self._refused.setdefault(host, set())
-        if why not in logged and len(logged) < REASONS_LOGGED:
-            logged.add(why)
+        why, logged = one_line(why), self._refused.get(host, set())
+        if why not in logged and len(logged) < REASONS_LOGGED and (logged or len(self._refused) < ADDRESSES_LOGGED):
+            self._refused[host] = logged | {why}
             self.coordinator.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
 
     def author(self, session, card):
@@ -132,9 +128,9 @@ class Admission:
 
     def let_in_version_1(self, session):
         if not self.coordinator.island.takes_version_1:
-            raise Refused(NO_SNAPSHOTS)
+            raise Refused("an island needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
-            raise Refused(NO_VERSION_1)
+            raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
         if why := self.bans.message(author):
             raise Refused(why)
@@ -163,8 +159,7 @@ class Admission:
         if self.by_host.total() >= self.most:
             raise Refused(f"{self.most} connections are open, as many as can be", FULL)
         if self.by_host[session.host] >= (most := self.cfg.CONNECTIONS_PER_ADDRESS):
-            raise Refused(f"{most} connections from one address are open, as many as may be (CONNECTIONS_PER_ADDRESS)",
-                          FULL)
+            raise Refused(f"{most} connections from one address are open, the most (CONNECTIONS_PER_ADDRESS)", FULL)
         self.arrivals.discard(session)
         self.by_host[session.host] += 1
         session.take(wire.FROM_WORKER[version])
@@ -173,11 +168,10 @@ class Admission:
 
     def _status(self):
         """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
-        if time.monotonic() >= self._status_until:
+        if self._status_seconds.refill() > 0:
             began = time.monotonic()
             self._status_made = status.pack_status(self.coordinator.status())
-            now = time.monotonic()
-            self._status_until = now + 10 * (now - began)
+            self._status_seconds.spend(time.monotonic() - began)
         return self._status_made
 
     def _check_worker(self, card, author):

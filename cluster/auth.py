@@ -31,7 +31,6 @@ class Access(NamedTuple):
 
 def read_secret(path=None, environ=os.environ):
     """bytes of the secret in the file `path`, or else in EGG_SECRET; b"" where neither is given. Raises AuthError."""
-    source = path if path is not None else "EGG_SECRET"
     if path is not None:
         with explained(AuthError, f"--secret-file {path}", "name a file that can be read"), open(path, "rb") as file:
             secret = file.read(1 << 16).strip()
@@ -43,8 +42,8 @@ def read_secret(path=None, environ=os.environ):
     else:
         return b""
     if len(secret) < LEAST_SECRET:
-        raise AuthError(f"{source} holds {len(secret)} bytes, a secret needs {LEAST_SECRET}: make one with "
-                        "`openssl rand -hex 32`")
+        raise AuthError(f"{path or 'EGG_SECRET'} holds {len(secret)} bytes, a secret needs {LEAST_SECRET}: make one "
+                        "with `openssl rand -hex 32`")
     return secret
 
 
@@ -76,10 +75,9 @@ def page_password(secret):
 def user_key():
     """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    directory, fresh = os.path.join(cache, "egg"), os.urandom(16).hex()
-    path = os.path.join(directory, "worker-key")
+    path, fresh = os.path.join(cache, "egg", "worker-key"), os.urandom(16).hex()
     try:
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with (contextlib.suppress(FileExistsError),
               open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
             file.write(fresh)
@@ -112,23 +110,21 @@ def listen_host(host, access):
 
 def server_tls(cert, key, ca=None):
     """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
-    if cert is key is ca is None:
-        return None
-    if cert is None or key is None:
-        raise AuthError("TLS needs both --tls-cert and --tls-key at the coordinator")
-    return _context(ssl.PROTOCOL_TLS_SERVER, cert, key, ca)
+    needs = "both --tls-cert and --tls-key at the coordinator"
+    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, needs, cert, key, ca)
 
 
 def client_tls(ca, cert=None, key=None):
     """The ssl.SSLContext of a worker that trusts coordinators signed by `ca`; None without."""
+    needs = "--tls-ca at the worker: the certificate of the coordinator, or of its signer"
+    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, needs, cert, key, ca)
+
+
+def _tls(kind, complete, needs, cert, key, ca):
     if cert is key is ca is None:
         return None
-    if ca is None:
-        raise AuthError("TLS needs --tls-ca at the worker: the certificate of the coordinator, or of its signer")
-    return _context(ssl.PROTOCOL_TLS_CLIENT, cert, key, ca)
-
-
-def _context(kind, cert, key, ca):
+    if not complete:
+        raise AuthError(f"TLS needs {needs}")
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -138,7 +134,7 @@ def _context(kind, cert, key, ca):
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as error:
-        names = ", ".join(str(x) for x in (cert, key, ca) if x is not None)
-        raise AuthError(f"{names}: {error.strerror or error}: give PEM files, --tls-key the key of --tls-cert") \
-            from None
+        names = ", ".join(str(name) for name in (cert, key, ca) if name)
+        what = f"{names}: {error.strerror or error}"
+        raise AuthError(f"{what}: give PEM files, --tls-key the key of --tls-cert") from None
     return context

@@ -26,10 +26,12 @@ class Collector:
         """Whether this worker, at `step`, shall send its state for the shelf."""
         every = self.cfg.SNAPSHOT_EVERY
         return (every and step and step % every == 0 and self.shelf.directory and step not in self.shelf.files
-                and not self.shelf.stopped and worker.digest and worker.sends_snapshots and self.upload is None)
+                and not self.shelf.stopped and worker.digest)
 
     def ask(self, worker, remember=False):
-        """Asks for the state of the present step. remember: for `Upload.state`, without a file."""
+        """Asks for the state of the present step, if that is possible. remember: for `Upload.state`, without a file."""
+        if self.upload or not worker.sends_snapshots:
+            return
         try:
             self.upload = snapshots.Upload(self.cfg, self.run.step, self.run.seed, worker.digest, self.run.directory,
                                            remember=remember)

@@ -15,6 +15,8 @@ import egg_config
 
 COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
            "white": "37", "grey": "90"}
+# of egg_net.sample: beginning, step, prompt, arrow, continuation
+SAMPLE = re.compile(r"( *sample at step (\d{1,18}): | *)(.*?)( >>> )(.*)", re.DOTALL)
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
@@ -25,13 +27,15 @@ class Printer:
     PROGRESS_EVERY = 0.1       # seconds
 
     def __init__(self, stream=None):
-        self.stream = stream or sys.stdout or open(os.devnull, "w")       # Python has no stream where it is closed
+        self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
         self.coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
 
     def line(self, text):
-        self._write(self._erased() + self._clean(text) + "\n")
+        parts = OWN_CODES.split(text)                # every second one is an own code
+        text = "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(parts))
+        self._write(self._erased() + text + "\n")
         self._text, self._next = "", 0.0
         self.progress()
 
@@ -51,13 +55,12 @@ class Printer:
 
     def write(self, text, name=None):
         text = clean(text) if self.terminal else text
-        self.stream.write(self._encodable(self.colour(text, name) if name and text else text))
-        self.stream.flush()
+        self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a sample (egg_net.sample)."""
-        parts = re.fullmatch(r"( *sample at step \d+: | *)(.*?)( >>> )(.*)", text, re.DOTALL)
-        return parts[1] + self.colour(parts[2], "blue") + parts[3] + self.colour(parts[4], "green") if parts else text
+        """`text` with prompt and continuation in different colours, if it is a SAMPLE."""
+        parts = SAMPLE.fullmatch(text)
+        return parts[1] + self.colour(parts[3], "blue") + parts[4] + self.colour(parts[5], "green") if parts else text
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -72,17 +75,11 @@ class Printer:
         there, self._shown = self._shown, ""
         return (f"\x1b[{above}A" if above > 0 else "") + "\r\x1b[J" if there else ""
 
-    def _clean(self, text):
-        return "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(OWN_CODES.split(text)))
-
-    def _encodable(self, text):
-        encoding = self.stream.encoding or "utf-8"
-        return text.encode(encoding, "replace").decode(encoding)
-
     def _write(self, text):
-        if text:
-            self.stream.write(self._encodable(text))
-            self.stream.flush()
+        if text and self._out:
+            encoding = self.stream.encoding or "utf-8"
+            self._out.write(text.encode(encoding, "replace").decode(encoding))
+            self._out.flush()
 
 
 class Console(Printer):
@@ -97,7 +94,7 @@ class Console(Printer):
         super().__init__(stream)
         self.steps, self.minutes = steps, minutes
         self.live = self.terminal and not verbose
-        self._lossy = None if quiet else Lossy(self.stream)
+        self._out = None if quiet else Lossy(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
@@ -108,13 +105,12 @@ class Console(Printer):
         if kind == "start":
             self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
         elif kind == "references":
-            named = {name: value for name, value in event["values"].items() if name != "uniform"}
-            self._references = "(" + ", ".join(f"{name} {value:.2f}" for name, value in named.items()) + ")"
+            texts = [f"{name} {value:.2f}" for name, value in event["values"].items() if name != "uniform"]
+            self._references = f"({', '.join(texts)})"
         elif kind == "validation":
             self._validation = event
             if self.live:
-                figure = f"{event['value']:.3f} {event['unit']}"
-                self.line(fit(f"validation at step {event['step']}: {figure}", self._references))
+                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event), self._references))
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:
@@ -141,25 +137,25 @@ class Console(Printer):
         return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
 
     def _figures(self):
-        step, val = self._step, self._validation
-        loss, val_text = f"loss {step['loss']:.2f}", f"val {val['value']:.2f}" if val else ""
-        same = [f"{loss} {val_text}".strip() + f" {step['unit']}"]
-        units = [f"{loss} {step['unit']}", f"{val_text} {val['unit']}"] if val and val["unit"] != step["unit"] else same
+        step, loss = self._step, f"loss {self._step['loss']:.2f}"
+        val = "val {value:.2f} {unit}".format(**self._validation) if self._validation else ""
+        same = val and self._validation["unit"] == step["unit"]          # then it is said once
+        losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*units, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
+        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""
-        ends = []                                            # [(share done, seconds left)]
+        ends = []                                            # [(seconds left, share done)]
         if self.minutes is not None:
-            ends.append((elapsed / (60 * self.minutes), 60 * self.minutes - elapsed))
+            ends.append((60 * self.minutes - elapsed, elapsed / (60 * self.minutes)))
         if self.steps is not None:
             done, took = self._step["step"] + 1 - self._first, self._step["elapsed"]
             left = self.steps - self._first - done
-            ends.append((done / max(done + left, 1), took / done * left - (elapsed - took)))
+            ends.append((took / done * left - (elapsed - took), done / max(done + left, 1)))
         if not ends:
             return ""
-        share, left = min(ends, key=lambda end: end[1])
+        left, share = min(ends)
         full = min(int(share * self.BAR), self.BAR)
         form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72000 else "%a %d %b"
         end = time.strftime(form, time.localtime(round(time.time() + max(left, 0))))
@@ -185,10 +181,6 @@ class Console(Printer):
             line += f" (step {validation['step']})" if validation["step"] != event["step"] else ""
         return line
 
-    def _write(self, text):
-        if self._lossy and text:
-            self._lossy.write(self._encodable(text))
-
 
 class Lossy:
     """Writes to a stream without waiting for its reader. What cannot be written is lost, which is said once; `write`
@@ -201,12 +193,10 @@ class Lossy:
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()
-            kind = os.fstat(number).st_mode
-            if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+            waits = stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISCHR(os.fstat(number).st_mode)
+            if waits:
                 number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-                self.file = io.FileIO(number, "w")
-            else:
-                self.file = io.FileIO(number, "w", closefd=False)
+            self.file = io.FileIO(number, "w", closefd=waits)
 
     def write(self, text):
         if self.file is None:
@@ -214,15 +204,15 @@ class Lossy:
                 self.stream.write(text)
                 self.stream.flush()
             return
-        self._drain()
+        self.flush()
         if len(self.waiting) > self.MOST:
             return self._lose("nobody reads it")
         if self.lost:
             text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
         self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
-        self._drain()
+        self.flush()
 
-    def _drain(self):
+    def flush(self):
         try:
             while self.waiting and (size := self.file.write(self.waiting)):
                 self.waiting = self.waiting[size:]

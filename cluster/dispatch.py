@@ -1,13 +1,14 @@
 """The workers of a coordinator, and who of them does what: chunks, leases, those that wait, how fast each one is."""
 
+import math
 import os
 import time
+from array import array
 from collections import deque
-
-import numpy as np
 
 from cluster import leases, wire
 from cluster.console import printable
+from cluster.progress import median
 from cluster.session import Role
 from cluster.wire import V2
 
@@ -52,14 +53,13 @@ class RemoteWorker(Role):
         if self.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
             coordinator.collector.ignored(self)
         if opcode == wire.JOB_REQUEST:
-            digest = wire.STATED.unpack_from(payload, wire.REQUEST.size)[0] if self.version == V2 else None
-            step = wire.REQUEST.unpack_from(payload)[1]
+            step, digest = wire.REQUEST.unpack_from(payload)[1], payload[wire.REQUEST.size:] or None
             useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
             coordinator.take_request(self, step, digest)
         elif opcode == wire.RESULT:
             result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            if (result.step, result.chunk) in self.owed:
-                self.owed.remove((result.step, result.chunk))
+            if (owed := (result.step, result.chunk)) in self.owed:
+                self.owed.remove(owed)
                 useful = self.has_worked = True
             coordinator.take_result(self, result)
         elif opcode == wire.VALIDATION:
@@ -105,8 +105,8 @@ class Dispatcher:
         self.changed = self.several = self.by_host = self.alone = False
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
-        self._several_at = time.monotonic() if run.step else -np.inf
-        self._hosts_at = -np.inf                     # the same for hosts
+        self._several_at = time.monotonic() if run.step else -math.inf
+        self._hosts_at = -math.inf                     # the same for hosts
         self._passed_over = False                    # a worker waits although there may be a chunk for it
         self._late = []                              # chunks that an idle worker may take a copy of
         self._stuck = set()                          # voters (Author.voter) of workers that were stuck
@@ -118,8 +118,8 @@ class Dispatcher:
         return bool(self._due or self.changed and self.waiting)
 
     def begin_step(self):
-        draws = np.frombuffer(os.urandom(4 * self.cfg.N_CHUNKS), np.uint32)      # nobody can know what will be audited
-        audited = set(np.flatnonzero(draws < self.cfg.AUDIT_RATE * (1 << 32)).tolist())
+        draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
+        audited = {chunk for chunk, draw in enumerate(draws) if draw < self.cfg.AUDIT_RATE * (1 << 32)}
         every, now = self.cfg.VALIDATE_EVERY, time.monotonic()
         if self.several and every and self.run.step % every == 0:
             audited.add(0)                           # so that two validate
@@ -212,7 +212,7 @@ class Dispatcher:
             worker.pace = took if worker.pace is None else 0.7 * worker.pace + 0.3 * took
             worker.punctual, worker.stuck = in_time, False
         worker.chunks += 1
-        liars = self.work.result(worker, worker.author, result.chunk, result.packed, result.sum_loss, result.fitness)
+        liars = self.work.result(worker, worker.author, result.chunk, result.packed, result.sum_loss)
         self.changed = self.changed or worker.waiting or result.chunk not in self.work.done
         return liars
 
@@ -243,7 +243,7 @@ class Dispatcher:
         for worker in self.workers:
             self._check_leases(worker, now)
         paces = [w.pace for w in self.workers if w.pace]
-        self.usual = float(np.median(paces)) if paces else self.usual
+        self.usual = median(paces) if paces else self.usual
         self.count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)

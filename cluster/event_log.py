@@ -7,13 +7,13 @@ import datetime
 import errno
 import json
 import os
-import re
 import stat
 import time
 
 import egg_config
+from cluster.console import SAMPLE
 from cluster.history import EVENTS
-from cluster.hub import Budget
+from cluster.hub import Budget, nothing
 from egg_config import EggError, explained
 
 # Events that peers cause: so many in a row and so many a second after that, of one host and of all together
@@ -22,14 +22,13 @@ LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1,
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
 FLUSH_EVERY = 5.0          # seconds between two flushes of TensorBoard's file
-SAMPLE = re.compile(r" *sample at step (\d{1,18}): (.*?) >>> (.*)")
 
 
 class WatchError(EggError):
     """About a log, a directory or a library that logging and plotting need."""
 
 
-class Events:
+class Events(contextlib.AbstractContextManager):
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
     kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log; log_json: a file,
     tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
@@ -38,24 +37,20 @@ class Events:
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
         self._may_tell = Budget(0.1, 1)              # of what was left out
-        advice = "give a --save-dir that can be written"
-        wanted = [(CoordinatorLog, os.path.join(directory, "coordinator.log"), advice, console.line, cfg, run.step)]
-        if run.directory is not None:
-            wanted.append((JsonLog, os.path.join(run.directory, EVENTS), advice, console.line))
-        if log_json is not None:
-            wanted.append((JsonLog, log_json, "give --log-json a file that can be written", console.line, True))
-        if tensorboard is not None:
-            wanted.append((TensorBoard, tensorboard, console.line))
-        self.files = []
+        warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
-            for kind, *arguments in wanted:
-                self.files.append(kind(*arguments))
+            self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn, cfg, run.step))
+            if run.directory is not None:
+                self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
+            if log_json is not None:
+                self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
+            if tensorboard is not None:
+                self.files.append(TensorBoard(tensorboard, warn))
         except WatchError:
             self.close()
             raise
         self.sinks = [console, *self.files]
-        self.emit("start", step=run.step, directory=None if run.directory is None else str(run.directory),
-                  config=cfg.constants())
+        self.emit("start", step=run.step, directory=run.directory and str(run.directory), config=cfg.constants())
 
     def emit(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
@@ -84,9 +79,9 @@ class Events:
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
-        if found := SAMPLE.fullmatch(text):
-            prompt, sample = (x.replace("\u23ce", "\n") for x in found.groups()[1:])
-            self.emit("sample", line, worker=worker, step=int(found[1]), prompt=prompt, text=sample)
+        if (found := SAMPLE.fullmatch(text)) and found[2]:
+            prompt, sample = (x.replace("\u23ce", "\n") for x in found.group(3, 5))
+            self.emit("sample", line, worker=worker, step=int(found[2]), prompt=prompt, text=sample)
         else:
             self.emit("message", line, worker=worker, text=text)
 
@@ -94,11 +89,8 @@ class Events:
         for file in self.files:
             file.close()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, _):
-        if kind is not None and issubclass(kind, Exception):
+        if isinstance(error, Exception):
             self.emit("error", text=str(error))      # no line: egg.py prints the error
         self.close()
 
@@ -107,6 +99,8 @@ class Lines:
     """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
     opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
+
+    head = nothing             # (): the first lines of the file that takes the place of a long one
 
     def __init__(self, path, advice, warn, links=False):
         self.path, self.warn, self.links, self.warned = path, warn, links, False
@@ -124,12 +118,10 @@ class Lines:
                 file.seek(-1, os.SEEK_END)
                 self.torn = file.read(1) != b"\n"
 
-    def head(self):
-        return ""                                    # the first lines of a new file
-
     def add(self, text):
         try:
-            self._make_room()
+            if self.regular:
+                self._make_room()
             data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
             while data:
                 done = os.write(self.handle, data)
@@ -142,8 +134,6 @@ class Lines:
                 self.warn(f"{self.path}: {error.strerror}: events are missing in it from now on")
 
     def _make_room(self):
-        if not self.regular:
-            return
         disk = os.fstatvfs(self.handle)
         if disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20):
             raise OSError(errno.ENOSPC, "the disk is nearly full")
@@ -202,26 +192,20 @@ class TensorBoard:
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
 
     def emit(self, event, _):
-        kind = event["event"]
-        unit = event.get("unit", "").replace("/", "_per_")
+        kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
-            self._scalars(event, {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}})
+            values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
         elif kind == "validation":
-            self._scalars(event, {f"validation/{unit}": event["value"]})
+            values = {f"validation/{unit}": event["value"]}
         elif kind == "snapshot" and event["overlay"]:
-            self._scalars(event, {f"overlay/{name}": value for name, value in event["overlay"].items()})
-        elif kind == "sample":
+            values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
+        summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
+        if kind == "sample":
             # indented: TensorBoard renders it as a code block of Markdown
             text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
-            self._write(event, self._text("sample", text))
-
-    def _scalars(self, event, values):
-        value = self._summary.Value
-        self._write(event, self._summary(value=[value(tag=k, simple_value=v) for k, v in values.items()]))
-
-    def _write(self, event, summary):
-        if self._writer is None:
+            summary = self._text("sample", text)
+        if self._writer is None or not (values or kind == "sample"):
             return
         try:
             self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))

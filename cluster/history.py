@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import importlib.util
 import json
 import os
 import re
@@ -16,14 +17,11 @@ import stat
 import struct
 import tempfile
 import zlib
-from types import SimpleNamespace
 from typing import NamedTuple
-
-import pyzstd
 
 import egg_config
 from egg_config import EggError, explained
-from model import fitness_digits, parameters, rules
+from model import seeds, ternary
 
 FILE = "history.egg"
 OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
@@ -33,13 +31,14 @@ SETTINGS = "settings.json"               # egg_config.Config.settings; names of 
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # a record up to its body
-WINDOW = {pyzstd.DParameter.windowLogMax: 20}      # bounds the memory for decompressing foreign data (level 1 needs 19)
 # step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
+LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
+TO_RETRY = "mend this and start the same command again"
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
 CPP_MAGIC = 0x45474743
@@ -52,13 +51,11 @@ class HistoryError(EggError):
 
 def open_file(path, mode="rb"):
     """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device."""
-    def opener(path, flags):
-        # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-    return open(path, mode, buffering=0, opener=opener)
+    # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe))
 
 
 def read_file(path, most):
@@ -97,8 +94,30 @@ def write_file(directory, name, data):
         return open_file(file.name, "r+b")
 
 
+def link_file(path, new):
+    """Gives a file a second name, which another file may have had. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    os.link(path, new)
+
+
+def snapshot_name(step, figure=None):
+    """The name of the snapshot of a step; figure: of its validation."""
+    return f"snapshot-{step:08d}.egg" if figure is None else f"snapshot-{step:08d}-{figure:.4f}.egg"
+
+
+def with_crc(data):
+    return data + zlib.crc32(data).to_bytes(4, "little")
+
+
+def is_intact(data, size):
+    """Whether these are `size` bytes that end with the CRC-32 of those before."""
+    return len(data) == size and zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]
+
+
 def sizes(cfg):
     """(bytes of weights, of moments, of overlay)."""
+    from model import parameters                     # with NumPy, which a coordinator does not need to start
     n = parameters.n_weights(cfg)
     return n, 12 * n, parameters.n_overlay(cfg)
 
@@ -121,44 +140,38 @@ class Start(NamedTuple):
         return self.origin["epoch"] if self.origin else 0
 
 
-def beginning(cfg):
-    return Start(0, rules.first_seed(cfg))
-
-
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
     Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock, and may write; `data`:
     digest of the training data, zeros while unknown; `notices`: lines about repairs."""
 
     def __init__(self, cfg, file, directory=None, lock=None):
-        self.cfg, self.directory, self.notices, self.start = cfg, directory, [], beginning(cfg)
-        self.step, self.seed = self.start[:2]
+        self.cfg, self.directory, self.notices = cfg, directory, []
         self._file, self._lock, self.owned = file, lock, lock is not None
-        self._offsets = []
-        self.data = _read_data(directory)
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
-        if directory is None:
-            self._end = 0
-            self._write(_header(cfg, self.start))
-        else:
-            self._read_all()
+        self.data = bytes(32)
+        if directory is not None:
+            with contextlib.suppress(OSError, ValueError):
+                digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
+                self.data = digest if len(digest) == 32 else self.data
+        self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
         """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
         if step == self.start.step - 1:
             return b""
         try:
-            return unzip(self.body(step), fitness_digits.packed_size(self.cfg.N_PAIRS))
+            return unzip(self.body(step), ternary.packed_size(self.cfg.N_PAIRS))
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
         k = step - self.start.step
-        at, end = (*self._offsets[k:k + 2], self._end)[:2]
-        with explained(HistoryError, self._name, "mend this and start the same command again"):
+        at, end = self._offsets[k:k + 2]
+        with explained(HistoryError, self._name, TO_RETRY):
             data = self._pread(end - at - HEAD, at + HEAD)
-        if _crc(data[:-4]) != data[-4:]:
+        if not is_intact(data, end - at - HEAD):
             raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
                                "from a copy")
         return data[:-4]
@@ -169,51 +182,52 @@ class Run:
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
+        import pyzstd                                # here, so that a coordinator starts without it
         body = pyzstd.compress(packed, 1)
-        fields = RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)
-        at = self._end
-        self._write(fields + _crc(fields) + body + _crc(body))
-        self._advance(at)
+        data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
+        handle, end, done = self._file.fileno(), self._offsets[-1], 0
+        with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
+            try:
+                while done < len(data):
+                    done += os.pwrite(handle, data[done:], end + done)
+            except OSError:
+                os.ftruncate(handle, end)
+                raise
+        self._advance(len(data))
 
-    def copy(self, steps, read, start):
-        """Appends the first `steps` steps, read(k) -> (packed, sum_loss, updates), of another run, which begins at
-        `start` and with the steps that this run has."""
-        if self.start != start or any(self.fitness(k) != read(k)[0] for k in range(start.step, min(self.step, steps))):
+    def copy(self, source):
+        """Appends the steps of another Run, which begins with those that this one has. Raises HistoryError."""
+        if self.start != source.start or any(self.fitness(step) != source.fitness(step)
+                                             for step in range(self.start.step, min(self.step, source.step))):
             raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
                                "--load-dir out")
-        for k in range(self.step, steps):
-            self.append(*read(k))
+        for step in range(self.step, source.step):
+            self.append(source.fitness(step), *source.record(step))
         self.sync()
 
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
-        try:
-            if self.directory is not None:
+        if self.directory is not None:
+            advice = f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"
+            with explained(HistoryError, self._name, advice):
                 os.fsync(self._file.fileno())
-        except OSError as error:
-            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step - 1} may not be kept, all before it "
-                               "are; mend this and start the same command again") from None
 
     def begin_epoch(self, start):
         """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
         of the two epochs is on the disk completely. Raises OSError; then nothing has changed."""
-        path, old = (os.path.join(self.directory, name) for name in (FILE, OLD.format(self.start.epoch)))
         assert start[:2] == (self.step, self.seed) and self.step > self.start.step
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(old)                   # left by a handover that was interrupted
-        os.link(path, old)
+        # a handover that was interrupted may have left the other name
+        link_file(self._name, os.path.join(self.directory, OLD.format(self.start.epoch)))
         file = write_file(self.directory, FILE, _header(self.cfg, start))
         self._file.close()
-        self._file, self._end, self.start = file, os.fstat(file.fileno()).st_size, start
-        self._offsets = []
+        self._file, self._offsets, self.start = file, [os.fstat(file.fileno()).st_size], start
 
     def keep_data(self, digest):
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
         if digest != self.data:
             self.data = digest
             if self.directory is not None:
-                with contextlib.suppress(OSError):
-                    write_file(self.directory, DATA_FILE, (digest.hex() + "\n").encode()).close()
+                _keep_text(self.directory, DATA_FILE, digest.hex())
 
     def close(self):
         self._file.close()
@@ -221,51 +235,39 @@ class Run:
             os.close(self._lock)
             self._lock = None
 
-    def _advance(self, at):
-        self._offsets.append(at)
-        self.seed = rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+    def _advance(self, size):
+        self._offsets.append(self._offsets[-1] + size)
+        self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
 
     def _pread(self, size, at):
         return os.pread(self._file.fileno(), size, at)
 
-    def _write(self, data):
-        handle, done = self._file.fileno(), 0
-        try:
-            while done < len(data):
-                done += os.pwrite(handle, data[done:], self._end + done)
-        except OSError as error:
-            os.ftruncate(handle, self._end)
-            raise HistoryError(f"{self._name}: {error.strerror}: step {self.step} is not kept, all before it are; mend "
-                               "this and start the same command again") from None
-        self._end += len(data)
-
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if it is owned."""
-        header = _read_header(self._file, self._name)
+        config, start, size = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
-        if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **header.config}, kept(self.cfg)):
+        if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **config}, kept(self.cfg)):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
-        self._end, self.start = header.size, header.start or self.start
+        self._offsets, self.start = [size], start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
-        most, head = most_body(self.cfg), self._pread(HEAD, self._end)
+        most, head = most_body(self.cfg), self._pread(HEAD, size)
         while head:
             length, its_step, _, _, its_seed = RECORD.unpack_from(head.ljust(HEAD))
-            good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most
-            rest = self._pread(length + 4 + HEAD, self._end + HEAD) if good else b""       # with the next head
-            body, crc, next_head = rest[:length], rest[length:length + 4], rest[length + 4:]
-            if not good or _crc(head[:RECORD.size]) != head[RECORD.size:] or _crc(body) != crc:
+            good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most and is_intact(head, HEAD)
+            rest = self._pread(length + 4 + HEAD, self._offsets[-1] + HEAD) if good else b""   # with the next head
+            if not is_intact(rest[:length + 4], length + 4):
                 return self._cut_torn_record(HEAD + 4 + most)
-            self._advance(self._end)
-            self._end += HEAD + length + 4
-            head = next_head
+            self._advance(HEAD + length + 4)
+            head = rest[length + 4:]
 
     def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
-        size, at, rest = os.fstat(self._file.fileno()).st_size, self._end, self._pread(longest + 1, self._end)
-        later = any(_crc(rest[k:k + RECORD.size]) == rest[k + RECORD.size:k + HEAD]
-                    and RECORD.unpack_from(rest, k)[1] > self.step for k in range(1, len(rest) - HEAD + 1))
+        size, at = os.fstat(self._file.fileno()).st_size, self._offsets[-1]
+        rest = self._pread(longest + 1, at)
+        later = any(is_intact(rest[k:k + HEAD], HEAD) and RECORD.unpack_from(rest, k)[1] > self.step
+                    for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
@@ -281,20 +283,19 @@ def open_run(cfg, save_dir=None, load_dir=None):
     begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, or in load_dir
     itself. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants that differ),
     damage, a directory in use or not writable."""
+    for library in LOADED_LATER:
+        if importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
-        return open_directory(cfg, save_dir) if save_dir is not None else Run(cfg, tempfile.TemporaryFile())
-    if not os.path.isdir(load_dir):
-        raise HistoryError(f"--load-dir {load_dir}: no such directory")
-    own = holds_run(load_dir)
+        return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
+    own = _holds_own(load_dir)
     if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
         return open_directory(cfg, load_dir)
-    with contextlib.closing(read_run(cfg, load_dir)) as source:
+    with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
         run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
-        try:
-            run.copy(source.step, lambda k: (source.fitness(k), *source.record(k)), source.start)
-        except HistoryError:
-            run.close()
-            raise
+        undo.callback(run.close)
+        run.copy(source)
+        undo.pop_all()
     if own:
         _copy_rest(cfg, load_dir, run.directory)
     return run
@@ -302,71 +303,57 @@ def open_run(cfg, save_dir=None, load_dir=None):
 
 def read_run(cfg, directory):
     """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
-    if holds_run(directory):
-        path = os.path.join(directory, FILE)
-        with explained(HistoryError, path):
-            return Run(cfg, open_file(path), directory)
-    fitness = read_cpp_checkpoints(cfg, directory)
-    run = Run(cfg, tempfile.TemporaryFile())
-    run.copy(len(fitness), lambda k: (fitness[k], 0, 0), run.start)
-    return run
+    if not _holds_own(directory):
+        return _read_cpp_checkpoints(cfg, directory)
+    path = os.path.join(directory, FILE)
+    with explained(HistoryError, path):
+        return Run(cfg, open_file(path), directory)
 
 
 def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
-    if not os.path.isdir(directory):
-        raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
-    if holds_run(directory):
-        return {**_header_of(os.path.join(directory, FILE)).config, **_settings(directory)}
-    if any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+    if not _holds_own(directory):
         return {}
-    raise _no_run(directory)
-
-
-def holds_run(directory):
-    return os.path.isfile(os.path.join(directory, FILE))
-
-
-def _settings(directory):
-    """{name: value} in SETTINGS, as seen from here; without data files that are not there, {} for an older run."""
-    try:
-        text = read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)
-        found = {name: value for name, value in json.loads(text).items() if name in egg_config.FACTS}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-    for name in egg_config.DATA_FILES:
+    found = _header_of(os.path.join(directory, FILE))[0]
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
+        settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
+        found.update((name, value) for name, value in settings if name in egg_config.FACTS)
+    for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(found.pop(name, "")))
         if os.path.isfile(path):
             found[name] = path if os.path.isabs(path) else os.path.relpath(path)
     return found
 
 
-def _keep_settings(cfg, directory):
-    """Writes SETTINGS. A run can do without, so a disk that refuses it is no error."""
-    settings = cfg.settings()
-    for name in egg_config.DATA_FILES:
-        if not os.path.isabs(settings[name]):
-            settings[name] = os.path.relpath(settings[name], directory)
-    with contextlib.suppress(OSError):
-        write_file(directory, SETTINGS, (json.dumps(settings, indent=1) + "\n").encode()).close()
+def holds_run(directory):
+    return os.path.isfile(os.path.join(directory, FILE))
+
+
+def _holds_own(directory):
+    """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
+    if not os.path.isdir(directory):
+        raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
+    own = holds_run(directory)
+    if not own and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
+                           "saved run")
+    return own
 
 
 def epochs(directory):
     """[Start]: of the epochs whose history is in a save directory, the oldest first. Raises HistoryError."""
     names = [name for name in os.listdir(directory) if name == FILE or OLD_NAME.fullmatch(name)]
-    starts = [_header_of(os.path.join(directory, name)).start or Start(0, 0) for name in names]
+    starts = [_header_of(os.path.join(directory, name))[1] or Start(0, 0) for name in names]
     return sorted(starts, key=lambda start: start.epoch)
 
 
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     def rank(directory):
-        path = os.path.join(directory, FILE)
-        try:
-            header = _header_of(path)
-            trained = header.start is not None or os.path.getsize(path) > header.size
-        except (OSError, HistoryError):
-            trained = True                   # its error will tell
+        path, trained = os.path.join(directory, FILE), True
+        with contextlib.suppress(OSError, HistoryError):     # who opens it learns of the error
+            _, start, size = _header_of(path)
+            trained = start is not None or os.path.getsize(path) > size
         return trained, os.path.getmtime(path)
 
     found = [name for name in glob.glob(pattern) if holds_run(name)]
@@ -378,6 +365,7 @@ def newest(pattern="ckpt*"):
 
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
+    from model import fitness_digits
     for step in range(engine.step, run.step if until is None else until):
         try:
             fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS)
@@ -387,12 +375,10 @@ def replay(run, engine, until=None):
         engine.update(fitness)
 
 
-def read_cpp_checkpoints(cfg, directory):
-    """[bytes]: packed fitness of step 0, 1, ... from the files of the C++ system. Raises HistoryError."""
-    found = {int(match[1]): name for name in os.listdir(directory) if (match := CPP_NAME.fullmatch(name))}
-    if not found:
-        raise _no_run(directory)
-    out, seed, size = [], rules.first_seed(cfg), fitness_digits.packed_size(cfg.N_PAIRS)
+def _read_cpp_checkpoints(cfg, directory):
+    """The Run in the files of the C++ system, without losses. Raises HistoryError."""
+    run, size = _temporary_run(cfg), ternary.packed_size(cfg.N_PAIRS)
+    found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
 
     def need(ok, what):
         if not ok:
@@ -401,7 +387,6 @@ def read_cpp_checkpoints(cfg, directory):
     for step in range(1, len(found) + 1):
         path = os.path.join(directory, found.get(step, f"checkpoint_{step:08d}.bin"))
         need(step in found, " is missing, and without it the model cannot be rebuilt")
-        seed = rules.next_seed(seed, step - 1, cfg.NOISE_REUSE)
         try:
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
@@ -414,17 +399,20 @@ def read_cpp_checkpoints(cfg, directory):
             need(its_size == len(packed) == size,
                  f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
-            need(its_seed == seed, f": seed {its_seed} where step {step} has {seed}: this is another kind of run")
-            fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+            ternary.check(packed, cfg.N_PAIRS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        out.append(packed)
-    return out
+        run.append(packed, 0, 0)
+        need(its_seed == run.seed,
+             f": seed {its_seed} where step {step} has {run.seed}: this is another kind of run")
+    return run
 
 
-def _no_run(directory):
-    return HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
-                        "saved run")
+def _temporary_run(cfg):
+    with explained(HistoryError, "the temporary history file", TO_RETRY):
+        file = tempfile.TemporaryFile(buffering=0)
+        file.write(_header(cfg, Start(0, 0)))
+    return Run(cfg, file)
 
 
 def open_directory(cfg, directory, start=None):
@@ -437,7 +425,7 @@ def open_directory(cfg, directory, start=None):
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file = open_file(path, "r+b") if os.path.exists(path) else \
-                write_file(directory, FILE, _header(cfg, start or beginning(cfg)))
+                write_file(directory, FILE, _header(cfg, start or Start(0, 0)))
             run = Run(cfg, file, directory, lock)
         except BlockingIOError:
             raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another "
@@ -446,8 +434,18 @@ def open_directory(cfg, directory, start=None):
             raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be "
                                "written") from None
         undo.pop_all()
-    _keep_settings(cfg, directory)
+    settings = cfg.settings()
+    for name in egg_config.DATA_FILES:
+        if not os.path.isabs(settings[name]):
+            settings[name] = os.path.relpath(settings[name], directory)
+    _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
+
+
+def _keep_text(directory, name, text):
+    """Writes a file that a run can do without: a disk that refuses it is no error."""
+    with contextlib.suppress(OSError):
+        write_file(directory, name, (text + "\n").encode()).close()
 
 
 def _copy_rest(cfg, source, target):
@@ -464,33 +462,32 @@ def _copy_rest(cfg, source, target):
                         shutil.copyfileobj(file, copy, 1 << 20)
 
 
-def _read_data(directory):
-    """bytes [32] from DATA_FILE, zeros if it is missing or incomplete."""
-    digest = b""
-    if directory is not None:
-        with contextlib.suppress(OSError, ValueError):
-            digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-    return digest if len(digest) == 32 else bytes(32)
-
-
-def _crc(data):
-    return zlib.crc32(data).to_bytes(4, "little")
-
-
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = fitness_digits.packed_size(cfg.N_PAIRS)
+    size = ternary.packed_size(cfg.N_PAIRS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+
+
+def decompressor():
+    """A pyzstd.ZstdDecompressor for foreign data: its window bounds the memory (level 1 needs 2^19)."""
+    import pyzstd
+    return pyzstd.ZstdDecompressor(option={pyzstd.DParameter.windowLogMax: 20})
+
+
+def decompress(source, data, most):
+    """bytes, at most so many, that a `decompressor` makes of data. Raises ValueError."""
+    import pyzstd
+    try:
+        return source.decompress(data, most)
+    except (pyzstd.ZstdError, EOFError) as error:
+        raise ValueError(str(error)) from None
 
 
 def unzip(data, size):
     """bytes [size] of one zstd frame. Raises ValueError for anything else, before that takes more memory."""
-    decompressor = pyzstd.ZstdDecompressor(option=WINDOW)
-    try:
-        raw = decompressor.decompress(data, size + 1)
-    except pyzstd.ZstdError as error:
-        raise ValueError(str(error)) from None
-    if len(raw) != size or not decompressor.eof or decompressor.unused_data:
+    source = decompressor()
+    raw = decompress(source, data, size + 1)
+    if len(raw) != size or not source.eof or source.unused_data:
         raise ValueError(f"it does not unpack to {size} bytes")
     return raw
 
@@ -517,29 +514,29 @@ def _header(cfg, start):
     version = 3 if start.origin else 2 if start.step else 1       # every version of egg reads 1
     first = {"start": fields} if start.step else {}
     text = json.dumps({"version": version, **first, "config": kept(cfg)}, sort_keys=True).encode()
-    data = MAGIC + len(text).to_bytes(4, "little") + text
-    return data + _crc(data)
+    return with_crc(MAGIC + len(text).to_bytes(4, "little") + text)
 
 
 def _header_of(path):
-    """Of a history file: config, start (None for the random initial model), size in bytes. Raises HistoryError."""
     with explained(HistoryError, path), open_file(path) as file:
         return _read_header(file, path)
 
 
 def _read_header(file, name):
+    """(configuration, Start or None for the random initial model, size in bytes) of the header of a history file.
+    Raises HistoryError."""
     size, data = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
     if data[:8] != MAGIC[:len(data)]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(data[8:12], "little")
-    data = data[:12 + length + 4]
-    if len(data) < 12 or 12 + length + 4 > size:
+    end = 12 + length + 4
+    if len(data) < 12 or end > size:
         raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
                            "it to begin again")
-    if length > LONGEST_HEADER or _crc(data[:-4]) != data[-4:]:
-        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {12 + length + 4}: restore it from a copy")
+    if length > LONGEST_HEADER or not is_intact(data[:end], end):
+        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {end}: restore it from a copy")
     try:
-        header = json.loads(data[12:-4])
+        header = json.loads(data[12:end - 4])
         version, config, start = header["version"], header["config"], header.get("start")
         start = Start(**start) if start else None
         if type(config) is not dict or start and not _is_possible(start):
@@ -549,7 +546,7 @@ def _read_header(file, name):
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the version of egg that wrote "
                            "it")
-    return SimpleNamespace(config=config, start=start, size=len(data))
+    return config, start, end
 
 
 def _is_possible(start):

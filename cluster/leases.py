@@ -1,21 +1,20 @@
-"""One step's chunks: who evaluates which, the results, and which of them have to be checked. No sockets.
+"""The chunks of one step: who evaluates which, the results, and which of them are audited. No sockets.
 Two honest results of a chunk are the same to the bit. A chunk that is audited, or whose results differ, is done when a
 result has at least two votes (trust.tally), and more than any other. The others have lied."""
 
 from collections import deque
 
-import numpy as np
-
-from cluster.trust import tally
+from cluster.trust import tally, withdraw
+from model import ternary
 
 COPY_AFTER = 1.5           # an idle worker evaluates a chunk too after so many times its usual time; times its holders
 
 
 class Step:
     """holders: chunk -> {peer: since}; a peer is any object with an `author`, who may have several. audited: chunks
-    that need two results if there are two authors; results: chunk -> {(packed, sum of losses): (authors, fitness)};
-    done: chunk -> the (packed, sum of losses) that counts; fitness: int8 [N_PAIRS], of `done`. alone: there is no
-    second author for an audit; by_host: authors of several hosts are at work, so an audit needs two of them."""
+    that need two results if there are two authors; results: chunk -> {(packed fitness, sum of losses): authors};
+    done: chunk -> the one that counts. alone: there is no second author for an audit; by_host: authors of several hosts
+    are at work, so an audit needs two of them."""
 
     alone = by_host = False
 
@@ -23,11 +22,14 @@ class Step:
         self.cfg, self.audited = cfg, set(audited)
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
         self.holders, self.results, self.done, self._disputed = {}, {}, {}, set()
-        self.fitness = np.zeros(cfg.N_PAIRS, np.int8)
 
     @property
     def complete(self):
         return len(self.done) == self.cfg.N_CHUNKS
+
+    def fitness(self):
+        """bytes: the packed fitness of all pairs, once the step is complete."""
+        return ternary.join([self.done[chunk][0] for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_SIZE // 2)
 
     def take(self, peer, author, now):
         """The next chunk that this peer has neither held nor delivered, or None."""
@@ -69,13 +71,13 @@ class Step:
             self.audited.add(chunk)
             self.queue.append(chunk)
 
-    def result(self, peer, author, chunk, packed, sum_loss, fitness):
+    def result(self, peer, author, chunk, packed, sum_loss):
         """Returns the authors who have lied."""
         self._release(peer, chunk)
         kinds = self.results.setdefault(chunk, {})
         if author in self._authors(chunk):
             return []
-        kinds.setdefault((packed, sum_loss), ([], fitness))[0].append(author)
+        kinds.setdefault((packed, sum_loss), []).append(author)
         return self._judge(chunk)
 
     def settle(self):
@@ -86,11 +88,7 @@ class Step:
     def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""
         for chunk, kinds in self.results.items():
-            for key, (authors, _) in list(kinds.items()):
-                if author in authors:
-                    authors.remove(author)
-                    if not authors:
-                        del kinds[key]
+            withdraw(kinds, author)
             if self.done.get(chunk) not in kinds:
                 self.done.pop(chunk, None)
                 self._judge(chunk)
@@ -103,7 +101,7 @@ class Step:
 
     def _judge(self, chunk):
         kinds = self.results[chunk]
-        votes = tally({kind: authors for kind, (authors, _) in kinds.items()}, self.by_host)
+        votes = tally(kinds, self.by_host)
         ranked = sorted(kinds, key=lambda kind: -votes[kind])
         first, second = ([votes[kind] for kind in ranked] + [0, 0])[:2]
         if not (first > max(second, 1) or first == 1 and not second and (self.alone or chunk not in self.audited)):
@@ -111,13 +109,11 @@ class Step:
             if not self.holders.get(chunk) and chunk not in self.queue:
                 self.queue.appendleft(chunk)
             return []
-        best, pairs = ranked[0], self.cfg.CHUNK_SIZE // 2
-        self.done[chunk] = best
-        self.fitness[chunk * pairs:(chunk + 1) * pairs] = kinds[best][1]
-        return [author for kind in ranked[1:] for author in kinds[kind][0]]
+        self.done[chunk] = ranked[0]
+        return [author for kind in ranked[1:] for author in kinds[kind]]
 
     def _authors(self, chunk):
-        return [author for authors, _ in self.results.get(chunk, {}).values() for author in authors]
+        return [author for authors in self.results.get(chunk, {}).values() for author in authors]
 
     def _used(self, chunk, peer, author):
         """Whether the peer holds this chunk, its author has done it, or its host has while another one is to check

@@ -1,5 +1,6 @@
 """A worker's connection to its coordinator: blocking, with heartbeats, introduced when it is made."""
 
+import math
 import socket
 import ssl
 import time
@@ -93,12 +94,12 @@ class Link:
         self.sock.sendall(data)
         self.sent_at = time.monotonic()
 
-    def next(self, opcode, timeout=None):
+    def next(self, opcode, timeout=math.inf):
         return self.any_of((opcode,), timeout)[1]
 
-    def any_of(self, opcodes, timeout=None):
+    def any_of(self, opcodes, timeout=math.inf):
         """(opcode, payload) of the next of these frames; sends heartbeats. Raises TimeoutError after `timeout` s."""
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + timeout
         while True:
             try:
                 while got := wire.next_frame(self.inbox, self.limits):
@@ -112,10 +113,9 @@ class Link:
                         raise kind(f"{self.name} refuses this {self.caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
-            if until is not None and time.monotonic() >= until:
+            if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError(f"{self.name} does not answer")
-            wait = HEARTBEAT_EVERY if until is None else min(HEARTBEAT_EVERY, max(until - time.monotonic(), 0.001))
-            self.check(wait)
+            self.check(min(HEARTBEAT_EVERY, left))
 
     def unpack_response(self, payload):
         """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""

@@ -5,8 +5,6 @@ import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
-
 import egg_config
 from cluster.console import count_text
 from cluster.wire import FrameError
@@ -15,18 +13,22 @@ MOST_BITS = 64             # of a loss or a validation, a token or byte: more ca
 
 
 class Summary(NamedTuple):
-    """What a coordinator did. Validations are (step, figure, unit) or None."""
+    """What a coordinator did."""
     first_step: int
     step: int               # completed steps of the run
     tokens: int             # evaluated in the completed steps of this session
     seconds: float          # from the first chunk handed out to the last completed step
-    first_validation: object
-    last_validation: object
+    validations: list       # as in Progress
     directory: object       # of the run, or None
 
     def line(self):
         speed = f" in {self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
         return f"\nsteps {self.first_step} to {self.step}: {count_text(self.tokens)} tokens evaluated{speed}"
+
+
+def median(values):
+    values = sorted(values)
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
 class Progress:
@@ -68,7 +70,7 @@ class Progress:
         seconds = max(now - self._step_started, 1e-6)
         a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
         losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
-        middle = float(np.median(losses))
+        middle = median(losses)
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:
@@ -102,11 +104,5 @@ class Progress:
 
     def summary(self):
         steps = self.run.step - self.first_step
-        first, last = (self.validations[0], self.validations[-1]) if self.validations else (None, None)
         return Summary(self.first_step, self.run.step, steps * self.tokens_a_step,
-                       self._completed - self.started if steps else 0.0, first, last, self.run.directory)
-
-    def status(self):
-        return {"tokens_per_second": self.speed, "loss": None if self.loss is None else self.loss * self.bits,
-                "loss_unit": self.unit, "seconds": round(time.monotonic() - self.started, 1) if self.started else 0.0,
-                "validation": dict(zip(("step", "figure", "unit"), self.validations[-1])) if self.validations else None}
+                       self._completed - self.started if steps else 0.0, self.validations, self.run.directory)

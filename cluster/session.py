@@ -94,10 +94,8 @@ class Session(hub.Connection):
     failed = refuse
 
     def broken(self, error):
-        if isinstance(error, FrameError):
-            self.refuse(str(error), error.code)
-        else:
-            self.refuse(f"what it sent cannot be handled: {type(error).__name__}: {error}")
+        what = "" if isinstance(error, FrameError) else f"what it sent cannot be handled: {type(error).__name__}: "
+        self.refuse(f"{what}{error}", getattr(error, "code", BAD_FRAME))
 
     def check(self, now):
         if self.waits:

@@ -11,12 +11,7 @@ import os
 import struct
 import tempfile
 import time
-import zlib
 
-import numpy as np
-import pyzstd
-
-from model import parameters, state_digest
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
 
@@ -49,7 +44,7 @@ def _begin(step, seed, kind=hashlib.sha256):
 
 
 def _parts(state):
-    return [np.ascontiguousarray(x).data.cast("B") for x in (state.weights, state.moments, state.overlay)]
+    return [memoryview(x).cast("B") for x in (state.weights, state.moments, state.overlay)]
 
 
 def data_digest(tokens):
@@ -57,9 +52,9 @@ def data_digest(tokens):
     if tokens is None:
         return bytes(32)
     digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
-    small = len(tokens) <= 256 * piece
-    for start in range(0, len(tokens), piece) if small else np.linspace(0, len(tokens) - piece, 256).astype(np.int64):
-        digest.update(np.ascontiguousarray(tokens[start:start + piece]))
+    small, last = len(tokens) <= 256 * piece, len(tokens) - piece
+    for start in range(0, len(tokens), piece) if small else [*(int(k * (last / 255)) for k in range(255)), last]:
+        digest.update(tokens[start:start + piece])
     return digest.digest()
 
 
@@ -74,6 +69,7 @@ def pack(state):
 
 
 def _packed(state):
+    import pyzstd
     compressor = pyzstd.ZstdCompressor(LEVEL)
     for part in _parts(state):
         for at in range(0, len(part), SLICE):
@@ -88,6 +84,7 @@ def read(cfg, path):
 
 def unpack(cfg, data):
     """The State in the content of a snapshot file. Raises ValueError (one line): damage, another configuration."""
+    from model import parameters                     # with NumPy, which a coordinator does not need to start
     data = memoryview(data)
     step, seed, sha256, config, _, body = read_head(data)
     if config != config_digest(cfg):
@@ -95,7 +92,7 @@ def unpack(cfg, data):
     if len(data) != HEAD_SIZE + body:
         raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
     try:
-        state = from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
+        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
     if state_sha256(state) != sha256:
@@ -103,18 +100,9 @@ def unpack(cfg, data):
     return state
 
 
-def from_raw(cfg, raw, step, seed):
-    """The State in the unpacked body of a snapshot. Raises ValueError."""
-    n, m, _ = sizes(cfg)
-    raw = np.frombuffer(raw, np.int8)
-    state = parameters.State(cfg, raw[:n], raw[n:n + m].view("<f4").reshape(-1, 3), raw[n + m:], step, seed)
-    parameters.check_state(state)
-    return state
-
-
 def read_head(data):
     """(step, seed, SHA-256 of state, configuration, fitness before, bytes of the body) of a head. Raises ValueError."""
-    if len(data) < HEAD_SIZE or zlib.crc32(data[:HEAD.size]).to_bytes(4, "little") != data[HEAD.size:HEAD_SIZE]:
+    if not history.is_intact(data[:HEAD_SIZE], HEAD_SIZE):
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
@@ -124,22 +112,22 @@ def read_head(data):
 
 def _make_head(cfg, step, seed, sha256, fitness, size):
     """The first bytes of a snapshot file. fitness: packed, of the previous step; size: of the body, in bytes."""
-    head = HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(), size)
-    return head + zlib.crc32(head).to_bytes(4, "little")
+    return history.with_crc(HEAD.pack(MAGIC, step, seed, sha256, config_digest(cfg), hashlib.sha256(fitness).digest(),
+                                      size))
 
 
 def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
-    sha256, size = state_sha256(state), 0
-    with history.replacing(directory, f"snapshot-{state.step:08d}.egg") as file:
+    sha256 = state_sha256(state)
+    with history.replacing(directory, history.snapshot_name(state.step)) as file:
         file.write(bytes(HEAD_SIZE))
         for piece in [body] if body else _packed(state):
             file.write(piece)
             file.flush()
-            size += len(piece)
             if hasattr(os, "posix_fadvise"):         # the disk writes while the next piece is compressed
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = file.tell() - HEAD_SIZE
         file.seek(0)
         file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
     return sha256
@@ -148,19 +136,22 @@ def save(cfg, state, directory, body=None):
 class Upload:
     """A snapshot that is being received: the pieces of its body arrive in order and are decompressed and hashed at
     once, so that memory use is constant. `finished`: it is complete, and has the expected `digest` or `sha256`,
-    whichever is given; `hash`: its `state_hash` then. remember: no file is written, and the decompressed bytes are kept
-    in memory for `state`. Raises ValueError for data that cannot be right, OSError of the disk."""
+    whichever is given; `hash`: its `state_hash` then; `got`, `total`: bytes of the body. remember: no file is written,
+    and the decompressed bytes are kept for `state`. Raises ValueError for data that cannot be right, OSError of the
+    disk."""
 
     total = hash = _file = None
     finished = pending = False
+    got = _unpacked = 0
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
-        self.step, self.seed, self.digest, self.sha256 = step, seed, digest, sha256
-        self.remembered, self._raw, self._data, self._overlay = remember, bytearray(), b"", b""
-        self._cfg, self._sizes, self._most = cfg, sizes(cfg), most_bytes(cfg)
-        self._size, self._got, self._unpacked = sum(self._sizes), 0, 0       # _got: bytes of the body
+        from model import state_digest
+        self.step, self.seed, self.digest, self.sha256, self.remembered = step, seed, digest, sha256, remember
+        self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
+        self._first = 0 if remember else sum(sizes(cfg)[:2])
+        self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
         self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
-        self._zstd = pyzstd.ZstdDecompressor(option=history.WINDOW)
+        self._zstd = history.decompressor()
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
             self._file.write(bytes(HEAD_SIZE))
@@ -169,32 +160,25 @@ class Upload:
         """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
         if self.total is None:
             self.total = total
-        if total != self.total or offset != self._got or not data or not offset + len(data) <= total <= self._most:
-            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self._got} of "
+        if total != self.total or offset != self.got or not data or not offset + len(data) <= total <= self._most:
+            raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got} of "
                              f"{self.total}")
         if self._file:
             self._file.write(data)
-        self._got += len(data)
-        self._data, self.pending = data, True
-        self.unpack()
+        self.got += len(data)
+        self.unpack(data)
 
-    def unpack(self):
-        try:
-            raw = self._zstd.decompress(self._data, PIECE)
-        except (pyzstd.ZstdError, EOFError) as error:
-            raise ValueError(str(error)) from None
-        self._data, eof, left = b"", self._zstd.eof, self._size - self._unpacked - len(raw)
-        if left >= 0:
-            for digest in self._digests:
-                digest.update(raw)
-            self._overlay += raw[max(sum(self._sizes[:2]) - self._unpacked, 0):]
-            if self.remembered:
-                self._raw += raw
-        self._unpacked += len(raw)
-        self.pending = left >= 0 and not eof and not self._zstd.needs_input
-        complete = self._got == self.total and not self.pending
-        if left < 0 or eof and (left or self._got != self.total or self._zstd.unused_data) or complete and not eof:
+    def unpack(self, data=b""):
+        raw = history.decompress(self._zstd, data, PIECE)
+        eof, left = self._zstd.eof, self._size - self._unpacked - len(raw)
+        self.pending = not eof and not self._zstd.needs_input
+        complete = self.got == self.total and not self.pending
+        if left < 0 or (eof or complete) and (left or eof != complete or self._zstd.unused_data):
             raise ValueError(f"it does not unpack to {self._size} bytes")
+        for digest in self._digests:
+            digest.update(raw)
+        self._raw += raw[max(self._first - self._unpacked, 0):]
+        self._unpacked += len(raw)
         if complete:
             digest, sha256, self.hash = (digest.digest() for digest in self._digests)
             if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
@@ -205,8 +189,8 @@ class Upload:
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
-        values = np.frombuffer(self._overlay, np.int8)
-        return {"mean": round(float(values.mean()), 4), "min": int(values.min()), "max": int(values.max())}
+        values = memoryview(self._raw).cast("b")[sum(sizes(self._cfg)[:2]) - self._first:]
+        return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
 
     def keep(self, path, fitness):
         """Gives the file its head and its name. fitness: packed, of the previous step."""
@@ -218,11 +202,12 @@ class Upload:
 
     def state(self):
         """The State of a finished upload before `keep` and `drop`. Raises OSError."""
+        from model import parameters
         raw = self._raw
         if not self.remembered:
             self._file.seek(HEAD_SIZE)
             raw = history.unzip(self._file.read(), self._size)
-        return from_raw(self._cfg, raw, self.step, self.seed)
+        return parameters.from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
         if not self.remembered:
@@ -230,14 +215,6 @@ class Upload:
                 self._file.close()
             with contextlib.suppress(OSError):
                 os.unlink(self._file.name)
-
-
-def upload_of_file(cfg, head, total, sha256, directory):
-    """The Upload of a snapshot file, from its head. sha256: of its state. Raises ValueError, OSError."""
-    step, seed, stated, _, _, body = read_head(head)
-    if stated != sha256 or body + HEAD_SIZE != total:
-        raise ValueError("it is not the state that was stated")
-    return Upload(cfg, step, seed, None, directory, sha256)
 
 
 class Shelf:
@@ -255,19 +232,18 @@ class Shelf:
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
         names, start = os.listdir(self.directory) if self.directory else [], self.run.start
-        for name in names:
-            if match := history.SNAPSHOT.fullmatch(name):
-                self._take(name, match)
-            elif self.run.owned and name.startswith("snapshot-") and name.endswith(".part"):
-                self.remove(name)                            # otherwise it may be an upload in progress
-        if self.run.owned and start.epoch and (first := self.files.get(start.step)):
-            for match in filter(None, map(history.SNAPSHOT.fullmatch, names)):
-                if int(match[1]) <= start.step and match[0] != first:
-                    self.remove(match[0])
+        found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
+        for match in found:
+            self._take(match)
+        first = self.files.get(start.step) if start.epoch else None
+        earlier = [match[0] for match in found if first and int(match[1]) <= start.step and match[0] != first]
+        parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
+        for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
+            self.remove(name)
 
-    def _take(self, name, match):
-        """Lists a file if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, name)) as file:
+    def _take(self, match):
+        """Lists a file, by the match of its name, if its head belongs to this run."""
+        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, match[0])) as file:
             data = file.read(HEAD_SIZE)
             step, _, sha256, config, before, body = read_head(data)
             start, size = self.run.start, os.fstat(file.fileno()).st_size
@@ -275,7 +251,7 @@ class Shelf:
                     and max(1, start.step) <= step <= self.run.step and size == HEAD_SIZE + body
                     and (step != start.step or sha256.hex() == start.state)
                     and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
-                self.files[step], self.sha256[step] = name, sha256
+                self.files[step], self.sha256[step] = match[0], sha256
                 if match[2]:
                     self.figures[step] = float(match[2])
 
@@ -297,20 +273,19 @@ class Shelf:
     def check_start(self):
         """Raises HistoryError if the state with which the epoch began is missing or damaged."""
         start = self.run.start
-        if start.origin:
-            try:
-                good = state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]
-            except (KeyError, OSError, ValueError):
-                good = False
-            if not good:
-                names = history.FILE, history.OLD.format(start.epoch - 1)
-                name, old = (os.path.join(self.directory, x) for x in names)
-                raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
-                                           f"{start.epoch} began, is missing or damaged: restore it from a copy, or "
-                                           f"continue from the previous epoch: mv {old} {name}")
+        if not start.origin:
+            return
+        from model import state_digest
+        with contextlib.suppress(KeyError, OSError, ValueError):
+            if state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]:
+                return
+        name, old = (os.path.join(self.directory, x) for x in (history.FILE, history.OLD.format(start.epoch - 1)))
+        raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
+                                   f"{start.epoch} began, is missing or damaged: restore it from a copy, or continue "
+                                   f"from the previous epoch: mv {old} {name}")
 
     def put(self, upload):
-        step, name = upload.step, f"snapshot-{upload.step:08d}.egg"
+        step, name = upload.step, history.snapshot_name(upload.step)
         upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
@@ -336,14 +311,13 @@ class Shelf:
         """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
         for step, name in list(self.files.items()):
             if step in self.figures and not history.SNAPSHOT.fullmatch(name)[2]:
-                new = f"snapshot-{step:08d}-{self.figures[step]:.4f}.egg"
+                new = history.snapshot_name(step, self.figures[step])
                 os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
                 self.files[step] = new
-        best = self.best
-        stay = set(sorted(self.files)[-KEPT:]) | {best, self.run.start.step}       # there is no other copy of the start
-        for step in set(self.files) - stay:
+        stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
+        for step in self.files.keys() - stay:
             self.forget(step)
-        for link, step in (("latest", self.newest), ("best", best)):
+        for link, step in (("latest", self.newest), ("best", self.best)):
             path = os.path.join(self.directory, f"{link}.egg")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + ".part" if step else path)
@@ -358,17 +332,15 @@ class Shelf:
         """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
         path: None if it has been removed."""
         file = self._open.pop(key, [None])[0]
-        try:
-            if not file and not path:
-                return 0, b""
-            file = file or open_file(path)
-            self._open[key] = file, time.monotonic()
-            while len(self._open) > OPEN_FILES:
-                self._open.pop(next(iter(self._open)))[0].close()
-            total = os.fstat(file.fileno()).st_size
-            return total, os.pread(file.fileno(), size, min(offset, total))
-        except OSError:
-            return 0, b""
+        with contextlib.suppress(OSError):
+            if file or path:
+                file = file or open_file(path)
+                self._open[key] = file, time.monotonic()
+                while len(self._open) > OPEN_FILES:
+                    self._open.pop(next(iter(self._open)))[0].close()
+                total = os.fstat(file.fileno()).st_size
+                return total, os.pread(file.fileno(), size, min(offset, total))
+        return 0, b""
 
     def close_unread(self, now=math.inf):
         """Closes the files that nobody has read for a while."""

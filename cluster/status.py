@@ -1,8 +1,10 @@
 """The status: what a coordinator reports about its run and its workers, and the table of `egg.py status`."""
 
+import contextlib
 import json
 import os
 import socket
+import time
 
 from cluster import auth
 from cluster.console import one_line, path_text, printable, table
@@ -13,14 +15,25 @@ from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
 LINEAGE = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
 WORKERS, BANS = 4000, 100  # in a status, at most
+# the columns of the tables, {title: field}, and how some fields are shown
+WORKER_COLUMNS = {"worker": "name", "device": "device", "address": "address", "state": "state", "step": "step",
+                  "chunks": "chunks", "s/chunk": "chunk_seconds", "last seen": "last_seen"}
+PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "descends from": "founder", "compares": "kind",
+                "fitness": "fitness", "step": "step", "epoch": "epoch", "given": "given", "taken": "taken",
+                "last seen": "last_seen"}
+FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 
 
 def report(coordinator):
     """The status of an egg_net.Coordinator, a dict for JSON."""
-    run, bans = coordinator.run, coordinator.admission.bans
+    run, bans, progress = coordinator.run, coordinator.admission.bans, coordinator.progress
     workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
+    last = progress.validations[-1] if progress.validations else None
     return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
-            "chunks": coordinator.cfg.N_CHUNKS, **coordinator.progress.status(), "snapshot": coordinator.shelf.newest,
+            "chunks": coordinator.cfg.N_CHUNKS, "tokens_per_second": progress.speed,
+            "loss": None if progress.loss is None else progress.loss * progress.bits, "loss_unit": progress.unit,
+            "seconds": round(time.monotonic() - progress.started, 1) if progress.started else 0.0,
+            "validation": last and dict(zip(("step", "figure", "unit"), last)), "snapshot": coordinator.shelf.newest,
             "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
             "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
             "island": coordinator.island.status()}
@@ -31,13 +44,10 @@ def fetch_status(cfg, host, port, access=auth.Access()):
     check_address(host, port)
     card = {"role": "status", "id": os.urandom(8).hex(), "name": socket.gethostname()}
     try:
-        link = Link(cfg, host, port, V2, access, card)
-        try:
+        with contextlib.closing(Link(cfg, host, port, V2, access, card)) as link:
             status = read_json(link.next(STATUS, CONNECT_TIMEOUT))
-            describe_status(status)                  # raises an error for one that is not complete
-            return status
-        finally:
-            link.close()
+        describe_status(status)                      # raises an error for one that is not complete
+        return status
     except OldCoordinator:
         raise NetError(closed_on_greeting(host, port)) from None
     except OSError as error:
@@ -65,51 +75,43 @@ def pack_status(status):
 def describe_status(status):
     """str: a table of what fetch_status gives."""
     of = f" of {status['steps']}" if status["steps"] else ""
-    facts = [f"step {status['step']}{of}, {status['chunks_done']} of {status['chunks']} chunks done, "
-             f"{status['tokens_per_second']:,.0f} tokens/s"]
+    first = "step {step}{of}, {chunks_done} of {chunks} chunks done, {tokens_per_second:,.0f} tokens/s".format(
+        **status, of=of)
     if status["loss"] is not None:
         # a coordinator of before losses had a unit
-        facts[0] += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
+        first += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
     if status["validation"]:
-        facts[0] += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
+        first += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
     newest = f", newest snapshot of step {status['snapshot']}" if status["snapshot"] else ""
-    facts.append(f"kept in {status['save_dir']}{newest}" if status["save_dir"] else "not kept")
+    lines = [first, f"kept in {status['save_dir']}{newest}" if status["save_dir"] else "not kept",
+             *(f"banned: {who}: {why}" for who, why in status["banned"].items())]
     if status["banned"]:
-        facts += [f"banned: {who}: {why}" for who, why in status["banned"].items()]
-        facts.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
+        lines.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
                      "bans last until the coordinator ends")
-    rows = [(*(_cell(w[k]) for k in ("name", "device", "address", "state", "step", "chunks")),
-             f"{w['chunk_seconds']:.3g}" if w["chunk_seconds"] else "", f"{w['last_seen']:.1f} s")
-            for w in status["workers"]]
-    head = "worker", "device", "address", "state", "step", "chunks", "s/chunk", "last seen"
-    lines = facts + (["", *table(head, rows, 4)] if rows else ["no workers"])
-    more = status.get("connected", 0) - len(rows)
+    workers, island = status["workers"], status.get("island")    # coordinators from before there were islands send none
+    lines += _table(WORKER_COLUMNS, workers, 4) if workers else ["no workers"]
+    more = status.get("connected", 0) - len(workers)
     lines += [f"and {more} more"] * (more > 0)
-    lines += _describe_island(status.get("island"))          # coordinators from before there were islands send none
+    if island:
+        up = sum(peer["state"] == "up" for peer in island["peers"])
+        line = (f"island {_cell(island['name'])}, epoch {island['epoch']}, descends from {_cell(island['founder'])}, "
+                f"{up} of {len(island['peers'])} peers up")
+        if island["fitness"] is not None:
+            line += f", fitness {island['fitness']:.4f} ({island['kind']})"
+        lines += ["", line]
+        for epoch in [epoch for epoch in island["lineage"] if epoch["epoch"]][-LINEAGE:]:
+            source = "rejuvenated" if epoch["peer_step"] is None else \
+                f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
+            lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
+        lines += _table(PEER_COLUMNS, island["peers"], 5) if island["peers"] else []
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 
-def _describe_island(island):
-    """[line] of an island among its peers; [] where the coordinator is no island."""
-    if not island:
-        return []
-    peers = [{k: _cell(v) if type(v) is str else v for k, v in p.items()} for p in island["peers"]]
-    up = sum(p["state"] == "up" for p in peers)
-    first = (f"island {_cell(island['name'])}, epoch {island['epoch']}, descends from "
-             f"{_cell(island['founder'])}, {up} of {len(peers)} peers up")
-    if island["fitness"] is not None:
-        first += f", fitness {island['fitness']:.4f} ({island['kind']})"
-    lines = ["", first]
-    for epoch in [epoch for epoch in island["lineage"] if epoch["epoch"]][-LINEAGE:]:
-        source = "rejuvenated" if epoch["peer_step"] is None else \
-            f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
-        lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
-    columns = (("peer", "name", "{}"), ("address", "address", "{}"), ("state", "state", "{}"),
-               ("descends from", "founder", "{}"), ("compares", "kind", "{}"), ("fitness", "fitness", "{:.4f}"),
-               ("step", "step", "{}"), ("epoch", "epoch", "{}"), ("given", "given", "{}"), ("taken", "taken", "{}"),
-               ("last seen", "last_seen", "{:.1f} s"))
-    rows = [["" if p[key] is None else form.format(p[key]) for _, key, form in columns] for p in peers]
-    return lines + (["", *table([title for title, _, _ in columns], rows, 5)] if rows else [])
+def _table(columns, entries, words):
+    """[line]: an empty one, the titles of the columns, and the entries; what is None stays empty. words: see `table`"""
+    rows = [["" if entry[key] is None else _cell(FORMATS.get(key, "{}").format(entry[key]))
+             for key in columns.values()] for entry in entries]
+    return ["", *table([*columns], rows, words)]
 
 
 def _cell(value):

@@ -23,6 +23,14 @@ def shares(statements, what, by_host=False):
     return votes.pop(what, 0), max(votes.values(), default=0)
 
 
+def withdraw(statements, author):
+    """Removes what an author has stated."""
+    for what in [what for what, authors in statements.items() if author in authors]:
+        statements[what].remove(author)
+        if not statements[what]:
+            del statements[what]
+
+
 class Verdict(NamedTuple):
     """kind: AGREES, REBUILD, WAIT or BAN; outvoted: the authors that state something else, where the verdict is AGREES;
     news: whether this settles a tie (AGREES) or is the first to notice it (WAIT)."""
@@ -43,7 +51,7 @@ class Trust:
         while len(self.votes) > STEPS_KEPT:
             self._tied.discard(oldest := min(self.votes))
             del self.votes[oldest]
-        self._withdraw(votes, author)
+        withdraw(votes, author)
         votes.setdefault(digest, set()).add(author)
         count, others = self._count(step, digest)
         if count > others:
@@ -61,7 +69,7 @@ class Trust:
 
     def forget(self, author):
         for votes in self.votes.values():
-            self._withdraw(votes, author)
+            withdraw(votes, author)
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
@@ -117,10 +125,3 @@ class Trust:
         """(votes for this digest, most votes for another); (1, 0) if all state this one, however many they are."""
         votes = self.votes.get(step, {})
         return (1, 0) if [*votes] == [digest] else shares(votes, digest)
-
-    @staticmethod
-    def _withdraw(votes, author):
-        for digest, authors in list(votes.items()):
-            authors.discard(author)
-            if not authors:
-                del votes[digest]

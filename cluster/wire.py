@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 from cluster import history
-from model import fitness_digits, state_digest
+from model import ternary
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
@@ -24,7 +24,7 @@ HASH_WANTED, STATE_HASH = 49, 50         # workers that do not know these ignore
 NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
 
 REQUEST = struct.Struct(">QQQ")          # seed, step, 0
-STATED = struct.Struct(f">{state_digest.SIZE}s")     # version 2 adds: digest of the state at this step
+STATED = struct.Struct(">16s")           # version 2 adds: digest of the state at this step (model.state_digest)
 STATED_REQUEST = struct.Struct(REQUEST.format + STATED.format[1:])
 RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness (version 2: zstd) that follow
 RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed, sum of losses, bytes of fitness
@@ -79,25 +79,19 @@ def read_json(data):
             raise ValueError(f"a number that is too large: {text[:20]}")
         return value
 
+    def levels(value):
+        inner = value.values() if type(value) is dict else value if type(value) is list else ()
+        return 1 + max(map(levels, inner), default=0)
+
     try:
         found = json.loads(str(data, "utf-8"), parse_int=number, parse_float=number, parse_constant=number)
+        json.dumps(found, ensure_ascii=False).encode()       # UnicodeEncodeError, a ValueError, for a lone surrogate
+        if levels(found) > JSON_DEPTH:
+            raise RecursionError
     except RecursionError:
         raise ValueError("too many levels") from None
     if type(found) is not dict:
         raise ValueError("not an object")
-    level = [found]
-    for _ in range(JSON_DEPTH):
-        inner = []
-        for value in level:
-            if type(value) is str:
-                value.encode()                       # UnicodeEncodeError, a ValueError, for a lone surrogate
-            elif type(value) is dict:
-                inner += [*value, *value.values()]
-            elif type(value) is list:
-                inner += value
-        level = inner
-    if level:
-        raise ValueError("too many levels")
     return found
 
 
@@ -111,7 +105,7 @@ def limits(cfg):
     def sizes(table):                    # {opcode: (struct, most bytes that follow it)}
         return {opcode: (head.size, head.size + most) for opcode, (head, most) in table.items()}
 
-    pairs, chunk = (fitness_digits.packed_size(n) for n in (cfg.N_PAIRS, cfg.CHUNK_SIZE // 2))
+    pairs, chunk = (ternary.packed_size(n) for n in (cfg.N_PAIRS, cfg.CHUNK_SIZE // 2))
     v1 = {JOB_REQUEST: (REQUEST, 0), RESULT: (RESULT_HEAD, chunk), JOB_RESPONSE: (RESPONSE, pairs),
           LOG_MESSAGE: (EMPTY, TEXT_LIMIT), VALIDATION: (VALIDATED, 0)}
     v2 = {**v1, JOB_REQUEST: (STATED_REQUEST, 0), JOB_RESPONSE: (RESPONSE, history.most_body(cfg)),
@@ -176,13 +170,12 @@ def next_frame(buffer, allowed):
 
 class Result(NamedTuple):
     """A RESULT. updates: weights changed by the worker's last update, 0 where it has reported them already; packed:
-    bytes of ternary fitness (SPEC 8); fitness: the same, int8 [CHUNK_SIZE / 2]."""
+    bytes of ternary fitness (SPEC 8)."""
     step: int
     chunk: int
     updates: int
     sum_loss: int
     packed: bytes
-    fitness: object
 
 
 def read_result(cfg, n_weights, payload):
@@ -196,11 +189,11 @@ def read_result(cfg, n_weights, payload):
         raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} "
                          f"below {cfg.POPULATION_SIZE}")
     try:
-        fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_SIZE // 2)
+        ternary.check(packed, cfg.CHUNK_SIZE // 2)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
     tokens, most = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE, 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
     if not -16 * tokens <= sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS) or updates > n_weights:
         raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {n_weights}")
-    return Result(step, chunk, updates, sum_loss, packed, fitness)
+    return Result(step, chunk, updates, sum_loss, packed)

@@ -276,8 +276,8 @@ def train(cfg, args, secret, http, console):
         finally:
             console.clear()
         console.line(done.line())
-        if done.last_validation:
-            console.line("validation: {1:.3f} {2} at step {0}".format(*done.last_validation))
+        if done.validations:
+            console.line("validation: {1:.3f} {2} at step {0}".format(*done.validations[-1]))
     finally:
         ray.shutdown()
     return save_dir

@@ -16,7 +16,8 @@ import time
 import numpy as np
 
 import egg_config
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
+from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_gru import Gru
 from engine.cpu_kernels import COLUMN, FIELDS, Weights, constants, njit
@@ -219,7 +220,7 @@ class CpuEngine:
             return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
 
         changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
-        self.seed = rules.next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        self.seed = next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
         following, self._updating, self._following = self._following, False, None
         if following:

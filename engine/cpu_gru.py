@@ -15,6 +15,7 @@ from model import parameters
 
 LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2 = (i64([p.name for p in parameters.GRU_TABLE].index(name)) for name in (
     "ln_1", "w_f", "u_f", "b_f", "w_h", "u_h", "b_h", "ln_2"))
+ONE = i64(1)                # row of a member at a position
 NO_TRANSFORM = np.empty((0, 0), np.int64)
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
@@ -42,7 +43,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                     h[s, i] = 0
             for i in range(H):
                 state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
-        product(c, w, U_F, layer, sides_f, noisy, state, sequences, 1, y)
+        product(c, w, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
             for i in range(H):
@@ -50,7 +51,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 f = gate(i32(gates[r, i]), i32(into + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
-        product(c, w, U_H, layer, sides_h, noisy, past, sequences, 1, y)
+        product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
             for i in range(H):
@@ -79,12 +80,12 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
         divided(y, count, d, -127, 0, candidates[at:])
 
 
-@inner
-def read(c, w, S, noisy, tokens, n, state):
-    """int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with noise,
-    >= n]; state int8 [L, sequences padded to ROWS, H] goes on. S: seed of the first pair."""
-    members, size = 2 if noisy else 1, (tokens.shape[0] * (2 if noisy else 1) * n, c.H)
-    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
+@leaf
+def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
+    """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
+    noise, >= n]; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
+    overwritten. S: seed of the first pair."""
+    members = 2 if noisy else 1
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:])
@@ -94,24 +95,28 @@ def read(c, w, S, noisy, tokens, n, state):
         recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x)
         for q in range(units):
             mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
-    return x
 
 
 @inner
 def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
     n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
+    size = (n * (2 if noisy else 1) * max(T, before), c.H)
+    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
         some = empty((groups, before), i32)
         theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
         for i in range(n):
-            some[(first_pair + i) // c.per_group - first] = windows[i, :before]
-        read(c, w, u32(0), CLEAN, some[:, 0:], before, theirs)
-        for s in range(2 * n):
-            state[:, s] = theirs[:, (first_pair + s // 2) // c.per_group - first]
-    x = read(c, w, S, noisy, windows[:, before:], T, state)
+            for t in range(before):
+                some[(first_pair + i) // c.per_group - first, t] = windows[i, t]
+        read(c, w, u32(0), CLEAN, some[:, 0:], before, theirs, gates, candidates, x)
+        for layer in range(c.L):
+            for s in range(2 * n):
+                for i in range(c.H):
+                    state[layer, s, i] = theirs[layer, (first_pair + s // 2) // c.per_group - first, i]
+    read(c, w, S, noisy, windows[:, before:], T, state, gates, candidates, x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
         score_rows(c, w, exp, scoring, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)

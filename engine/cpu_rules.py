@@ -36,8 +36,8 @@ def shift_right(builder, a: int32, n: int32):
 
 
 @operation(int64)
-def leading_zeros(builder, a: int64):
-    return builder.ctlz(a, ir.IntType(1)(1))
+def log2_floor(builder, q: int64):
+    return builder.sub(q.type(63), builder.ctlz(q, ir.IntType(1)(1)))
 
 
 @rule
@@ -63,11 +63,6 @@ def divide_short(p, d):
     """The same for |p| < 2^22, where float32 is exact enough: the error stays below half of 1 / d."""
     q = i32(f32(f32(f32(abs(p)) + f32(0.5)) * f32(f32(1) / f32(d))))
     return q if p >= 0 else i32(-q)
-
-
-@rule
-def log2_floor(q):
-    return np.int64(63) - leading_zeros(q)
 
 
 TARGET = rules.Arithmetic(

@@ -28,6 +28,7 @@ from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model.seeds import next_seed
 
 # the versions whose internals engine.quick_numba replaces
 KNOWN_NUMBA = numba.__version__.startswith("0.68.") and numba_cuda.__version__.startswith("0.30.")
@@ -368,7 +369,9 @@ class CudaEngine:
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
                                                               token_type, silent)
-        self._gpu, self.compile_seconds = gpu, 0.0
+        self._gpu, self.compile_seconds, self._tables = gpu, 0.0, soft_targets.Tables(cfg, tokens)
+        if tokens is not None:
+            self._tables.begin(0)                            # while the kernels of a step are compiled
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
@@ -404,7 +407,7 @@ class CudaEngine:
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
-        self._tables, self._known = soft_targets.Tables(cfg, self.tokens), () if cfg.SOFT_TARGETS else None
+        self._known = () if cfg.SOFT_TARGETS else None      # whose tables are on the device
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
         self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
@@ -573,7 +576,7 @@ class CudaEngine:
         self._set_update(fitness)
         self._update()
         self._changed.fetch(self._votes.changed, self.stream)
-        self._fitness, self._at = fitness, (self.step + 1, rules.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 

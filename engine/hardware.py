@@ -1,6 +1,5 @@
 """The devices of this machine, "cpu" or "cuda:N", and the choice among them; with the standard library alone."""
 
-import ctypes
 import functools
 import importlib.util
 import os
@@ -22,6 +21,7 @@ def cores():
 
 def driver():
     """(CUDA major version of the NVIDIA driver, [compute capability of every GPU]); (0, []) without a driver."""
+    import ctypes                                    # a coordinator has no use for it
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

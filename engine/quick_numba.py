@@ -10,8 +10,10 @@ from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
 from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes, typeinfer,
                              untyped_passes)
+from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
+from numba.cuda.target import CUDATypingContext
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
@@ -32,11 +34,13 @@ def quick():
     """A block in which numba-cuda compiles in a third of the time, to the same PTX. It omits what is not needed here:
     passes for closures and array expressions; after every inlining the search for live variables, which only `del`
     wants; copies of what does not change; reading a function again to inline it again; the choice of a signature for
-    every single call; to make a variable static, the rewriting of blocks that do not name it; a search through its
-    block for every variable; and Python's search for garbage."""
+    every single call, and of a type for every use of a constant; the context of error messages; to make a variable
+    static, the rewriting of blocks that do not name it; a search through its block for every variable; and Python's
+    search for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
     inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
+    type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
 
     def run(self, emit_dels=False, extend_lifetimes=False):
@@ -63,6 +67,14 @@ def quick():
         if call not in call_types:
             call_types[call] = call_type(self, context, args, kws)
         return call_types[call]
+
+    def resolve_value_type(self, value):
+        if id(value) not in constants:
+            constants[id(value)] = value, type_of_constant(self, value)
+        return constants[id(value)][1]
+
+    def no_context(*_, **__):
+        return contextlib.nullcontext()
 
     def resolve_once(self, inferer, variables, fnty):
         def known():
@@ -96,6 +108,10 @@ def quick():
               mock.patch.object(InlineWorker, "inline_function", inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
+              mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
+              mock.patch.object(typeinfer, "new_error_context", no_context),
+              mock.patch.object(lowering, "new_error_context", no_context),
+              mock.patch.object(WarningsFixer, "catch_warnings", no_context),
               mock.patch.object(ssa, "_run_ssa", run_ssa),
               mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
               mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),

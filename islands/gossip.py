@@ -114,24 +114,22 @@ class Elites:
 
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
-        found = ((name, history.ELITE.fullmatch(name)) for name in os.listdir(directory))
-        self.files = sorted((m[3] != "validation", float(m[4]), (int(m[1]), int(m[2])), name)
-                            for name, m in found if m)          # the best first
+        self.files = sorted(filter(None, map(self._entry, os.listdir(directory))))          # the best first
+
+    @staticmethod
+    def _entry(name):
+        """(whether it is a loss, fitness, (epoch, step), name) of the name of an elite, None of another file."""
+        match = history.ELITE.fullmatch(name)
+        return match and (match[3] == "loss", float(match[4]), (int(match[1]), int(match[2])), name)
 
     def offer(self, path, epoch, step, kind, fitness):
         """Keeps the snapshot at `path` if it is one of the best; whether it is new. Raises OSError."""
-        name = f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg"
-        entry = (kind != "validation", float(f"{fitness:.4f}"), (epoch, step), name)
-        others = [e for e in self.files if e[2] != (epoch, step)]
-        files = sorted([*others, entry])[:self.most]
+        entry = self._entry(f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg")
+        files = sorted([*(one for one in self.files if one[2] != (epoch, step)), entry])[:self.most]
         if entry not in files or entry in self.files:
             return False
-        part = os.path.join(self.directory, name + ".part")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
-        os.link(path, part)
-        os.replace(part, os.path.join(self.directory, name))
-        for _, _, _, old in set(self.files) - set(files):
+        history.link_file(path, os.path.join(self.directory, entry[-1]))
+        for *_, old in set(self.files) - set(files):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.directory, old))
         self.files = files
@@ -139,7 +137,7 @@ class Elites:
 
     def best(self, cfg):
         """(epoch, State) of the best one that can be read, None without one."""
-        for _, _, (epoch, _), name in self.files:
+        for *_, (epoch, _), name in self.files:
             with contextlib.suppress(OSError, ValueError):
                 return epoch, snapshots.read(cfg, os.path.join(self.directory, name))
         return None
@@ -174,18 +172,17 @@ class Island(Hook):
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
-        line = f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}"
-        self.events.emit("island", line, name=terms.name, peers=titles)
+        self.events.emit("island", f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}",
+                         name=terms.name, peers=titles)
 
     # the coordinator calls these (cluster.hooks)
 
     def check(self, now):
         self.peers.check(now)
-        if self.incoming:
-            if why := self.incoming.too_slow(now):
-                self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
-            else:
-                self._advance(self.incoming.unpack)
+        if self.incoming and (why := self.incoming.too_slow(now)):
+            self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
+        elif self.incoming:
+            self._advance(self.incoming.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
 
@@ -214,12 +211,17 @@ class Island(Hook):
         self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
         if self.coordinator.finished or self.coordinator.closing or self.run.step <= self.run.start.step:
             return
-        if handover := self._due():
-            self.handover = handover
-            if not handover.needs_ours:
-                self._hand_over(None)
-        elif random.random() < self.cfg.GOSSIP_RATE:
-            self._begin_tournament()
+        self.handover = self._due()
+        if self.handover and not self.handover.needs_ours:
+            self._hand_over(None)
+        elif not self.handover and random.random() < self.cfg.GOSSIP_RATE:
+            now = time.monotonic()
+            free = [peer for peer in self.peers.known.values()
+                    if peer.session and not peer.question_at and now >= peer.next_question_at]
+            if free:
+                peer = random.choice(free)
+                peer.question_at, peer.next_question_at = now, now + ASK_EVERY
+                peer.session.reply(STANDING, self.standing(True).pack())
 
     def state_received(self, upload):
         if not self.handover or upload.step != self.run.step:
@@ -234,11 +236,9 @@ class Island(Hook):
         event, self.merge_event = self.merge_event, None
         if event:
             seconds = time.monotonic() - event.pop("since")
-            what = "back to the own state" if event["kind"] == "undo" else \
-                f"{event['kind']} of the state of {event['peer']}"
-            line = (f"island: step {event['step']} begins epoch {event['epoch']}: {what} of step {event['peer_step']}, "
-                    f"handed over in {seconds:.2f} s")
-            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
+            what = "back to the own state" if event["kind"] == "undo" else "{kind} of the state of {peer}"
+            line = "island: step {step} begins epoch {epoch}: " + what + " of step {peer_step}, handed over in "
+            self.events.emit("merge", line.format(**event) + f"{seconds:.2f} s", **event, seconds=round(seconds, 3))
 
     def status(self):
         return {"name": self.terms.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
@@ -274,48 +274,34 @@ class Island(Hook):
         return Standing(fitness.value, fitness.kind, fitness.unit, self.run.step, self.run.start.epoch,
                         self.lineage[-1]["founder"], shelf.sha256.get(shelf.newest), shelf.newest, ask)
 
-    def _begin_tournament(self):
-        now = time.monotonic()
-        free = [peer for peer in self.peers.known.values()
-                if peer.session and not peer.question_at and now >= peer.next_question_at]
-        if free:
-            peer = random.choice(free)
-            peer.question_at, peer.next_question_at = now, now + ASK_EVERY
-            peer.session.reply(STANDING, self.standing(True).pack())
-
     def _take_standing(self, peer, theirs):
+        """Both sides judge the same two standings, so the better one need not send anything else."""
         if theirs.ask and not peer.questions.take():
             return False
-        expected, peer.standing = theirs.ask or peer.question_at is not None, theirs
+        expected, peer.standing, ours = theirs.ask or peer.question_at is not None, theirs, self.standing()
         if theirs.ask:
-            peer.session.reply(STANDING, self.standing().pack())
+            peer.session.reply(STANDING, ours.pack())
         else:
             peer.question_at = None
-        if expected:
-            self._compare(peer, theirs)
-        return expected
-
-    def _compare(self, peer, theirs):
-        """Both sides judge the same two standings, so the better one need not send anything else."""
-        ours, outcome, line = self.standing(), "keep", None
+        if not expected:
+            return False
+        behind = 0 if None in (ours.fitness, theirs.fitness) else ours.fitness - theirs.fitness
+        busy = self.incoming or self.handover or self.coordinator.closing
+        outcome, line = "offer" if behind < 0 else "keep", None
         if not ours.compares(theirs) or not self.peers.trusted(peer):
             outcome = "refused"
-        elif None not in (ours.fitness, theirs.fitness) and theirs.fitness < ours.fitness:
-            busy = self.incoming or self.handover or self.coordinator.closing
-            if self.terms.accept and not busy and theirs.state not in (None, self.last_taken):
-                outcome = "pull"
-                figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
-                unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
-                line = "island: {} is better, {:.4f} against {:.4f} {}: fetching its state of step {}".format(
-                    peer.name, *figures, unit, theirs.state_step)
-        elif None not in (ours.fitness, theirs.fitness) and ours.fitness < theirs.fitness:
-            outcome = "offer"
+        elif behind > 0 and self.terms.accept and not busy and theirs.state not in (None, self.last_taken):
+            outcome = "pull"
+            figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
+            unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
+            line = "island: {} is better, {:.4f} against {:.4f} {}: fetching its state of step {}".format(
+                peer.name, *figures, unit, theirs.state_step)
+            self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
+            self.incoming.request()
         if outcome == "pull" or not theirs.ask:
             self.events.about(peer.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
                               theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
-        if outcome == "pull":
-            self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
-            self.incoming.request()
+        return True
 
     def _advance(self, work):
         """Does something for the incoming state, and requests the next piece."""
@@ -343,7 +329,7 @@ class Island(Hook):
 
     def _due(self):
         cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
-        if self._must_undo():
+        if self._must_undo() and self.elites.files:
             return Handover("undo", None, False, now)
         if self.incoming and self.incoming.made:
             theirs, name = self.incoming.standing, self.incoming.peer.name
@@ -372,7 +358,7 @@ class Island(Hook):
             self.peers.distrust(self.peers.known[giver], why)
         else:
             self.events.warn(f"island: {why}")
-        return bool(self.elites.files)
+        return True
 
     def _hand_over(self, ours, digest=None):
         """Begins the next epoch. ours: the own State if it is needed, with its digest."""
@@ -383,7 +369,7 @@ class Island(Hook):
                   "ours": _rounded(self.fitness.value), "theirs": None, "parent_theirs": None,
                   "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
         try:
-            state, body, more = next_state(self, handover, ours)
+            state, body, more = self._next_state(ours)
             if state is None:
                 return self._give_up("no elite can be read")
             state.step, state.seed = run.step, run.seed
@@ -397,6 +383,22 @@ class Island(Hook):
             self._give_up(f"the new state cannot be kept: {error.strerror}")
         else:
             self._epoch_begun(origin)
+
+    def _next_state(self, ours):
+        """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
+        elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
+        cfg, (kind, incoming, *_) = self.cfg, self.handover
+        if kind == "rejuvenate":
+            return merging.rejuvenate(cfg, ours), None, {}
+        if kind == "undo":
+            epoch, state = self.elites.best(cfg) or (None, None)
+            founder = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.terms.name)
+            return state, None, {"peer_step": state and state.step, "founder": founder}
+        theirs, upload = incoming.standing, incoming.upload
+        more = {"alpha": cfg.RECOMBINE_ALPHA} if kind == "recombine" else {}
+        return *incoming.result(ours, self.fitness.value), {
+            "from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),
+            "optimizer": cfg.OPTIMIZER_MERGE, "founder": theirs.founder, "parent_theirs": upload.digest.hex(), **more}
 
     def _epoch_begun(self, origin):
         handover, self.on_trial, self.idle_since = self.handover, origin, self.run.step
@@ -434,24 +436,6 @@ def ancestor(start, name):
     origin = {"from": name, "founder": name, "peer_step": None, "digest": None, **(start.origin or {})}
     return {"epoch": start.epoch, "step": start.step,
             **{k: origin[k] for k in ("from", "peer_step", "digest", "founder")}}
-
-
-def next_state(island, handover, ours):
-    """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
-    elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
-    cfg = island.cfg
-    if handover.kind == "rejuvenate":
-        return merging.rejuvenate(cfg, ours), None, {}
-    if handover.kind == "undo":
-        epoch, state = island.elites.best(cfg) or (None, None)
-        founder = next((e["founder"] for e in island.lineage if e["epoch"] == epoch), island.terms.name)
-        return state, None, {"peer_step": state and state.step, "founder": founder}
-    incoming, theirs, upload = handover.incoming, handover.incoming.standing, handover.incoming.upload
-    state, body = incoming.result(ours, island.fitness.value)
-    more = {"alpha": cfg.RECOMBINE_ALPHA} if handover.kind == "recombine" else {}
-    return state, body, {"from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),
-                         "optimizer": cfg.OPTIMIZER_MERGE, "founder": theirs.founder,
-                         "parent_theirs": upload.digest.hex(), **more}
 
 
 def _rounded(x):

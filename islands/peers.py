@@ -14,7 +14,7 @@ from cluster.hub import Budget, NetError, address_text, split_address
 from cluster.session import Role, Session
 from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
                           STATE_WANTED, V2)
-from egg_config import ConfigError
+from egg_config import ConfigError, explained
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 DISTRUST = 600.0           # seconds for which a peer is not trusted
@@ -56,16 +56,12 @@ def peers_from_slurm(port, environ=os.environ):
     nodes, advice = environ.get("SLURM_JOB_NODELIST"), "give the peers with --peer"
     if not nodes:
         raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except OSError as error:
-        raise ConfigError(f"--peers-from-slurm needs scontrol to list the nodes: {error.strerror}: {advice}") from None
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}") \
-            from None
+    with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}")
     own = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return [(host, port) for host in hosts.split() if host != own]
+    return [(host, port) for host in done.stdout.split() if host != own]
 
 
 class Target:
@@ -93,10 +89,9 @@ class Peer:
     standing, None without an open question; given, taken: complete states."""
 
     def __init__(self, name):
-        self.name, self.session, self.address, self.host, self.id, self.identity = name, None, "", "", "", ""
-        self.standing, self.question_at, self.next_question_at = None, None, 0.0
-        self.given = self.taken = 0
-        self.heard = time.monotonic()
+        self.name, self.address, self.host, self.id, self.identity = name, "", "", "", ""
+        self.session = self.standing = self.question_at = None
+        self.next_question_at, self.given, self.taken, self.heard = 0.0, 0, 0, time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
 
 
@@ -152,8 +147,7 @@ class PeerRole(Role):
         self.wanted = None
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
         total, data = shelf.piece(sha256, shelf.path(step), offset, size)
-        if total and offset < total == offset + len(data):
-            self.peer.given += 1
+        self.peer.given += offset < total == offset + len(data)
         self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
         self.session.go_on()
 
@@ -169,6 +163,8 @@ class Peers:
     def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
         self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
         self.id, self.name, self.tls, self.bandwidth = os.urandom(8).hex(), name, tls, bandwidth
+        # what this island states about itself in JOIN and ISLAND, see greeting.Card; constants as JSON returns them
+        self.card = {"role": "island", "id": self.id, "name": name, "config": json.loads(json.dumps(self.cfg.shared()))}
         self.targets = [Target(*address) for address in addresses]
         self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
 
@@ -193,11 +189,6 @@ class Peers:
 
     # introductions
 
-    def card(self):
-        """What this island states about itself in JOIN and ISLAND."""
-        config = json.loads(json.dumps(self.cfg.shared()))
-        return {"role": "island", "id": self.id, "name": self.name, "config": config}
-
     def objection(self, card, author):
         """Why an island with this card cannot be a peer, or None. author: the admission.Author of its connection."""
         if not NAME.fullmatch(card.name):
@@ -205,7 +196,7 @@ class Peers:
         if card.name == self.name:
             return f"it is called {card.name} as this island is: give every island a name of its own"
         ours, theirs = ({k: v for k, v in config.items() if not egg_config.may_differ(k)}
-                        for config in (self.card()["config"], card.config))
+                        for config in (self.card["config"], card.config))
         if differ := history.difference(theirs, ours):
             return f"these constants must be the same on all islands: {differ}"
         if card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
@@ -231,7 +222,7 @@ class Peers:
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
     def joined(self, session, card, author):
-        session.reply(ISLAND, json.dumps(self.card()).encode())
+        session.reply(ISLAND, json.dumps(self.card).encode())
         if session.open:
             self._introduced(session, PeerRole(session, self), card, author)
 
@@ -263,11 +254,11 @@ class Peers:
         if old:
             old.close()
         else:
-            self._log(peer.host, f"peer {peer.name} at {peer.address} is up", peer.name, peer.address, "up")
+            self._log_peer(peer, "up")
 
     def _call(self, target):
         family, address = target.addresses[0]
-        caller = greeting.Caller(self.coordinator.access.secret, self.card())
+        caller = greeting.Caller(self.coordinator.access.secret, self.card)
         try:
             session = Session(self.coordinator.admission, socket.socket(family, socket.SOCK_STREAM), address,
                               wire.FROM_CALLED, self.tls, target.host)
@@ -289,7 +280,7 @@ class Peers:
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
-            self._log(peer.host, f"peer {peer.name} at {peer.address} is down", peer.name, peer.address, "down")
+            self._log_peer(peer, "down")
 
     def refused(self, session, why, code=None):
         if target := session.role.target:
@@ -302,17 +293,20 @@ class Peers:
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self._log(target.host, line, target.title, target.title, state)
+            self.events.about(target.host, "peer", f"island: {line}", peer=target.title, address=target.title,
+                              state=state)
 
-    def _log(self, host, line, name, address, state):
-        self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
+    def _log_peer(self, peer, state):
+        self.events.about(peer.host, "peer", f"island: peer {peer.name} at {peer.address} is {state}", peer=peer.name,
+                          address=peer.address, state=state)
 
     def status(self):
-        def row(peer):
+        rows = []
+        for peer in self.known.values():
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
             standing["fitness"] = self.island.shown(standing["fitness"], standing["kind"])
-            return {"name": peer.name, "address": peer.address, "state": state, **standing,
-                    "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given, "taken": peer.taken}
-
-        return [row(peer) for peer in self.known.values()]
+            rows.append({"name": peer.name, "address": peer.address, "state": state, **standing,
+                         "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given,
+                         "taken": peer.taken})
+        return rows

@@ -43,32 +43,30 @@ class Incoming:
     def finished(self):
         return self.upload is not None and self.upload.finished
 
-    @property
-    def pending(self):
-        return self.upload is not None and self.upload.pending
-
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        if not (self.requested or self.finished or self.pending) and self.peer.session \
-                and self.bucket.take(self.bucket.piece):
+        busy = self.requested or self.upload and (self.upload.finished or self.upload.pending)
+        if not busy and self.peer.session and self.bucket.take(self.bucket.piece):
             self.requested = True
             self.peer.session.reply(STATE_REQUEST, STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece))
 
     def add(self, total, offset, data):
         """Takes a piece; the first one holds the head of the file. Raises ValueError, OSError as an Upload does."""
         self.requested, self.total = False, total
-        if offset != self.got or not data:
-            raise ValueError(f"piece of {len(data)} bytes at {offset}, the next one is at {self.got}")
-        self.got += len(data)
-        if self.upload is None:
-            self.upload = snapshots.upload_of_file(self.cfg, data, total, self.standing.state, self.directory)
-            offset, data = HEAD_SIZE, data[HEAD_SIZE:]
-        if data:
+        if self.upload:
             self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
+        else:
+            step, seed, stated, _, _, size = snapshots.read_head(data)
+            if offset or stated != self.standing.state or size + HEAD_SIZE != total:
+                raise ValueError("it is not the state that was stated")
+            self.upload = snapshots.Upload(self.cfg, step, seed, None, self.directory, stated)
+            if len(data) > HEAD_SIZE:
+                self.upload.feed(size, 0, data[HEAD_SIZE:])
+        self.got += len(data)
 
     def unpack(self):
         until = time.monotonic() + UNPACK_SECONDS
-        while self.pending and time.monotonic() < until:
+        while self.upload and self.upload.pending and time.monotonic() < until:
             self.upload.unpack()
 
     def drop(self):

@@ -38,6 +38,8 @@ def written_out(function, loops=LOOPS):
     tree.body[0].decorator_list = []
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     constants = {name: value for name, value in names.items() if isinstance(value, int)}
+    fixed = {node for node in ast.walk(tree) if not any(                # what is the same in every turn of a loop
+        isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
 
     def copied(node, known):
         """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. A loop
@@ -45,7 +47,7 @@ def written_out(function, loops=LOOPS):
         if isinstance(node, list):
             copies = [copied(one, known) for one in node]
             return [one for some in copies for one in (some if isinstance(some, list) else [some])]
-        if not isinstance(node, ast.AST):
+        if not isinstance(node, ast.AST) or node in fixed:
             return node
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in known:
             return ast.copy_location(ast.Constant(known[node.id]), node)
@@ -221,8 +223,7 @@ def ntt_functions(cfg, nz, noisy, causal):
         return None, None
     H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith(
-        "ntt_emb")]        # three alike, evenly spaced
+    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
     AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
     SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
     noise, factor = nz.noise, nz.factor

@@ -36,8 +36,8 @@ def loudest(cfg):
 
 
 def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 at no cost, to measure what noise
-    costs.
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, to measure
+    what noise costs.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
@@ -55,24 +55,15 @@ def build_noise(cfg, silent=False):
     drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32, draw, coefficient = drawn.hash32, drawn.draw, scale.input_coefficient
 
-    if cfg.SIGMA_SCHEDULE:
-        @device
-        def shift(job):
-            return int32(int32(job[3]) & int32(31))          # the mask says that shifts need no 64 bits
+    VARIES, SHIFT, UNIT = bool(cfg.SIGMA_SCHEDULE), cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
 
-        @device
-        def unit(shift):
-            return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23)))
-    else:
-        SHIFT, UNIT = cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
+    @device
+    def shift(job):
+        return int32(int32(job[3]) & int32(31)) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
 
-        @device
-        def shift(job):
-            return int32(SHIFT)
-
-        @device
-        def unit(shift):
-            return float32(UNIT)
+    @device
+    def unit(shift):
+        return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23))) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):

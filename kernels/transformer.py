@@ -204,8 +204,7 @@ class Shape(SimpleNamespace):
 
 def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough. turns: column groups may take turns where the rows stay for several
-    passes."""
+    enough. turns: column groups may take turns where the rows stay for several passes."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -812,9 +811,8 @@ def _full_kernel(cfg, nz, card, kind):
             for i in range(t, LENGTH * D, THREADS):
                 sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
             cuda.syncthreads()
-        acc, s, most, least, scales = (cuda.local.array(ACC, int32), cuda.local.array(2, int32),
-                                       cuda.local.array(2, int32), cuda.local.array(2, int32),
-                                       cuda.local.array(2, float32))
+        acc, s, scales = cuda.local.array(ACC, int32), cuda.local.array(2, int32), cuda.local.array(2, float32)
+        most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
@@ -931,6 +929,7 @@ def head_kernel(cfg, nz, card, like=None):
     place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
+    column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or NATS) if PAIRED
                       else (0 if NATS else BASE, None))
@@ -1027,8 +1026,7 @@ def head_kernel(cfg, nz, card, like=None):
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(half, packed, at, x, row, windows, unit, position, count, length, s, shift, overlay, at_overlay,
-                     stream, table, q):
+    def target_logit(half, source, packed, x, row, windows, unit, position, count, length, s, shift, table, q):
         """The logit of what follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
             window = min(2 * unit + half, count - 1) if NATS else unit
@@ -1036,12 +1034,11 @@ def head_kernel(cfg, nz, card, like=None):
         else:
             token = windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
         at_x = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q
-        at_token = at + (token >> 3) * (2 * H) + (token & 7) * 4 + q
+        at_token = source.plan[source.p] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
         dot = int32(0)
         for piece in range(H // 16):
             dot = ptx.dp4a(x[uint64(at_x + half * (2 * H) + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
-        n = scaled(noise(stream, token), overlay[at_overlay + token], stream, token)
-        z = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
+        z = int32(quad_sum(dot) + int32(int32(s * column(source, unit, token)) >> shift))
         return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
 
     @cuda.jit(launch_bounds=THREADS)
@@ -1049,7 +1046,7 @@ def head_kernel(cfg, nz, card, like=None):
     def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
-        tile, at, at_overlay = cuda.blockIdx.x, plan[call * PLAN], plan[call * PLAN + 2]
+        tile, p = cuda.blockIdx.x, call * PLAN
         ring = open_ring(STEPS, tile, 1, x, packed, at_tiles)
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
@@ -1064,7 +1061,8 @@ def head_kernel(cfg, nz, card, like=None):
             units = (count + 1) >> 1 if NATS else count
             unit = min(unit, units - 1)
             position = (row >> 4) * 8 + (row & 7) - unit * length
-        seed = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset)) + uint32(plan[call * PLAN + 1]))
+        source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
@@ -1077,8 +1075,8 @@ def head_kernel(cfg, nz, card, like=None):
             tops[half], z[half] = int32(-2 ** 31), int32(0)
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
             if unit < units:
-                z[half] = target_logit(half, packed, at, x, row, windows, unit, position, count, length, s[half], shift,
-                                       overlay, at_overlay, uint32(seed + uint32(unit)), table, q)
+                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, count, length, s[half],
+                                       shift, table, q)
             s[half] = as_row(s[half], shift)
         for k in range(SUMS):
             totals[k] = 0
@@ -1157,7 +1155,7 @@ def drawn_kernel(cfg, nz, card):
     LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
     LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
     TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
-    noise, scaled, job_shift, quotient, D = nz.noise, nz.scaled, nz.shift, NORMS.quotient, parameters.divisor(cfg, H)
+    job_shift, quotient, D, (column, _) = nz.shift, NORMS.quotient, parameters.divisor(cfg, H), pair_functions(cfg, nz)
     RECIPROCAL = float(np.float32(1) / np.float32(D))
 
     @device
@@ -1197,12 +1195,11 @@ def drawn_kernel(cfg, nz, card):
                 for i in range(DRAWN):
                     w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
                     even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
-        at_overlay, shift = plan[call * PLAN + 2], job_shift(job)
-        stream = uint32(uint32(uint32(job[0] + job[1]) + uint32(offset + unit)) + uint32(plan[call * PLAN + 1]))
-        s0, s1 = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)])
+        source = Source(plan, call * PLAN, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+        s0, s1, shift = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)]), job_shift(job)
         z0, z1 = int32(0), int32(0)
         for i in range(DRAWN):
-            n = scaled(noise(stream, tokens[i]), overlay[at_overlay + tokens[i]], stream, tokens[i])
+            n = column(source, unit, tokens[i])
             z0 = int32(z0 + logit(even[i], s0, n, shift))
             z1 = int32(z1 + logit(odd[i], s1, n, shift))
         if q == 0 and here < count * LENGTH and position < T:
@@ -1278,7 +1275,7 @@ def _embed_kernel(cfg, nz, card):
 
 def _norm_kernel(cfg, nz, card, streams):
     """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
-    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them. 
+    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: 0 ln, 4 ln bias (vector_function), 12.. seed and overlay of each stream; sb: [4][stride]."""
     H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
     # then 2^-21 of |p| changes no quotient

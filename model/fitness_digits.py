@@ -1,8 +1,10 @@
-"""From losses to fitness digits, and their packed form (SPEC 8)."""
+"""From losses to fitness digits (SPEC 8)."""
 
 import math
 
 import numpy as np
+
+from model import ternary
 
 
 def chunk_fitness(losses, cfg):
@@ -33,32 +35,10 @@ def _mean(x):
 
 
 def pack_ternary(fitness):
-    """bytes: five values of {-1, 0, 1} a byte, least significant digit first (-1 is digit 2)."""
-    digits = np.zeros(packed_size(fitness.size) * 5, np.uint8)
-    digits[:fitness.size] = fitness.view(np.uint8)
-    digits = ((digits & 3) ^ (digits >> 7)).reshape(-1, 5)   # 255 becomes 2
-    packed = digits[:, 4]
-    for k in (3, 2, 1, 0):
-        packed = packed * np.uint8(3) + digits[:, k]
-    return packed.tobytes()
+    """bytes: the packed form (model.ternary) of int8 values of {-1, 0, 1}."""
+    return ternary.pack(fitness.tobytes())
 
 
-def packed_size(count):
-    """Bytes of `count` packed values."""
-    return -(-count // 5)
-
-
-def unpack_ternary(data, count):
-    """int8 [count] from packed bytes. Raises ValueError for another size, a wrong byte or a digit beyond `count`."""
-    packed = np.frombuffer(data, np.uint8)
-    if packed.size != packed_size(count):
-        raise ValueError(f"{packed.size} bytes of fitness where {count} values need {packed_size(count)}")
-    if packed.size and packed.max() > 242:
-        raise ValueError(f"byte {int(packed.max())} is not five ternary digits")
-    digits = np.take(_DIGITS, packed, axis=0, mode="clip").reshape(-1)
-    if digits[count:].any():
-        raise ValueError("digits after the last value")
-    return digits[:count]
-
-
-_DIGITS = np.array([[(0, 1, -1)[b // 3 ** k % 3] for k in range(5)] for b in range(243)], np.int8)
+def unpack_ternary(packed, count):
+    """int8 [count] from packed bytes. Raises ValueError, see ternary.check."""
+    return np.frombuffer(ternary.unpack(packed, count), np.int8)

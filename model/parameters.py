@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from model import optimizers
-from model.rules import INITIAL_SEED, first_seed, uniform_noise
+from model.rules import uniform_noise
+from model.seeds import INITIAL_SEED, first_seed
 
 
 class Param(NamedTuple):
@@ -160,6 +161,14 @@ def check_state(state):
         raise ValueError("it holds mean squares below 0")
     if min(state.weights.min(), state.overlay.min(initial=0)) < -127:
         raise ValueError("it holds a weight or noise scale of -128")
+
+
+def from_raw(cfg, raw, step, seed):
+    """The State in the bytes of weights, moments and overlay. Raises ValueError, see `check_state`."""
+    n, raw = n_weights(cfg), np.frombuffer(raw, np.int8)
+    state = State(cfg, raw[:n], raw[n:13 * n].view("<f4").reshape(-1, 3), raw[13 * n:], step, seed)
+    check_state(state)
+    return state
 
 
 def initial_state(cfg):

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from model.rules import hash32
+from model.seeds import hash32
 
 
 # temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept; penalty float32: logit units

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from model import rules
+from model.seeds import hash32
 
 
 # What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of
@@ -48,7 +49,7 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
     size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
     seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
-    random = rules.hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
+    random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
 
 
@@ -63,12 +64,17 @@ class Tables:
             raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
                              "memory, more than this machine has: use less data or no SOFT_TARGETS")
 
-    def of(self, step):
-        """The Followers of a step; None: its context is 0."""
+    def begin(self, step):
+        """Begins to make what this step and the next context need."""
         context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
         coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
         kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}
         self._made = kept | {c: self._begun(c) for c in dict.fromkeys([context, *coming]) if c and c not in kept}
+
+    def of(self, step):
+        """The Followers of a step; None: its context is 0."""
+        self.begin(step)
+        context = self._cfg.soft_context(step)
         return self._made[context].result() if context else None
 
     def _begun(self, context):

@@ -8,7 +8,6 @@ import struct
 
 import numpy as np
 
-SIZE = 16                  # bytes
 FIRST = 3                  # number of the first word of the weights: step and seed are before it
 PIECE = 1 << 15            # words that NumPy mixes at a time, so that they stay in the cache
 
@@ -53,14 +52,14 @@ class Digest:
         self._sums = [(mine + its) % (1 << 64) for mine, its in zip(self._sums, (first, second))]
 
     def digest(self):
-        """bytes [SIZE]."""
+        """bytes [16]."""
         if self._rest:
             self.update(bytes(-len(self._rest) % 8))
         return struct.pack("<QQ", *self._sums)
 
 
 def of_state(state):
-    """bytes [SIZE]: the digest of an model.parameters.State."""
+    """bytes [16]: the digest of an model.parameters.State."""
     digest = Digest(state.step, state.seed)
     for part in (state.weights, state.moments, state.overlay):
         digest.update(np.ascontiguousarray(part).data.cast("B"))

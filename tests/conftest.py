@@ -56,6 +56,13 @@ def one_at_a_time(tmp_path_factory, name):
         yield
 
 
+@pytest.fixture
+def others_wait(tmp_path_factory):
+    """Meanwhile no other process of pytest-xdist compiles what `compiled` does."""
+    with one_at_a_time(tmp_path_factory, "transformer"):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once(request):
     """Under pytest-xdist a file that uses the CPU engine waits until it is compiled, instead of compiling it too."""
@@ -131,15 +138,16 @@ def processes(count):
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
-LONG = ("test_recorded_default_configuration", "test_an_archipelago_survives_chaos", "test_chaos_changes_no_bit",
+LONG = ("test_a_cold_start_compiles_each_function_once", "test_an_archipelago_survives_chaos",
+        "test_recorded_default_configuration", "test_chaos_changes_no_bit",
         "test_recorded_run_with_the_instructions_of_any_processor", "test_nothing_is_compiled_once_the_clock_runs",
         "test_ctrl_c_early_leaves_no_traceback")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest tests begin first, those whose work other processes prepare come last: comparisons of both engines,
-    and compiled kernels. pytest-xdist gives each of its processes a share in this order, so each share begins with some
-    of the long ones."""
+    """What compiles the CPU engine for all begins first, then the longest tests. Those whose work other processes
+    prepare come last: comparisons of both engines, and compiled kernels. pytest-xdist gives each of its processes a
+    share in this order, so each share begins with some of the long ones."""
     def prepared(item):
         return not {"compared", "compiled_kernels"}.isdisjoint(item.fixturenames)
 

@@ -34,7 +34,7 @@ from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
 from model import integer_tables
 from model import parameters
-from model import rules
+from model import seeds
 from model import state_digest
 from tools.debug import Reading
 
@@ -191,14 +191,20 @@ class FakeEngine:
         assert first % 2 == count % 2 == 0 and count > 0
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
-        x = rules.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        x = seeds.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
         return (x % 1000).astype(np.int64)
+
+    def begin(self, first, count):
+        pass
+
+    def begin_update(self, fitness):
+        return False
 
     def update(self, fitness):
         assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
-        self.seed, self.step = rules.next_seed(self.seed, self.step), self.step + 1
+        self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
     def validate(self, windows):
@@ -867,7 +873,7 @@ def drawn(cfg, z, seen, position, seed, **settings):
     if weights is None:
         return int(scores.argmax())
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
-    threshold = rules.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
 
 

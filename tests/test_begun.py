@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import egg_config
-import egg_net
+from cluster import history
+from model import fitness_digits, parameters, rules, seeds
+from egg_net import Worker
 from kit import CFG, cluster
-from model import fitness_digits, parameters, rules
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
@@ -68,7 +69,7 @@ class Forward:
         seed = zlib.crc32(packed.tobytes() + overlay.tobytes() + job[[0, 2, 3]].tobytes())
         numbers = np.repeat(windows.reshape(pairs, -1).astype(np.int64).sum(1), 2) * 1000 + np.arange(2 * pairs) % 2
         numbers += np.repeat(job[1] + offset + np.arange(pairs), 2)
-        losses[:] = rules.hash32(seed, numbers.astype(np.uint64)) % 1000
+        losses[:] = seeds.hash32(seed, numbers.astype(np.uint64)) % 1000
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         nats[:] = zlib.crc32(packed.tobytes() + weights.tobytes()) % 1000
@@ -231,12 +232,12 @@ def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
 def test_a_step_that_ends_otherwise_is_taken_back(engine_of, tmp_path, monkeypatch):
     """The coordinator has another fitness than the worker that has done the whole step: the update is of that."""
     engine, plain = engine_of(), engine_of()
-    append = egg_net.history.Run.append
+    append = history.Run.append
 
     def other(self, packed, *rest):
         return append(self, fitness_digits.pack_ternary(fitness_of(5)) if self.step == 3 else packed, *rest)
 
-    monkeypatch.setattr(egg_net.history.Run, "append", other)
+    monkeypatch.setattr(history.Run, "append", other)
     cluster(tmp_path, [engine], 6)
     run(plain, 3)
     plain.update(fitness_of(5))
@@ -245,14 +246,14 @@ def test_a_step_that_ends_otherwise_is_taken_back(engine_of, tmp_path, monkeypat
 
 def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypatch):
     """Before the answer, that is; one that has done all chunks of a step, and only that, may."""
-    engines, done, note = [engine_of(), engine_of()], [], egg_net.Worker._note
+    engines, done, note = [engine_of(), engine_of()], [], Worker._note
 
     def noted(self, first, fitness):
         note(self, first, fitness)
         if self.engine._fitness is not None:
             done.append({first for seed, first, _ in self.engine.evaluated if seed == self.engine.seed})
 
-    monkeypatch.setattr(egg_net.Worker, "_note", noted)
+    monkeypatch.setattr(Worker, "_note", noted)
     cluster(tmp_path, engines, 12)
     wanted = run(engine_of(), 12)
     assert {engine.state().digests() for engine in engines if engine.step == 12} <= {wanted}

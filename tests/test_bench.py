@@ -63,8 +63,8 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
     bench.bench_shapes(CFG, ["default", "wide"], "cuda:0", None, False)
     found, err = rows(capsys)
     assert list(found) == [(name, kind) for name in ("default", "wide") for kind in ("wgmma", "mma")]
-    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES) for cfg in fake] == [(64, "wgmma"), (64, "mma"), (96, "wgmma"),
-                                                                   (96, "mma")]
+    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES) for cfg in fake] == [
+        (64, "wgmma"), (64, "mma"), (96, "wgmma"), (96, "mma")]
     assert [cfg.POPULATION_SIZE for cfg in fake] == 4 * [8 * CFG.CHUNK_SIZE]
     for members, speed, tops, share, update in found.values():
         # 32 members of 8 tokens in 8 ms: 0.032 M tokens/s at most

@@ -46,8 +46,10 @@ CHANGED = {
                "DEVICE_GAUSSIAN=0", "SOFTMAX_EXP_SCALE=6", "LR_SCHEDULE=0:0.5,200:0.25,500:0.125,1500:0.0625",
                "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS=",
                "ADAM_BETA1=0.9"),
-    "best": ("LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01", "SOFT_TARGETS="),
-    "best-bytes": ("LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
+    "best": ("CHUNK_SIZE=32768", "LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01",
+             "SOFT_TARGETS="),
+    "best-bytes": ("CHUNK_SIZE=65536",
+                   "LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
                    "11000:0.025,13500:0.0125", "SOFT_TARGETS=")}
 
 
@@ -481,7 +483,7 @@ if len(sys.argv) > 1:
 """
 
 
-def test_a_cold_start_compiles_each_function_once(tmp_path):
+def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
     """Two processes share the work, and whoever needs what the other one compiles waits for it; no lock is left."""
     head = COLD_PROGRAM.partition("\nif len")[0].replace("PROGRAM", "None")
     helper = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{head}\nimport pickle\n" \

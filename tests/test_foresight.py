@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import egg_config
-import egg_net
+from egg_net import SURE_AFTER, Foresight, Worker
 from kit import CFG, FakeEngine, cluster, expected
 from model import fitness_digits, parameters
 
@@ -58,15 +58,15 @@ class Beginning(FakeEngine):
 @pytest.mark.parametrize("slice_size", [64, 10])
 def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
     """Also where a chunk takes several slices; audits go nowhere without a second worker."""
-    monkeypatch.setattr(egg_net, "FIRST_SLICE", slice_size)
-    monkeypatch.setattr(egg_net.Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
+    monkeypatch.setattr(Worker, "slice", slice_size)
+    monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
     engine = Beginning()
     server = cluster(tmp_path, [engine], STEPS)
     packed, digests = expected(STEPS)
     assert engine.state().digests() == digests and server.run.step == STEPS
     assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
     assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
-    unsure = egg_net.SURE_AFTER + 1                          # of the first chunk there is no guess
+    unsure = SURE_AFTER + 1                          # of the first chunk there is no guess
     ahead = sum(count for _, _, count in engine.ahead)
     assert ahead >= STEPS * CFG.POPULATION_SIZE - unsure * CFG.CHUNK_SIZE and engine.wasted == 0
 
@@ -79,11 +79,11 @@ def test_several_workers_waste_little(tmp_path):
     _, digests = expected(40, cfg)
     assert {engine.state().digests() for engine in engines if engine.step == 40} == {digests}
     for engine in engines:
-        assert engine.wasted <= 1 + len(engine.evaluated) / egg_net.SURE_AFTER
+        assert engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER
 
 
 def test_foresight_is_lost_with_a_mistake():
-    foresight, size = egg_net.Foresight(CFG), CFG.CHUNK_SIZE
+    foresight, size = Foresight(CFG), CFG.CHUNK_SIZE
     chunks = iter([(k // CFG.N_CHUNKS, k % CFG.N_CHUNKS * size) for k in range(1000)])
 
     def until_sure():
@@ -95,11 +95,11 @@ def test_foresight_is_lost_with_a_mistake():
                 assert foresight.following(step + 1) == -1, "nothing was handed out in that step"
                 return count
 
-    assert until_sure() == egg_net.SURE_AFTER + 1
+    assert until_sure() == SURE_AFTER + 1
     next(chunks)                                             # another worker gets it
-    assert until_sure() == 2 * egg_net.SURE_AFTER + 1
+    assert until_sure() == 2 * SURE_AFTER + 1
     next(chunks)
-    assert until_sure() == 4 * egg_net.SURE_AFTER + 1
+    assert until_sure() == 4 * SURE_AFTER + 1
 
 
 @pytest.mark.parametrize("changes", [{}, dict(CHUNK_MEAN_FILTER=0), dict(USE_ADAPTIVE_THRESHOLD=0),

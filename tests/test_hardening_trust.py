@@ -57,7 +57,7 @@ def audit(step, chunk, *results):
     """Gives results (holder, packed) of a chunk; the names of those who are found to have lied."""
     liars = []
     for holder, packed in results:
-        liars += step.result(holder, holder.author, chunk, packed, 5, np.ones(16, np.int8))
+        liars += step.result(holder, holder.author, chunk, packed, 5)
     return [author.name for author in liars]
 
 
@@ -504,7 +504,7 @@ def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
     small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
     run.close()
     for name, data in (("bomb", bomb), ("small", small)):
-        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._end]
+        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._offsets[0]]
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / history.FILE).write_bytes(header + data)
     (tmp_path / "header").mkdir()
@@ -723,7 +723,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
                 step.give_back(who, chunk)
             else:
                 lie = who in liars and dice.random() < 0.5
-                accused |= set(step.result(who, who.author, chunk, BAD if lie else GOOD, 5, np.ones(16, np.int8)))
+                accused |= set(step.result(who, who.author, chunk, BAD if lie else GOOD, 5))
     assert not accused & {holder.author for holder in honest}
     assert all(packed == GOOD for packed, _ in step.done.values())
     for who, chunk in held:                                      # every lease ends
@@ -734,7 +734,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
             if chunk is None and not step.complete:
                 chunk = step.copy(who, who.author, 1e9, step.late(1e9, 0.1))
             if chunk is not None:
-                accused |= set(step.result(who, who.author, chunk, GOOD, 5, np.ones(16, np.int8)))
+                accused |= set(step.result(who, who.author, chunk, GOOD, 5))
     assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
     assert not accused & {holder.author for holder in honest}
 

@@ -154,24 +154,30 @@ COORDINATOR = """
 import os, sys, egg_config, egg_net
 from cluster import event_log, history
 cfg, console = egg_config.make(), egg_net.Console()
-run = history.open_run(cfg)
+run = history.open_run(cfg, sys.argv[1])
 events = event_log.Events(cfg, run, sys.argv[1], console)
 coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, console=console, events=events)
 assert coordinator.address[1]
+print(f"step {run.step},")
 print(*sorted({name.split(".")[0] for name in sys.modules}))
+run.append(bytes(-(-cfg.N_PAIRS // 5)), 0, 0)
 """
 
 
-def test_the_coordinator_loads_neither_engine_nor_numba(tmp_path):
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_coordinator_loads_neither_engine_nor_libraries(tmp_path, steps):
+    """Also where it goes on with a saved run."""
+    for _ in range(steps):
+        subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, check=True)
     done = subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    unwanted = {"numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX", "http",
-                "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
+    assert done.returncode == 0 and f"step {steps}," in done.stdout, done.stderr
+    unwanted = {"numpy", "pyzstd", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX",
+                "http", "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
     assert not unwanted & set(done.stdout.split())
 
 
-def test_the_coordinator_starts_within_150_ms(tmp_path):
-    """CPU time beyond that of Python and NumPy, the best of four: it hardly depends on what else the machine does."""
+def test_the_coordinator_starts_in_less_time_than_numpy(tmp_path):
+    """Processor time, the best of six in turn: it hardly depends on what else the machine does."""
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -182,5 +188,5 @@ def test_the_coordinator_starts_within_150_ms(tmp_path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    own = min(seconds(COORDINATOR) for _ in range(4)) - min(seconds("import numpy") for _ in range(4))
-    assert own < 0.15, f"{own:.3f} s"
+    own, numpys = (min(both) for both in zip(*((seconds(COORDINATOR), seconds("import numpy")) for _ in range(6))))
+    assert own < numpys, f"{own:.3f} s, {numpys:.3f} s"

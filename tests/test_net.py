@@ -19,7 +19,7 @@ import egg_config
 from cluster import history
 from model import fitness_digits
 from model import parameters
-from model import rules
+from model import seeds
 import egg_net
 from tools import train
 from cluster import session
@@ -140,7 +140,7 @@ def test_requests_are_held_and_woken(tmp_path):
         for position in mine:
             a.result(0, position)
         seed, step, _, packed = late.answer()
-        assert step == 1 and seed == rules.next_seed(42, 0) and \
+        assert step == 1 and seed == seeds.next_seed(42, 0) and \
             fitness_digits.unpack_ternary(packed, CFG.N_PAIRS).all()
 
 
@@ -322,7 +322,7 @@ def serve_fake(engine, *responses):
 def test_the_worker_serves_a_coordinator_that_polls():
     """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
     engine = FakeEngine()
-    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), rules.next_seed(42, 0)
+    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), seeds.next_seed(42, 0)
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
                                   response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
                                   response(seed1, 1, NOTHING),
@@ -338,7 +338,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
-    seed1 = rules.next_seed(42, 0)
+    seed1 = seeds.next_seed(42, 0)
     catch_up = response(seed1, 1, 0, fitness_digits.pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
     engine = FakeEngine()
     assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
@@ -402,7 +402,7 @@ def test_history_keeps_every_step(tmp_path):
     run = history.open_run(CFG, tmp_path)
     seed = 42
     for k in range(150):
-        seed = rules.next_seed(seed, k)
+        seed = seeds.next_seed(seed, k)
     assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
     assert run.notices == []
     run.append(packed[0], 1 << 62, 1)
@@ -434,8 +434,8 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
             run = history.open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
-            assert len(run.notices) == (1 if tail else 0) and all("step 2 was only half written" in line
-                                                                  for line in run.notices)
+            assert len(run.notices) == bool(tail)
+            assert all("step 2 was only half written" in line for line in run.notices)
             run.append(packed[2], -2000, 2)
             run.close()
             assert (tmp_path / "a" / history.FILE).read_bytes() == data

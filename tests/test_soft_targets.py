@@ -7,7 +7,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import parameters, rules, soft_targets
+from model import parameters, rules, seeds, soft_targets
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              LOSS="exact")
@@ -49,7 +49,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, 2)
-            drawn = [known[rules.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
+            drawn = [known[seeds.hash32(seed + 4 + pair & 0xFFFFFFFF, 2**30 + 7 * t + j) % len(known)]
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_the_targets(values):
 
     def alone(windows):
         sums = np.zeros((8, 2), np.int64)
-        one._model.evaluate(one._w, np.ascontiguousarray(windows), one.seed, plain.noise_shift(0), 0, sums)
+        one._model.run(one._w, np.ascontiguousarray(windows), None, before, one.seed, 1, 0, plain.noise_shift(0), sums)
         return sums
 
     want = 8 * alone(cut[:, :before + T + 1])

@@ -50,8 +50,8 @@ def test_tokens_are_those_of_the_plain_reading(seed):
     """20 configurations and settings, over sequences that are longer than SEQ_LEN."""
     rng = np.random.default_rng(400 + seed)
     cfg, settings = random_config(rng), settings_of(rng)
-    engine, prompt = cpu_engine.CpuEngine(cfg), rng.integers(0, cfg.VOCAB_SIZE,
-                                                             rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
+    engine = cpu_engine.CpuEngine(cfg)
+    prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
     got = list(engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings))
     sequence = prompt + got
     z = Reading(cfg, engine.state()).logits(sequence[:-1])
@@ -209,8 +209,8 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
 @pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
 def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
     cfg = egg_config.make(**{**CFG.constants(), **values})
-    engine, run = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1), history.open_run(cfg,
-                                                                                                        "ckpt-rare")
+    engine = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1)
+    run = history.open_run(cfg, "ckpt-rare")
     for _ in range(3):
         step_once(cfg, engine, run)
     run.keep_data(snapshots.data_digest(engine.tokens))
@@ -267,7 +267,7 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
 
 @pytest.mark.parametrize("arguments, status, says", [
     (["generate", "--prompt", ""], 2, "the prompt is empty"),
-    (["generate", "--tokens", "0"], 2, "'0' is not a whole number from 1 to "),
+    (["generate", "--tokens", "0"], 2, "'0' is not a whole number, 1 or more"),
     (["generate", "--tokens", "-3"], 2, "--tokens"),
     (["generate", "--temp", "-1"], 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
     (["generate", "--min-p", "nan"], 2, "'nan' is not a number from 0.0 to 1.0"),
@@ -344,8 +344,8 @@ def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
 
 def test_eval_gives_the_figures_of_the_engine(here, capsys):
     status, out, err = call(capsys, "eval")
-    engine, held_out = cpu_engine.CpuEngine(CFG, threads=1), data_files.open_validation(CFG,
-                                                                                        data_files.load_decoding(CFG))
+    engine = cpu_engine.CpuEngine(CFG, threads=1)
+    held_out = data_files.open_validation(CFG, data_files.load_decoding(CFG))
     engine.load(here[STEPS])
     nats, count = engine.validate(held_out.windows)
     references = data_files.references(CFG, np.frombuffer(TEXT, np.uint8), held_out)
@@ -464,8 +464,8 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the
     engine alone."""
     assert call(capsys, "export", "w.safetensors", "--full")[0] == 0
-    arrays, t = safetensors.numpy.load_file("w.safetensors"), next(t for t in parameters.tensors(CFG)
-                                                                   if (t.name, t.layer) == ("w_up", 1))
+    arrays = safetensors.numpy.load_file("w.safetensors")
+    t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
     moments = here[STEPS].moments[t.weights:t.weights + t.size]
     assert moments.any()
     assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
@@ -520,8 +520,8 @@ def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
     engine.load(shelf.state(STEPS))
     for _ in range(4):
         step_once(CFG, engine, run)
-        body, upload = snapshots.pack(engine.state()), snapshots.Upload(CFG, engine.step, engine.seed, engine.digest(),
-                                                                        "new")
+        body = snapshots.pack(engine.state())
+        upload = snapshots.Upload(CFG, engine.step, engine.seed, engine.digest(), "new")
         feed(upload, len(body), 0, body)
         shelf.put(upload)
     assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)

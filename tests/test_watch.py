@@ -39,8 +39,7 @@ from cluster import event_log
 from cluster import wire
 from cluster.progress import Progress
 from cluster.wire import LOG_MESSAGE, VALIDATION
-from kit import (CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until,
-                 work_in_thread)
+from kit import (CFG, HERE, SECRET, FakeEngine, Lines, Peer, Server, changed, cluster, until, work_in_thread)
 
 EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
 PASSWORD = auth.page_password(SECRET).encode()
@@ -66,8 +65,8 @@ FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "addres
 
 def test_a_run_keeps_its_events(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
-    tokens, validation = np.frombuffer(b"ab\nd" * 20, np.uint8), data_files.Validation(np.zeros((3, 9), np.int32), 12,
-                                                                                       "bits/byte")
+    tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
+    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
     engine = FakeEngine(cfg)
     with Server(tmp_path, cfg, steps=5, save=True) as server:
         other = Peer(server.port, cfg)
@@ -128,8 +127,8 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         server.coordinator.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
     told = events(tmp_path / "b" / history.EVENTS)
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
-    assert of_kind("banned", told)[0] | {"time": 0} == {"time": 0, "event": "banned", "worker": "liar",
-                                                        "address": "10.0.0.9", "reason": "it lied"}
+    assert of_kind("banned", told)[0] | {"time": 0} == {
+        "time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
 
 
 def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
@@ -508,8 +507,7 @@ def test_the_family_of_islands(tmp_path):
                                        "far": pytest.approx(0.25, abs=1e-4)}
     assert [(giver, taker) for giver, _, taker, _ in tree.edges] == [("a", "b"), ("b", "c"), ("far", "c")]
     # thousand tokens
-    assert [[pytest.approx(x, abs=1e-9) for x in (start, end)] for _, start, _, end in tree.edges] == [[2, 3], [4, 5],
-                                                                                                       [6, 6]]
+    assert [pytest.approx((start, end), abs=1e-9) for _, start, _, end in tree.edges] == [(2, 3), (4, 5), (6, 6)]
     assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0}
     assert tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
@@ -612,8 +610,8 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                                         "seconds": pytest.approx(state["seconds"], abs=1e-3),
                                         "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step,
                                         part in (("south", 80, 0.625), ("north", 1, 1))]
-            assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back",
-                                                                     "another line"]
+            lines = [line["text"] for line in state["lines"][:4]]
+            assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
             assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
             assert (values["egg_island_peers"], values["egg_island_peers_up"],
                     values['egg_events_total{event="merge"}']) == (3, 1, 2)
@@ -659,8 +657,8 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
                   last_seen=0.5, state="working")
     status = egg_net.Coordinator.status
     for island in (None, {**ISLAND, "peers": ISLAND["peers"] * 3000}):
-        more = dict(workers=[worker] * 4000, connected=4000, island=island, banned={f"{name} {k}": name
-                                                                                    for k in range(100)})
+        banned = {f"{name} {k}": name for k in range(100)}
+        more = dict(workers=[worker] * 4000, connected=4000, island=island, banned=banned)
         monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
         with Server(tmp_path) as server:
             told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)

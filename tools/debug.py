@@ -1,6 +1,6 @@
 """Inside one member: a plain reading of the SPEC in NumPy, and statistics of what it computes and of the weights.
 
-The tests hold the engines against `Reading`, so of `model.rules` it takes only hash and draw: factors, norms and
+The tests hold the engines against `Reading`, so of `model` it takes only hash and draw: factors, norms and
 products are written here once more, from the SPEC, the slow and obvious way. DEBUG=1 prints what it sees, with the
 names, columns and colours of d-eggs.
 """
@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from model import integer_tables, parameters, rules, transforms
+from model import integer_tables, parameters, rules, seeds, transforms
 from egg_config import EggError, explained
 
 EVERY = 10                 # steps between two reports
@@ -49,14 +49,14 @@ class Reading:
         return values
 
     def noise(self, stream, index):
-        draws = rules.hash32(self.seed + stream, index)
+        draws = seeds.hash32(self.seed + stream, index)
         return rules.uniform_noise(draws, self.cfg.DEVICE_MASK, self.cfg.DEVICE_GAUSSIAN).astype(np.int64)
 
     def factor(self, at, stream, index):
         overlay = self.state.overlay[at + index].astype(np.float32)
         if self.cfg.ADAPTIVE_NOISE_MODE < 2:
             return np.clip(overlay, 0, 64) / np.float32(64) if self.cfg.ADAPTIVE_NOISE_MODE else np.ones_like(overlay)
-        tail = rules.hash32(self.seed + stream + 100000, index).astype(np.float32)
+        tail = seeds.hash32(self.seed + stream + 100000, index).astype(np.float32)
         return (overlay + np.float32(127)) / np.float32(255) / np.sqrt((tail + np.float32(1)) / np.float32(4294967296))
 
     def stored(self, t):

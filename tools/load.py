@@ -18,7 +18,7 @@ import egg_config
 from cluster import auth, history, wire
 from cluster.link import Link
 from cluster.wire import JOB_REQUEST, RESULT, V2
-from model import fitness_digits
+from model import fitness_digits, ternary
 
 EGG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "egg.py")
 CHUNKS = 8000
@@ -59,7 +59,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
     """(results, seconds, [answer time], [the same just after a step])."""
     poll, times, rush, due, done = select.epoll(), [], [], [], 0
     dice, asked, after_step, given = random.Random(1), {}, {}, {}
-    limits, digits = wire.limits(cfg), fitness_digits.packed_size(cfg.CHUNK_SIZE // 2)
+    limits, digits = wire.limits(cfg), ternary.packed_size(cfg.CHUNK_SIZE // 2)
     # ternary digits as often as in a run of the default configuration
     some = [fitness_digits.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=cfg.CHUNK_SIZE // 2), np.int8))
             for _ in range(256)]

@@ -302,7 +302,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 def _sum_up(coordinator, references, final, data):
     """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
     console, events, done = coordinator.console, coordinator.events, coordinator.progress.summary()
-    before = done.first_validation[1] if done.first_validation else None
+    before = done.validations[0][1] if done.validations else None
     after, unit = final.figure if final else None, data.validation.unit if data.validation else None
     if after is not None:
         events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,

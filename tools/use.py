@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from model import data_files, optimizers, parameters, rules
+from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from engine import engines
 from egg_config import EggError, explained
@@ -264,12 +264,12 @@ def import_(cfg, path, directory):
     state, full = read_state(cfg, file, path)
     try:
         # not 0: there a worker would begin with the random initial model
-        step, state.seed = int(metadata.get("step", 0)), rules.next_seed(rules.first_seed(cfg), 0)
+        step, state.seed = int(metadata.get("step", 0)), seeds.next_seed(seeds.first_seed(cfg), 0)
         state.step = max(1, step)
         if step:
             state.seed = int(metadata["seed"])
         if cfg.ISLAND_SEED != read_config(path).get("ISLAND_SEED", 0):
-            state.seed = rules.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
+            state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
             raise ValueError
     except (ValueError, KeyError):
