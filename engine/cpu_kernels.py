@@ -242,7 +242,7 @@ def draw_norm(c, w, param, layer, S, noisy, norm):
         perturbed(c, w, param + 1, layer, S, noisy, norm[1])
 
 
-@inlined
+@leaf
 def layer_norm(c, h, count, left, norm, x):
     """x uint8 [>= count, H] = ln(h) + 128 of `count` rows of int8, GROUP at most, the `left` first of which belong to
     the even member; norm: of `draw_norm`."""
