@@ -352,15 +352,11 @@ def test_general_kernels_fit_every_card():
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, part="noisy"), id="general"),
-    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, [(8, 6), (9, 0), (12, 0)], part="forward"), id="clean"),
-    pytest.param("Rows", marks=[pytest.mark.compiles(WIDE, [(8, 0), (10, 0)], part="forward"), pytest.mark.deep],
-                 id="clean, larger tiles"),
+    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, part="forward"), id="general"),
     pytest.param("Narrow", marks=pytest.mark.compiles(SMALL, part="noisy"), id="narrow"),
     pytest.param("Hopper", marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(path, compiled_kernels):
-    """Those of the forward pass: of the general path all, of the others what is theirs. A pass without noise is that
-    with noise less the noise: beside it, cards that differ in their memory alone are compiled for in the deep run."""
+    """Those of the forward pass: of the general path all, of the others what is theirs."""
     kit.hold_against_cards(compiled_kernels)
 
 
