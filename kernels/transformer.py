@@ -136,8 +136,7 @@ def begin_tile_function(card, nz, begin, base, at_bias=0):
             for k in range(4):
                 i = 8 * j + (k >> 1) * 4 + (k & 1)
                 c = b[k] if at_bias else int32(base)
-                for half in range(2):
-                    acc[i + 2 * half] = begin(s[half], n[k], c, shift)
+                acc[i], acc[i + 2] = begin(s[0], n[k], c, shift), begin(s[1], n[k], c, shift)
     return begin_tile
 
 

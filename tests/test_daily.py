@@ -298,7 +298,7 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     """The system's Python, as it comes."""
     monkeypatch.chdir(clone.parent)
     bare = dict(program="-S", env={"PYTHONPATH": ""})
-    for command in (["arch"], ["generate"], ["train", "--save-dir", "x"], ["coordinator"]):
+    for command in (["arch"], ["worker", "localhost"], ["train", "--save-dir", "x"], ["coordinator"]):
         result = run(clone / "egg.py", *command, **bare)
         library = "numpy" if command == ["arch"] else ""
         fails(result, 1, "has no " + library, "install it with `make -C 'a clone' install`")
