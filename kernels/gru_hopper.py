@@ -1,6 +1,6 @@
 """The MLP of the recurrent model on cc 9.0 where H = 256: a wgmma kernel whose activations stay in registers, as bytes.
 
-`kernels.gru` decides (class Hopper), has the embedding and the recurrence, and documents calls, plan and rows;
+`kernels.gru` decides (class Fused), has the embedding and the recurrence, and documents calls, plan and rows;
 `kernels.gru_narrow` has the gates and the head. With the general products and norms a layer took twice as long (179
 against 356 M tokens/s, one layer, V 256, T 100, H200, commit e65f980): between up and down 4 H bytes a row would leave
 the chip.

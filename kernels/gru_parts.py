@@ -192,7 +192,7 @@ def norm_functions(cfg, nz, cc, streams):
     """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
 
     The table, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the
-    input noises. plan[p...]: as kernels.gru._norm_kernel."""
+    input noises. plan[p...]: as norm_kernel."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
     vector, (fill_input, add) = vector_function(cfg, nz), input_functions(cfg, nz, H, 4)

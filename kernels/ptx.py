@@ -2,8 +2,7 @@
 
 Conventions. A "shared address" is an int32 in the shared window (`shared_address`). One int32 word of an operand holds
 four consecutive k as bytes. In a warp, g = lane // 4 and q = lane % 4. Operands lie in memory as *core matrices*: 8
-rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16] (`core_offset` in
-egg_kernels).
+rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [rows / 8][K / 16][8][16].
 """
 
 import inspect
