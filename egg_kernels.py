@@ -234,11 +234,10 @@ class Forward(products.Forward):
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         self._noisy = transformer.Members(cfg, self._packing, card, silent)
-        self._clean = SimpleNamespace(kernels=self._noisy.clean_kernels)
         self._serve()
 
     def tables(self):
-        super().tables(no_job=np.zeros(4, np.uint32), gelu=integer_tables.gelu_table(),
+        super().tables(calls=self._plan.token_calls(), gelu=integer_tables.gelu_table(),
                        rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
     def scratch_bytes(self, pairs):
@@ -262,8 +261,9 @@ class Forward(products.Forward):
 
     def _cache(self, cache, positions):
         half = self.cfg.N_LAYERS * positions * self.cfg.HIDDEN_DIM
-        return dict(gelu=self._tables.gelu, keys=cache[:half], key_words=cache[:half].view(np.int32),
-                    values=cache[half:2 * half], scores=cache[2 * half:].view(np.int32))
+        return dict(calls=self._tables.calls, gelu=self._tables.gelu, keys=cache[:half],
+                    key_words=cache[:half].view(np.int32), values=cache[half:2 * half],
+                    scores=cache[2 * half:].view(np.int32))
 
 
 def build_forward(cfg, cc, shared_limit, silent=False):

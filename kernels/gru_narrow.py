@@ -1,4 +1,5 @@
-"""The kernels of the recurrent model's noisy pass in which a warp owns rows: those of narrow models on every card.
+"""The kernels of the recurrent model in which a warp owns rows: those of narrow models on every card, and with wgmma on
+cc 9.0 gates, MLP and head where H = 256.
 
 `kernels.gru` has the pass (class Fused) and decides, `kernels.gru_parts` has what the kernels are made of, and the
 layout. The general path made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256,
@@ -7,21 +8,23 @@ MLP (ln_2, up, down); the head ends the pass. Between two products nothing but x
 registers. The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16
 rows at a time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position.
 No warp waits for another, unless a product is wgmma: then the four warps of a warpgroup go through four pairs side by
-side. Gates and head serve the wide models of kernels.gru_hopper so.
+side.
 
-In device memory row (pair, position, member) of narrow models is row ((pair / 8 * T + position) * 2 + member) * 8 +
-pair % 8. Columns lie as in kernels.gru, x as x + 128.
+In device memory row (pair, position, member) of narrow models is row ((pair / 8 * n + position) * 2 + member) * 8 +
+pair % 8, with n positions. Columns lie as in kernels.gru, x as x + 128.
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
-from numba import cuda, float32, int8, int32, int64, uint32
+from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import OFFSET, added_function, begin_with, both, input_bytes, row_functions, stream_of
-from kernels.parts import (BITS, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum, thread, unrolled,
-                           vector_function, weight)
-from kernels.rules import device, loss_function
+from kernels.gru_parts import (DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, added_function, begin_with, both,
+                               input_bytes, norm_functions, quotient_functions, row_functions, source_of)
+from kernels.parts import PLAN, clip, floor_constants, quad_sum, thread, unrolled, weight
+from kernels.rules import device, loss_function, loudest
+from kernels.transformer import pair_functions
 from model import parameters
 
 WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
@@ -46,9 +49,9 @@ def fits(cfg, cc, shared_limit):
 
 
 @device
-def row_of(unit, position, T):
+def row_of(unit, position, n):
     """The even member's row; the odd member's is 8 further."""
-    return (int64(unit >> 3) * T + position) * 16 + (unit & 7)
+    return (int64(unit >> 3) * n + position) * 16 + (unit & 7)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -79,125 +82,117 @@ def sizes(cfg, limit, wgmma=False):
     return out
 
 
+class Warp(NamedTuple):
+    """What a warp has in a running kernel. Numba reads the fields; their types are its own."""
+    words: object           # shared memory, also as bytes, and its shared address
+    bytes_: object
+    base: int
+    mine: int               # first byte of the warp's tables, and their shared address
+    table: int
+    t: int                  # thread; its lane is 4 g + q
+    lane: int
+    g: int
+    q: int
+
+
+def enter_function(size):
+    """Device function that brings the weights of a kernel, from packed word `first` on, into shared memory if they stay
+    there, and returns the Warp of thread t."""
+    RESIDENT, WGMMA, AT, TABLE, WEIGHTS, THREADS = (size.resident, size.together > 1, size.at, size.table, size.weights,
+                                                    32 * size.warps)
+
+    @device
+    def enter(packed, first, t):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        base, lane, mine = ptx.shared_address(words, 0), t & 31, AT + (t >> 5) * TABLE
+        if RESIDENT:
+            for i in range(t * 16, WEIGHTS, THREADS * 16):
+                ptx.copy_async16(int32(base + i), packed, first + i // 4)
+            ptx.copy_commit()
+            ptx.copy_wait_all()
+            if WGMMA:
+                ptx.proxy_fence()
+        cuda.syncthreads()
+        return Warp(words, bytes_, base, mine, int32(base + mine), t, lane, lane >> 2, lane & 3)
+    return enter
+
+
 # --- gates and candidates ---------------------------------------------------------------------------------------------
 
 def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
-    """gates, candidates = W_f n, W_h n with n = ln_1(x); in the first layer x is the embedding, which is stored. Launch
+    """gates, candidates = W_f y, W_h y with y = ln_1(x); in the first layer x is the embedding, which is stored. Launch
     [blocks] of size.warps warps; a warp takes eight positions after the other. row_of: where rows lie.
 
-    at: packed word of W_f; W_h follows. rows_at: packed word of the embedding, rows of H bytes. plan rows: as in
-    kernels.gru."""
-    H, T, MODE, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.ADAPTIVE_NOISE_MODE, cfg.HIDDEN_DIM // 32
-    COLUMNS, TOGETHER, ACC, TURNS = size.columns, size.together, size.columns // 2, blocks(T, 8)
-    THREADS, WEIGHTS, AT, TABLE, WORDS = 32 * size.warps, size.weights, size.at, size.table, H // 8
+    call: the layer's first row of the plan. at: packed word of W_f; W_h follows. rows_at, tokens, width, skip: as of
+    gru_parts.norm_kernel."""
+    H, COLUMNS, ACC, TOGETHER, WORDS = (cfg.HIDDEN_DIM, size.columns, size.columns // 2, size.together,
+                                        cfg.HIDDEN_DIM // 8)
     GROUPS, BITS_OF_GROUP = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
-    AT_LN, AT_OTHER = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4)
-    noise, embed_factor, job_shift, unit_of = nz.noise, nz.factor, nz.shift, nz.unit
-    fill_norm, norm = gru_parts.norm_functions(cfg, nz, cc, 2)
-    load_rows, store_rows = row_functions(H)
-    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
-    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=COLUMNS > 32)
-    clipped = gru_parts.clip_function(cc, gru_parts.MAGIC, 1, 255)
+    AT_LN, AT_EMBEDDING, job_shift = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4), nz.shift
+    (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 2)
+    fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
+    (load_rows, store_rows), enter = row_functions(H), enter_function(size)
+    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
+    origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=TOGETHER > 1)
 
     @device
-    def disturbed(word, j, other, f, own, own_factor, sign, shift):
-        """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
-        if MODE == 0:
-            return ptx.fma_down(own_factor, ptx.bits_float(other),
-                                ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> shift))
-        return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
-
-    @device
-    def embedded(x, packed, at, address, own, own_factor, shift, q):
-        """x of the token whose row begins at packed word `at`."""
-        for b in range(STEPS):
-            e = ptx.load2(packed, at + b * 8 + q * 2)
-            for i in range(2):
-                k = 2 * b + i
-                other = ptx.load_shared4(int32(address + k * 64 + q * 16))
-                f = ptx.load_shared4(int32(address + 4 * H + k * 64 + q * 16)) if MODE else other
-                for m in range(2):
-                    u, signed = cuda.local.array(4, float32), float32(-own_factor) if m and MODE == 0 else own_factor
-                    for j in range(4):
-                        u[j] = disturbed(e[i], j, other[j], f[j], own, signed, int32(1 - 2 * m), shift)
-                    y, z = clipped(u[0], u[1], u[2], u[3])
-                    x[2 * k + m] = ptx.bytes4(y, z)
-
-    @device
-    def multiply(acc, n, at_weights, start, out, row, s0, s1, shift, at_noise, q):
+    def multiply(acc, y, at_weights, start, out, row, s0, s1, shift, at_noise, q):
         """out = the quotients of both rows."""
         for b in range(H // COLUMNS):
-            product(acc, n, at_weights, b * (COLUMNS * H), start)
+            product(acc, y, at_weights, b * (COLUMNS * H), start)
             for j in range(COLUMNS // 32):
                 at = int32(at_noise + b * (4 * COLUMNS) + j * 128)
                 noise0, noise1 = ptx.load_shared4(at), ptx.load_shared4(int32(at + 64))
                 for m in range(2):
                     s = s1 if m else s0
-                    y, z = pairs(acc, 16 * j + 2 * m, s, noise0, shift)
-                    v, w = pairs(acc, 16 * j + 8 + 2 * m, s, noise1, shift)
-                    ptx.store2(out, (row + 8 * m) * (H // 4) + b * (COLUMNS // 4) + j * 8 + q * 2, ptx.bytes4(y, z),
-                               ptx.bytes4(v, w))
+                    z, w = pairs(acc, 16 * j + 2 * m, s, noise0, shift)
+                    u, v = pairs(acc, 16 * j + 8 + 2 * m, s, noise1, shift)
+                    ptx.store2(out, (row + 8 * m) * (H // 4) + b * (COLUMNS // 4) + j * 8 + q * 2, ptx.bytes4(z, w),
+                               ptx.bytes4(u, v))
 
-    @cuda.jit(launch_bounds=THREADS)
-    def gates_and_candidates(call_embed, call_norm, call, at, rows_at, plan, weights, packed, overlay, tokens, width,
-                             skip, job, offset, units, x, gates, candidates, losses):
-        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t = thread()
-        lane, mine = t & 31, AT + (t >> 5) * TABLE
-        g, q = lane >> 2, lane & 3
-        base = ptx.shared_address(words, 0)
-        bring(base, packed, at, WEIGHTS, t)
-        at_weights = origin(base, packed, at, t)
-        cuda.syncthreads()
-        table = int32(base + mine)
+    @cuda.jit(launch_bounds=32 * size.warps)
+    def gates_and_candidates(call, at, rows_at, plan, weights, packed, overlay, tokens, width, skip, n, job, offset,
+                             units, x, gates, candidates):
+        warp, source = enter(packed, at, thread()), source_of(plan, weights, overlay, job, offset)
+        q, table, at_weights = warp.q, warp.table, origin(warp.base, packed, at, warp.t)
         acc, start, shift = cuda.local.array(ACC, int32), cuda.local.array(4, int32), job_shift(job)
-        row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
+        row_x, y = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
-        steps = ((units - 1) // TOGETHER + 1) * TURNS
+        turns = (n - 1) // 8 + 1
+        steps = ((units - 1) // TOGETHER + 1) * turns
         each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
-        begin = (cuda.blockIdx.x * GROUPS + (t >> BITS_OF_GROUP)) * each
-        unit, first = min(begin // TURNS * TOGETHER + (t >> 5) % TOGETHER, units - 1), begin % TURNS * 8
-        token_stream = uint32(0)
+        begin = (cuda.blockIdx.x * GROUPS + (warp.t >> BITS_OF_GROUP)) * each
+        unit, first = min(begin // turns * TOGETHER + (warp.t >> 5) % TOGETHER, units - 1), begin % turns * 8
         for step in range(begin, min(begin + each, steps)):
             if first == 0 or step == begin:
-                seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
-                token_stream = stream_of(plan, call_embed * PLAN + 1, seed)
                 cuda.syncwarp()                              # nobody reads the tables any more
-                if first_layer and lane < 2:
-                    losses[2 * unit + lane] = 0
-                for i in range(lane, H, 32):
-                    fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                for i in range(warp.lane, H, 32):
+                    fill_norm(warp.words, warp.bytes_, warp.mine + AT_LN, source, (call + NORM_1) * PLAN, unit, i)
                     for z in range(2):
-                        p = call * PLAN + 4 * z
-                        words[mine // 4 + z * H + i] = word_of(overlay, plan[p + 2], stream_of(plan, p + 1, seed), i)
+                        warp.words[warp.mine // 4 + z * H + i] = word_of(
+                            column(source, unit, i, (call + GATES) * PLAN + 4 * z))
                     if first_layer:
-                        stream, other = stream_of(plan, call_embed * PLAN + 2, seed), (mine + AT_OTHER) // 4 + i
-                        words[other] = noise(stream, i) if MODE else ptx.float_bits(float32(noise(stream, i)))
-                        if MODE:
-                            words[other + H] = ptx.float_bits(embed_factor(overlay[plan[call_embed * PLAN + 4] + i],
-                                                                           stream, i))
+                        fill_columns(warp.words, (warp.mine + AT_EMBEDDING) // 4, source, unit, i)
                 cuda.syncwarp()
-            row = row_of(unit, min(first + g, T - 1), T)
+            position = min(first + warp.g, n - 1)
+            row = row_of(unit, position, n)
             if first_layer:
-                token = tokens[int64(unit) * width + skip + min(first + g, T - 1)]
-                own = noise(token_stream, token)
-                own_factor = (embed_factor(overlay[plan[call_embed * PLAN + 3] + token], token_stream, token) if MODE
-                              else float32(float32(own) * unit_of(shift)))
-                embedded(row_x, packed, rows_at + int64(token) * (H // 4), int32(table + AT_OTHER), own, own_factor,
-                         shift, q)
+                token = tokens[int64(unit) * width + skip + position]
+                own, own_factor = of_token(source, unit, token, shift)
+                for b in range(H // 32):
+                    embedded(row_x, 4 * b, packed, rows_at + int64(token) * (H // 4) + b * 8,
+                             int32(table + AT_EMBEDDING + b * 128), own, own_factor, shift, q)
                 store_rows(row_x, x, row * (H // 4), q)
             else:
                 load_rows(row_x, x, row * (H // 4), q)
-            f0, h0 = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-            f1, h1 = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
-            multiply(acc, n, at_weights, start, gates, row, factor(f0, 0, shift), factor(f1, 1, shift), shift,
+            f0, h0 = norm(row_x, y, 0, 0, int32(table + AT_LN), q)
+            f1, h1 = norm(row_x, y, 0, 1, int32(table + AT_LN), q)
+            multiply(acc, y, at_weights, start, gates, row, factor(f0, 0, shift), factor(f1, 1, shift), shift,
                      int32(table + q * 16), q)
-            multiply(acc, n, at_weights + H * H, start, candidates, row, factor(h0, 0, shift), factor(h1, 1, shift),
+            multiply(acc, y, at_weights + H * H, start, candidates, row, factor(h0, 0, shift), factor(h1, 1, shift),
                      shift, int32(table + 4 * H + q * 16), q)
             first += 8
-            if first >= T:
+            if first >= n:
                 unit, first = min(unit + TOGETHER, units - 1), 0
 
     return gates_and_candidates, size.bytes
@@ -206,24 +201,29 @@ def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def recur_kernel(cfg, nz, cc, size):
-    """One layer's state through the positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
+    """One layer's state through n positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
     takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
-    at: packed word of U_f; U_h follows. plan, tokens, states, begin, per_group as kernels.gru._recur_kernel; states as
-    words."""
-    H, T, STEPS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32
-    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
+    at: packed word of U_f; U_h follows. call, tokens, states, begin, keep, per_group as kernels.gru._recur_kernel."""
+    H, STEPS, WORDS, W = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, cfg.HIDDEN_DIM // 8, size.warps
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
     KS = H // 16
     A_H, BIAS_F, BIAS, AT_B = 512 * KS, 1024 * KS, 512 * KS, 2048 * KS
-    OWN_B = input_bytes(cfg, H, 32)
-    vector, (fill_input, add) = vector_function(cfg, nz), gru_parts.input_functions(cfg, nz, H, 32)
-    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H)
-    job_shift = nz.shift
-    bring, origin, product = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
+    OWN_B, job_shift, (noise_of, vector) = input_bytes(cfg, H, 32), nz.shift, pair_functions(cfg, nz)
+    (fill_input, add), enter = gru_parts.input_functions(cfg, nz, H, 32), enter_function(size)
+    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
+    origin, product = gru_parts.product_functions(32, STEPS, size.resident)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
     (load_rows, store_rows), added = row_functions(H), added_function(cc)
+
+    @device
+    def sums(left, at_noise, lane, shift):
+        """What the inputs in both rows add to a product, as `pairs` wants it."""
+        s0, s1 = int32(0), int32(0)
+        for k in range(KS):
+            s0, s1 = add(left[2 * k], at_noise, k, lane, s0), add(left[2 * k + 1], at_noise, k, lane, s1)
+        return factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
 
     @unrolled
     def columns(which, acc, left, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, x):
@@ -243,35 +243,28 @@ def recur_kernel(cfg, nz, cc, size):
                         y, z = next_state(f[2 * k + m], h[2 * k + m], y, z)
                         h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
 
-    @cuda.jit(launch_bounds=THREADS)
-    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, units, job, offset, gates, candidates, x,
-              states, per_group, begin):
-        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t, p = cuda.threadIdx.x, call * PLAN
-        lane, mine = t & 31, AT + (t >> 5) * TABLE
-        g, q = lane >> 2, lane & 3
-        base = ptx.shared_address(words, 0)
-        bring(base, packed, at, WEIGHTS, t)
-        at_weights = origin(base, packed, at, t)
-        cuda.syncthreads()
-        table = int32(base + mine)
+    @cuda.jit(launch_bounds=32 * W)
+    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, job, offset, gates, candidates,
+              x, states, per_group, begin, keep):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+        words, bytes_, mine, lane, q = warp.words, warp.bytes_, warp.mine, warp.lane, warp.q
+        table, at_weights, p = warp.table, origin(warp.base, packed, at, warp.t), (call + RECUR) * PLAN
         acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32),
                            cuda.local.array(WORDS, int32))
         old, both_x, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, START)
         shift = job_shift(job)
-        for eight in range(cuda.blockIdx.x * W + (t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
-            pair = min(eight * 8 + g, units - 1)
-            seed = uint32(uint32(job[0] + job[1]) + uint32(offset + pair))
+        for eight in range(cuda.blockIdx.x * W + (warp.t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
+            pair = min(eight * 8 + warp.g, units - 1)
             for i in range(4 * KS):                          # a lane has its tables to itself
                 k, e = i >> 2, i & 3
                 c = k * 16 + q * 4 + e
                 for which in range(2):
                     words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(
-                        overlay, plan[p + 10 + 4 * which], stream_of(plan, p + 9 + 4 * which, seed), c)
-                    fill_input(words, bytes_, mine + AT_B + which * OWN_B, (k * 32 + lane) * 4 + e, overlay,
-                               plan[p + 16 + which], stream_of(plan, p + 11 + 4 * which, seed), c)
-                    even, odd = vector(weights, overlay, plan, p + 4 * which, seed, c)
+                        noise_of(source, pair, c, p + 8 + 5 * which))
+                    fill_input(words, bytes_, mine + AT_B + which * OWN_B, (k * 32 + lane) * 4 + e, source,
+                               p + 11 + 5 * which, pair, c)
+                    even, odd = vector(source, p + 4 * which, pair, c)
                     more = int32(127 * (1 - which) - OFFSET)     # b_f + 127, and without the offset of the quotients
                     to = mine + BIAS_F + which * BIAS + k * 512 + lane * 16 + e * 2
                     for m in range(2):
@@ -286,122 +279,287 @@ def recur_kernel(cfg, nz, cc, size):
                 for k in range(KS):
                     h[2 * k] = states[state + k * 4]
                     h[2 * k + 1] = h[2 * k]
-            at_row = (int64(eight) * T * 16 + g) * (H // 4)
-            for position in range(T):
+            at_row = row_of(eight * 8 + warp.g, 0, n) * (H // 4)
+            for position in range(n):
                 load_rows(old, gates, at_row, q)
-                following = tokens[at_token + position + 1]
-                s0, s1 = int32(0), int32(0)
-                for k in range(KS):
-                    s0 = add(h[2 * k], int32(table + AT_B), k, lane, s0)
-                    s1 = add(h[2 * k + 1], int32(table + AT_B), k, lane, s1)
-                s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
+                following = tokens[at_token + min(position + 1, n - 1)]
+                s0, s1 = sums(h, int32(table + AT_B), lane, shift)
                 columns(0, acc, h, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
                 load_rows(old, candidates, at_row, q)
                 load_rows(both_x, x, at_row, q)
-                s0, s1 = int32(0), int32(0)
-                for k in range(KS):
-                    s0 = add(past[2 * k], int32(table + AT_B + OWN_B), k, lane, s0)
-                    s1 = add(past[2 * k + 1], int32(table + AT_B + OWN_B), k, lane, s1)
-                s0, s1 = factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
+                s0, s1 = sums(past, int32(table + AT_B + OWN_B), lane, shift)
                 columns(1, acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
                 store_rows(both_x, x, at_row, q)
-                if following == 0:
+                if following == 0 and position + 1 < n:
                     for k in range(2 * KS):
                         h[k] = 0
                 at_row += 16 * (H // 4)
+            if keep and eight * 8 + warp.g < units:
+                for k in range(KS):
+                    states[int64(pair) * (H // 4) + k * 4 + q] = h[2 * k]
 
     return recur, size.bytes
 
 
 # --- the MLP ----------------------------------------------------------------------------------------------------------
 
-def mlp_kernel(cfg, nz, cc, size):
-    """x = clip(x + W_down (W_up ln_2(x))) in place. Launch as gates_and_candidates.
+def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
+    """(fill, norm, inner, finish, bytes): device functions of the MLP for 16 rows whose inner values stay in registers,
+    `columns` of them at a time, and bytes of a pair's tables: column noise of W_up, norm, column noise and input noise
+    of W_down. up, down: word, factor and pairs as quotient_functions has them; those of down are `offset` too large.
+    table: a shared address.
 
-    at: packed word of W_up; W_down follows in chunks of 32 inputs. plan rows: as in kernels.gru."""
-    H, T, STEPS, INNER = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, 4 * cfg.HIDDEN_DIM
-    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_LN, AT_DOWN, SUMS = 4 * INNER, 4 * INNER + 16 * H + input_bytes(cfg, H, 4), H // 2
-    AT_INNER, job_shift = AT_DOWN + 4 * H, nz.shift
-    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
-    fill_inner, add = gru_parts.input_functions(cfg, nz, INNER, 4)
-    UP_START, up_word, up_factor, up_pairs = gru_parts.quotient_functions(
-        cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    DOWN_START, down_word, down_factor, down_pairs = gru_parts.quotient_functions(cfg, nz, cc, INNER)
-    bring, origin, up = gru_parts.product_functions(THREADS, 32, STEPS, size.resident)
-    _, origin_down, down = gru_parts.product_functions(THREADS, H, 1, size.resident, True)
-    added = added_function(cc, OFFSET)
+    fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, with so many threads
+    inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)           u = inner values; t0, t1 + their sums with noise
+    finish(sums, x, m, s, shift, table, q)                          x of row m + the quotients of W_down
+    """
+    H, H4, (column, _) = cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, pair_functions(cfg, nz)
+    AT_LN, AT_DOWN, KS = 4 * H4, 4 * H4 + 16 * H + input_bytes(cfg, H, 4), columns // 16
+    AT_INNER, added = AT_DOWN + 4 * H, added_function(cc, offset)
+    (fill_norm, normed), (fill_inner, add) = norm_functions(cfg, nz, cc, 1), gru_parts.input_functions(cfg, nz, H4, 4)
+    (up_word, _, up_pairs), (down_word, _, down_pairs) = up, down
 
     @device
-    def inner(acc, u, c, s0, s1, shift, at_noise, at_inputs, q, t0, t1):
-        """u = 32 inner values of both rows; t0, t1 + their sums with the input noise."""
-        for i in range(2):
-            n = ptx.load_shared4(int32(at_noise + i * 64))
+    def fill(words, bytes_, at, source, call, pair, first, threads):
+        for i in range(first, H4, threads):
+            words[at // 4 + i] = up_word(column(source, pair, i, (call + INNER) * PLAN))
+            fill_inner(words, bytes_, at + AT_INNER, i, source, (call + INNER) * PLAN + 4, pair, i)
+        for i in range(first, H, threads):
+            fill_norm(words, bytes_, at + AT_LN, source, (call + NORM_2) * PLAN, pair, i)
+            words[(at + AT_DOWN) // 4 + i] = down_word(column(source, pair, i, (call + DOWN) * PLAN))
+
+    @device
+    def norm(x, y, m, table, q):
+        return normed(x, y, 0, m, int32(table + AT_LN), q)[0]
+
+    @device
+    def inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1):
+        for i in range(KS):
+            k = KS * chunk + i
+            n = ptx.load_shared4(int32(table + k * 64 + q * 16))
             for m in range(2):
                 y, z = up_pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
                 u[2 * i + m] = ptx.bytes4(y, z)
-            t0, t1 = add(u[2 * i], at_inputs, 2 * c + i, q, t0), add(u[2 * i + 1], at_inputs, 2 * c + i, q, t1)
+            t0 = add(u[2 * i], int32(table + AT_INNER), k, q, t0)
+            t1 = add(u[2 * i + 1], int32(table + AT_INNER), k, q, t1)
         return t0, t1
 
     @device
-    def finish(sums, k, m, s, shift, at_noise, x):
-        y, z = down_pairs(sums, 8 * k + 2 * m, s, ptx.load_shared4(int32(at_noise + k * 64)), shift)
-        x[2 * k + m] = added(x[2 * k + m], y, z)
+    def finish(sums, x, m, s, shift, table, q):
+        for k in range(H // 16):
+            n = ptx.load_shared4(int32(table + AT_DOWN + k * 64 + q * 16))
+            y, z = down_pairs(sums, 8 * k + 2 * m, s, n, shift)
+            x[2 * k + m] = added(x[2 * k + m], y, z)
 
-    @cuda.jit(launch_bounds=THREADS)
-    def mlp(call_norm, call_inner, call_down, call_sums, at, plan, weights, packed, overlay, job, offset, units, x):
-        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t = cuda.threadIdx.x
-        lane, mine = t & 31, AT + (t >> 5) * TABLE
-        g, q = lane >> 2, lane & 3
-        base = ptx.shared_address(words, 0)
-        bring(base, packed, at, WEIGHTS, t)
-        at_weights = origin(base, packed, at, t)
-        at_down = origin_down(int32(base + INNER * H), packed, at + INNER * H // 4, t)
-        cuda.syncthreads()
-        table = int32(base + mine)
+    return fill, norm, inner, finish, AT_INNER + input_bytes(cfg, H4, 4)
+
+
+def mlp_kernel(cfg, nz, cc, size):
+    """x = clip(x + W_down (W_up ln_2(x))) in place, of n positions. Launch [blocks] of size.warps warps; a warp takes
+    pair after pair. call: the layer's first row of the plan. at: packed word of W_up; W_down follows in chunks of 32
+    inputs."""
+    H, H4, W, job_shift = cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, size.warps, nz.shift
+    SUMS, WORDS = H // 2, H // 8
+    (load_rows, store_rows), enter = row_functions(H), enter_function(size)
+    UP_START, *up_functions = quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    DOWN_START, *down_functions = quotient_functions(cfg, nz, cc, H4)
+    fill, norm, inner, finish, _ = mlp_functions(cfg, nz, cc, 32, up_functions, down_functions, OFFSET)
+    (_, up_factor, _), (_, down_factor, _) = up_functions, down_functions
+    origin, up = gru_parts.product_functions(32, H // 32, size.resident)
+    origin_down, down = gru_parts.product_functions(H, 1, size.resident, True)
+
+    @cuda.jit(launch_bounds=32 * W)
+    def mlp(call, at, plan, weights, packed, overlay, job, offset, units, n, x):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+        table, q, at_weights = warp.table, warp.q, origin(warp.base, packed, at, warp.t)
+        at_down = origin_down(int32(warp.base + H4 * H), packed, at + H4 * H // 4, warp.t)
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
-        row_x, n, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        row_x, y, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, UP_START)
         shift = job_shift(job)
-        for unit in range(cuda.blockIdx.x * W + (t >> 5), units, cuda.gridDim.x * W):
-            seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+        for unit in range(cuda.blockIdx.x * W + (warp.t >> 5), units, cuda.gridDim.x * W):
             cuda.syncwarp()                                  # nobody reads the tables any more
-            for i in range(lane, INNER, 32):
-                words[mine // 4 + i] = up_word(overlay, plan[call_inner * PLAN + 2],
-                                               stream_of(plan, call_inner * PLAN + 1, seed), i)
-                fill_inner(words, bytes_, mine + AT_INNER, i, overlay, plan[call_sums * PLAN + 1],
-                           stream_of(plan, call_sums * PLAN, seed), i)
-            for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
-                words[(mine + AT_DOWN) // 4 + i] = down_word(overlay, plan[call_down * PLAN + 2],
-                                                             stream_of(plan, call_down * PLAN + 1, seed), i)
+            fill(warp.words, warp.bytes_, warp.mine, source, call, unit, warp.lane, 32)
             cuda.syncwarp()
-            for first in range(0, T, 8):
-                position = min(first + g, T - 1)
-                row = row_of(unit, position, T) * (H // 4)
+            for first in range(0, n, 8):
+                row = row_of(unit, min(first + warp.g, n - 1), n) * (H // 4)
                 load_rows(row_x, x, row, q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
-                s0, s1, t0, t1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift), int32(0), int32(0)
-                for i in range(16 * STEPS):
+                s0, s1 = norm(row_x, y, 0, table, q), norm(row_x, y, 1, table, q)
+                s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
+                t0, t1 = int32(0), int32(0)
+                for i in range(SUMS):
                     sums[i] = DOWN_START
-                for c in range(INNER // 32):
-                    up(acc, n, at_weights, c * (32 * H), start)
-                    t0, t1 = inner(acc, u, c, s0, s1, shift, int32(table + c * 128 + q * 16), int32(table + AT_INNER),
-                                   q, t0, t1)
-                    down(sums, u, at_down, c * (32 * H), start)
-                s0, s1 = down_factor(quad_sum(t0), 0, shift), down_factor(quad_sum(t1), 1, shift)
-                for k in range(2 * STEPS):
-                    finish(sums, k, 0, s0, shift, int32(table + AT_DOWN + q * 16), row_x)
-                    finish(sums, k, 1, s1, shift, int32(table + AT_DOWN + q * 16), row_x)
+                for chunk in range(H4 // 32):
+                    up(acc, y, at_weights, chunk * (32 * H), start)
+                    t0, t1 = inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)
+                    down(sums, u, at_down, chunk * (32 * H), start)
+                finish(sums, row_x, 0, down_factor(quad_sum(t0), 0, shift), shift, table, q)
+                finish(sums, row_x, 1, down_factor(quad_sum(t1), 1, shift), shift, table, q)
                 cuda.syncwarp()                              # at the end of the window lanes have the same row
-                for m in range(2):
-                    for b in range(STEPS):
-                        if first + g < T:
-                            ptx.store2(x, row + m * (2 * H) + b * 8 + q * 2, row_x[4 * b + m], row_x[4 * b + 2 + m])
+                store_rows(row_x, x, row, q)
 
     return mlp, size.bytes
+
+
+# --- the MLP on cc 9.0 where H = 256: a wgmma kernel ------------------------------------------------------------------
+# With the general products and norms a layer took twice as long (179 against 356 M tokens/s, one layer, V 256, T 100,
+# H200, commit e65f980): between up and down 4 H bytes a row would leave the chip.
+
+WGMMA_H, LEAST_SEQ_LEN = 256, 32            # then the 32 positions of a tile belong to two pairs at most
+WGMMA_SHARED = 227 * 1024
+TILE, LINE = 64, 32                         # rows of a warpgroup; words of a line of the cache
+GROUPS = 2                                  # warpgroups of a block
+HIGHEST, LOWEST = both(127), both(-127)
+
+
+def wgmma_fits(cfg, cc, shared_limit):
+    """Whether it serves a configuration on a device."""
+    return (tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma" and shared_limit >= WGMMA_SHARED
+            and (cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE) == (WGMMA_H, 0) and cfg.SEQ_LEN >= LEAST_SEQ_LEN
+            and parameters.divisor(cfg, WGMMA_H) == 256 and cfg.NOISE_SHIFTS[-1] <= 8
+            and WGMMA_H * 127 * ((127 << 8) + (loudest(cfg) ** 2 << 8 - cfg.NOISE_SHIFTS[0])) < 2 ** 31)
+
+
+def integer_quotients(cfg):
+    """For sums of integers word, factor and pairs of W_up and of W_down, as quotient_functions has them. A quotient of
+    W_up is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
+    noise, divisor 2^D = 2^8 and noise shift N: the upper half of a word, and two of them are clipped by one
+    instruction. Instead of a shift its pairs are given 256 (of a constant ptxas would make shifts, which the busier
+    units take)."""
+    DOWN_SHIFT, LOW = parameters.divisor(cfg, 4 * WGMMA_H).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
+
+    @device
+    def word(n):
+        return n
+
+    @device
+    def factor(total, member, shift):
+        return int32(-total) if member else total
+
+    @device
+    def up_factor(total, member, shift):
+        return int32(factor(total, member, shift) << int32(int32(int32(8) - shift) & int32(31)))
+
+    @device
+    def up_pairs(acc, i, s, n, unit):
+        a, b = int32(int32(acc[i] * unit) + int32(s * n[0])), int32(int32(acc[i + 1] * unit) + int32(s * n[1]))
+        c, d = int32(int32(acc[i + 4] * unit) + int32(s * n[2])), int32(int32(acc[i + 5] * unit) + int32(s * n[3]))
+        a, b = ptx.byte_permute(a, b, 0x7632), ptx.byte_permute(c, d, 0x7632)
+        return ptx.max2(ptx.min2(a, HIGHEST), LOW), ptx.max2(ptx.min2(b, HIGHEST), LOW)
+
+    @device
+    def quotient(a, s, n, shift):
+        return int32(int32(a + ptx.shift_right(int32(s * n), shift)) >> int32(DOWN_SHIFT))
+
+    @device
+    def pairs(acc, i, s, n, shift):
+        return (ptx.clip2(ptx.saturate2(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift))),
+                ptx.clip2(ptx.saturate2(quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))))
+
+    return (word, up_factor, up_pairs), (word, factor, pairs)
+
+
+def wgmma_mlp_kernel(cfg, nz):
+    """mlp_kernel, with W_down in chunks of 128 inputs. Launch [blocks] of GROUPS warpgroups; each takes `each` tiles of
+    64 rows in a row. They read the weights as they stream by: for every 128 inner values their columns of W_up and
+    their rows of W_down, 32 KB each."""
+    H, STAGES, CHUNKS, job_shift = WGMMA_H, 4, 8, nz.shift
+    THREADS, STEPS, STAGE, LEFT, BARRIERS = 128 * GROUPS, 2 * CHUNKS, 128 * H, 8 * STAGES, 2 * STAGES
+    up_functions, down_functions = integer_quotients(cfg)
+    # of a pair, of which a warpgroup has two, the even and the odd one
+    fill, norm, inner, finish, TABLE = mlp_functions(cfg, nz, (9, 0), 128, up_functions, down_functions)
+    AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE * H
+    (_, up_factor, _), (_, down_factor, _), (load_rows, store_rows) = up_functions, down_functions, row_functions(H)
+    up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
+
+    @device
+    def fetch(base, bar, packed, at, step):
+        """Starts the copy of the weights of a step: W_up and W_down in turn."""
+        stage, chunk = step % STAGES, int32(step & int32(STEPS - 1)) >> 1
+        ptx.barrier_expect(bar + 8 * stage, STAGE)
+        ptx.copy_bulk(base + stage * STAGE, packed, at + ((step & 1) * CHUNKS + chunk) * (STAGE // 4), STAGE,
+                      bar + 8 * stage)
+
+    @device
+    def weights_of(base, bar, step):
+        """Their shared address, when they are there."""
+        ptx.barrier_wait(bar + 8 * (step & (STAGES - 1)), step // STAGES & 1)
+        return int32(base + (step & (STAGES - 1)) * STAGE)
+
+    @device
+    def leave(base, bar, packed, at, step, steps, lane):
+        """This warp has done with them; the last warp to leave starts the next copy."""
+        at_left = int32(bar + LEFT + 8 * (step & (STAGES - 1)))
+        if lane == 0 and ptx.count_round(at_left, 4 * GROUPS - 1) == 4 * GROUPS - 1 and int32(step + STAGES) < steps:
+            fetch(base, bar, packed, at, int32(step + STAGES))
+
+    @cuda.jit(launch_bounds=THREADS)
+    def mlp(call, at, plan, weights, packed, overlay, job, offset, n, tiles, each, x):
+        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
+        barriers = cuda.shared.array(BARRIERS, int64)        # of stages, then how many warps left each
+        t = thread()
+        group, lane, c = t >> 7, t & 31, t & 127
+        q = lane & 3
+        base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
+        if t == 0:
+            for i in range(STAGES):
+                ptx.barrier_init(bar + 8 * i, 1)
+                ptx.store_shared(int32(bar + LEFT + 8 * i), 0)
+            ptx.barrier_fence()
+            for i in range(STAGES):
+                fetch(base, bar, packed, at, int32(i))
+        cuda.syncthreads()
+        mine, at_left = AT_TABLES + group * (2 * TABLE), base + AT_LEFT + group * (TILE * H)
+        unit, shift = int32(int32(cuda.gridDim.y) << int32(8)), job_shift(job)
+        source = source_of(plan, weights, overlay, job, offset)
+        first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
+        # the last blocks go through the motions beyond the last tile, for the other warpgroup
+        step, steps = int32(0), int32(each * STEPS)
+        sums, acc, u = cuda.local.array(128, int32), cuda.local.array(64, int32), cuda.local.array(16, int32)
+        row_x, y = cuda.local.array(64, int32), cuda.local.array(64, int32)
+        for turn in range(each):
+            tile, live = int32(min(first + turn, tiles - 1)), first + turn < tiles
+            row = tile * TILE + (c >> 5) * 16 + (lane >> 2)
+            # the first pair of the tile, the last, and of this row whether it is not the first (where windows are
+            # shorter than LEAST_SEQ_LEN there is no noise: all tables are the same)
+            low = int32(uint32(tile * 32) // uint32(n))
+            before = int32(tile * 32 - low * n)
+            high = low + 1 if before + 31 >= n else low
+            odd = int32(low + 1 if before + (c >> 5) * 8 + (lane >> 2) >= n else low) & 1
+            ptx.named_barrier(1 + group, 128)                # nobody reads y or the tables any more
+            if high > loaded:
+                for coming in range(max(low, loaded + 1), high + 1):
+                    fill(words, bytes_, mine + (coming & 1) * TABLE, source, call, coming, c, 128)
+                ptx.named_barrier(1 + group, 128)
+                loaded = high
+            load_rows(row_x, x, int64(row) * (H // 4), q)
+            ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (TILE * H // 4) + c * LINE)
+            table = int32(base + mine + odd * TABLE)
+            s0, s1 = norm(row_x, y, 0, table, q), norm(row_x, y, 1, table, q)
+            s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
+            to = int32(at_left + (c >> 5) * (16 * H) + lane * 4)
+            for k in range(16):
+                ptx.store_shared(int32(to + k * 128), y[2 * k])
+                ptx.store_shared(int32(to + k * 128 + 8 * H), y[2 * k + 1])
+            ptx.proxy_fence()
+            ptx.named_barrier(1 + group, 128)
+            t0, t1 = int32(0), int32(0)
+            for i in range(128):
+                sums[i] = 0
+            for chunk in range(CHUNKS):
+                up(acc, int32(at_left), weights_of(base, bar, step))
+                leave(base, bar, packed, at, step, steps, lane)
+                t0, t1 = inner(acc, u, chunk, s0, s1, unit, table, q, t0, t1)
+                down(sums, u, weights_of(base, bar, int32(step + 1)))
+                leave(base, bar, packed, at, int32(step + 1), steps, lane)
+                step = int32(step + 2)
+            load_rows(row_x, x, int64(row) * (H // 4), q)
+            finish(sums, row_x, 0, down_factor(quad_sum(t0), 0, shift), shift, table, q)
+            finish(sums, row_x, 1, down_factor(quad_sum(t1), 1, shift), shift, table, q)
+            if live:
+                store_rows(row_x, x, int64(row) * (H // 4), q)
+
+    return mlp, AT_TABLES + GROUPS * 2 * TABLE
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -410,15 +568,15 @@ def head_kernel(cfg, nz, cc, size, row_of):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
     the other. The logits of a tile stay in shared memory, as z + 128. row_of: where rows lie.
 
-    at: packed word of the matrix. plan rows: as in kernels.gru."""
-    H, T, STEPS, V, COLUMNS, ACC = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.HIDDEN_DIM // 32, cfg.VOCAB_SIZE, size.columns,
-                                    size.columns // 2)
-    THREADS, WEIGHTS, AT, TABLE, W, WORDS = 32 * size.warps, size.weights, size.at, size.table, size.warps, H // 8
-    AT_EXPS = WEIGHTS if size.resident else 0                # [entry][lane]: a look-up has no bank conflicts
+    call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
+    H, T, V, COLUMNS, ACC, W, WORDS = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, size.columns, size.columns // 2,
+                                       size.warps, cfg.HIDDEN_DIM // 8)
+    AT_EXPS = size.weights if size.resident else 0           # [entry][lane]: a look-up has no bank conflicts
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
-    (load_rows, _), (fill_norm, norm) = row_functions(H), gru_parts.norm_functions(cfg, nz, cc, 1)
-    START, word_of, factor, pairs = gru_parts.quotient_functions(cfg, nz, cc, H, add=128)
-    bring, origin, product = gru_parts.product_functions(THREADS, COLUMNS, STEPS, size.resident, wgmma=COLUMNS > 32)
+    (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 1)
+    (load_rows, _), enter = row_functions(H), enter_function(size)
+    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H, add=128)
+    origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=size.together > 1)
     position_loss, max2, LOWEST = loss_function(cfg), ptx.int16_pairs(cc).max2, both(OFFSET + 1)
 
     @device
@@ -444,40 +602,32 @@ def head_kernel(cfg, nz, cc, size, row_of):
         return total
 
     @device
-    def shown(bytes_, mine, lane, member, token):
+    def shown(warp, member, token):
         """A token's logit, + 128: its byte is in the word of lane 4 g + (token / 4) % 4."""
-        at = (int32(AT_Z + mine) + int32(token >> 5) * 512 + (lane & 28) * 16
+        at = (int32(AT_Z + warp.mine) + int32(token >> 5) * 512 + (warp.lane & 28) * 16
               + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
-        return int32(int32(bytes_[at + member * 4 + (token & 3)]) & int32(255))
+        return int32(int32(warp.bytes_[at + member * 4 + (token & 3)]) & int32(255))
 
-    @cuda.jit(launch_bounds=THREADS)
-    def head(call_norm, call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x,
-             losses):
-        words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t = cuda.threadIdx.x
-        lane, mine = t & 31, AT + (t >> 5) * TABLE
-        g, q = lane >> 2, lane & 3
-        base = ptx.shared_address(words, 0)
-        bring(base, packed, at, WEIGHTS, t)
-        at_weights = origin(base, packed, at, t)
-        for i in range(t, 256 * 32, THREADS):
+    @cuda.jit(launch_bounds=32 * W)
+    def head(call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+        words, lane, mine, g, q = warp.words, warp.lane, warp.mine, warp.g, warp.q
+        table, at_weights = warp.table, origin(warp.base, packed, at, warp.t)
+        for i in range(warp.t, 256 * 32, 32 * W):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
-        table, at_exps = int32(base + mine), int32(base + AT_EXPS + lane * 4)
-        at_z = int32(table + AT_Z + lane * 16)
+        at_exps, at_z = int32(warp.base + AT_EXPS + lane * 4), int32(table + AT_Z + lane * 16)
         acc, z, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32), cuda.local.array(4, int32)
         row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
         shift = job_shift(job)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
-            unit = min(begin + (t >> 5), units - 1)          # the warps of a product stay together
-            seed = uint32(uint32(job[0] + job[1]) + uint32(offset + unit))
+            unit = min(begin + (warp.t >> 5), units - 1)     # the warps of a product stay together
             cuda.syncwarp()                                  # nobody reads the tables any more
             for i in range(lane, V, 32):
-                words[mine // 4 + i] = word_of(overlay, plan[call * PLAN + 2], stream_of(plan, call * PLAN + 1, seed),
-                                               i)
+                words[mine // 4 + i] = word_of(column(source, unit, i, (call + 1) * PLAN))
             for i in range(lane, H, 32):
-                fill_norm(words, bytes_, mine + AT_LN, weights, overlay, plan, call_norm * PLAN, seed, i)
+                fill_norm(words, warp.bytes_, mine + AT_LN, source, call * PLAN, unit, i)
             cuda.syncwarp()
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
             # the others
@@ -511,10 +661,10 @@ def head_kernel(cfg, nz, cc, size, row_of):
                 total0, total1 = quad_sum(total0), quad_sum(total1)
                 if (q >> 1) == ((first >> 3) & 1):
                     total, top = (total1, top1) if member else (total0, top0)
-                    distance = int32(TARGETS * top - shown(bytes_, mine, lane, member, token))
+                    distance = int32(TARGETS * top - shown(warp, member, token))
                     for k in range(TARGETS - 1):
                         drawn = tokens[int64(unit) * width + skip + T + 1 + (TARGETS - 1) * position + k]
-                        distance = int32(distance - shown(bytes_, mine, lane, member, drawn))
+                        distance = int32(distance - shown(warp, member, drawn))
                     some = first + g < T
                 if (first >> 3) & 1 or first + 8 >= T:
                     if some:

@@ -12,15 +12,12 @@ bytes 1 and 2 are 0x4000 + the quotient rounded down. Where sums are too large f
 than LIMIT_K inputs), integers add the noise first.
 """
 
-import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, TILE, blocks, byte, clip, floor_constants, quad_sum,
-                           vector_function)
-from kernels.products import PLAIN, QUADS, ROWS, Pass, ranges
+from kernels.parts import BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum
 from kernels.rules import device, loudest
-from kernels.transformer import TALLEST, THREADS, Shape, drawn_kernel, head_kernel
+from kernels.transformer import TALLEST, Source, pair_functions
 from model import parameters
 
 
@@ -29,6 +26,9 @@ BASE, OFFSET = 32768 + 0x4C00, 0x4C00
 # inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
 LIMIT_K = 260
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
+# rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
+# head's
+NORM_1, GATES, RECUR, NORM_2, INNER, DOWN, LAYER = range(7)
 
 
 def both(x):
@@ -38,9 +38,15 @@ def both(x):
 
 
 @device
-def stream_of(plan, at, seed):
-    """The noise stream whose offset from the seed of a pair is plan[at]."""
-    return uint32(seed + uint32(plan[at]))
+def source_of(plan, weights, overlay, job, offset):
+    """The Source of noise whose pair 0 is pair `offset` of the job; it begins with row 0 of the plan."""
+    return Source(plan, 0, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+
+
+@device
+def stream_of(source, at, pair):
+    """The noise stream of a pair whose offset from its seed is plan[at]."""
+    return uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[at]))
 
 
 def clip_function(cc, base, lowest, highest, within=True):
@@ -70,23 +76,22 @@ def clip_function(cc, base, lowest, highest, within=True):
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Of a product over `inputs` the number with which accumulators begin, then device functions in this order:
 
-    word(overlay, at, stream, c)    what the table of column noise holds of a column; its overlay begins at `at`
+    word(n)                         what the table of column noise holds of a column's
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
     pairs(acc, i, s, n, shift)      of the four columns that begin at acc[i], two words of two int16: OFFSET + add + the
                                     quotient, clipped
     """
-    MODE, D, unit = cfg.ADAPTIVE_NOISE_MODE, parameters.divisor(cfg, inputs), nz.unit
+    D, unit = parameters.divisor(cfg, inputs), nz.unit
     MOST = 130 * D
-    floats = MODE != 2 and inputs <= LIMIT_K
+    floats = cfg.ADAPTIVE_NOISE_MODE != 2 and inputs <= LIMIT_K
     beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
     START, A, C = floor_constants(D, BASE + add)
     clipped = clip_function(cc, BASE, add + lowest, add + 127, not floats or beyond // D < OFFSET - 300)
-    noise, scaled = nz.noise, nz.scaled
 
     if floats:
         @device
-        def word(overlay, at, stream, c):
-            return ptx.float_bits(float32(scaled(noise(stream, c), overlay[at + c], stream, c)))
+        def word(n):
+            return ptx.float_bits(float32(n))
 
         @device
         def factor(total, member, shift):
@@ -97,8 +102,8 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
         @device
-        def word(overlay, at, stream, c):
-            return scaled(noise(stream, c), overlay[at + c], stream, c)
+        def word(n):
+            return n
 
         @device
         def factor(total, member, shift):
@@ -130,9 +135,9 @@ def input_functions(cfg, nz, inputs, lanes):
     """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among
     them (4: the rows of a tile are of one pair; 32: every lane has its own):
 
-    fill(words, bytes_, at, place, overlay, at_overlay, stream, i)
+    fill(words, bytes_, at, place, source, p, pair, i)
                                              sets that of input i = 16 k + 4 q + e; place: (k * lanes + lane) * 4 + e,
-                                             which is i where four lanes share
+                                             which is i where four lanes share; plan[p...]: seed B, overlay B
     add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
     """
     MODE, ALL = cfg.ADAPTIVE_NOISE_MODE, inputs // 16 * lanes * 16
@@ -140,16 +145,16 @@ def input_functions(cfg, nz, inputs, lanes):
 
     if MODE == 0:
         @device
-        def fill(words, bytes_, at, place, overlay, at_overlay, stream, i):
-            bytes_[at + place] = noise(stream, i)
+        def fill(words, bytes_, at, place, source, p, pair, i):
+            bytes_[at + place] = noise(stream_of(source, p, pair), i)
 
         @device
         def add(word, address, k, lane, total):
             return ptx.dp4a(word, ptx.read_shared(int32(address + k * (4 * lanes) + lane * 4)), total)
     else:
         @device
-        def fill(words, bytes_, at, place, overlay, at_overlay, stream, i):
-            here, entry = at // 4 + place, overlay[at_overlay + i]
+        def fill(words, bytes_, at, place, source, p, pair, i):
+            here, entry, stream = at // 4 + place, source.overlay[source.plan[p + 1] + i], stream_of(source, p, pair)
             words[here] = input_coefficient(entry, stream, i)
             if MODE == 2:
                 words[here + ALL // 4] = ptx.float_bits(factor(entry, stream, i))
@@ -195,19 +200,18 @@ def norm_functions(cfg, nz, cc, streams):
     input noises. plan[p...]: as norm_kernel."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
-    vector, (fill_input, add) = vector_function(cfg, nz), input_functions(cfg, nz, H, 4)
+    (_, vector), (fill_input, add) = pair_functions(cfg, nz), input_functions(cfg, nz, H, 4)
     normed = normed_function(cfg, cc)
 
     @device
-    def fill(words, bytes_, at, weights, overlay, plan, p, seed, i):
-        even, odd = vector(weights, overlay, plan, p, seed, i)
+    def fill(words, bytes_, at, source, p, pair, i):
+        even, odd = vector(source, p, pair, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
         for s in range(streams):
-            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, overlay, plan[p + 5 + 2 * s],
-                       stream_of(plan, p + 4 + 2 * s, seed), i)
+            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, source, p + 4 + 2 * s, pair, i)
 
     @device
     def norm(x, n, at_n, m, address, q):
@@ -228,23 +232,13 @@ def norm_functions(cfg, nz, cc, streams):
     return fill, norm
 
 
-def product_functions(threads, columns, steps, resident, keep=False, wgmma=False):
-    """(bring, origin, product): device functions. bring copies the weights of a kernel, from packed word `first` on,
-    into shared memory if they stay there; origin says where a lane finds them, and `product` multiplies by `columns` of
-    them that begin `at` bytes further. With wgmma a warpgroup multiplies together, each warp its own 16 rows."""
+def product_functions(columns, steps, resident, keep=False, wgmma=False):
+    """(origin, product): device functions. origin says where a lane finds weights, and `product` multiplies by
+    `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies together, each warp its own 16
+    rows."""
     ROW = 32 * steps
     multiply = (ptx.wgmma_product(columns, steps, True, True) if wgmma
                 else ptx.mma_product(columns, steps, resident, keep))
-
-    @device
-    def bring(base, packed, first, size, t):
-        if resident:
-            for i in range(t * 16, size, threads * 16):
-                ptx.copy_async16(int32(base + i), packed, first + i // 4)
-            ptx.copy_commit()
-            ptx.copy_wait_all()
-            if wgmma:
-                ptx.proxy_fence()
 
     if wgmma:
         @device
@@ -272,7 +266,7 @@ def product_functions(threads, columns, steps, resident, keep=False, wgmma=False
         @device
         def product(acc, a, at_weights, at, start):
             multiply(acc, a, int64(at_weights + at), start)
-    return bring, origin, product
+    return origin, product
 
 
 def row_functions(H):
@@ -366,60 +360,123 @@ def row_of(unit, position, n):
     return (int64(place >> 3) << 4) + (place & 7)
 
 
-def norm_kernel(cfg, nz, cc, streams, row_of_x):
+def embedding_functions(cfg, nz, cc):
+    """Device functions of the embedding; row 0 of the plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the token's
+    and of the hidden side:
+
+    fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
+                                            with adaptive noise 2 H
+    of_token(source, pair, token, shift)    a token's noise, and its factor
+    embedded(x, to, packed, at, address, own, own_factor, shift, q)
+                                            x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
+                                            `at` on; their noise: a shared address
+    """
+    H, MODE, noise, factor, unit = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.noise, nz.factor, nz.unit
+    clipped = clip_function(cc, MAGIC, 1, 255)
+
+    @device
+    def fill(words, at, source, pair, i):
+        stream = stream_of(source, 2, pair)
+        n = int32(noise(stream, i) & int32(source.job[2]))
+        words[at + i] = n if MODE else ptx.float_bits(float32(n))
+        if MODE:
+            words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[4] + i], stream, i))
+
+    @device
+    def of_token(source, pair, token, shift):
+        stream = stream_of(source, 1, pair)
+        n = noise(stream, token)
+        return n, (factor(source.overlay[source.plan[3] + token], stream, token) if MODE
+                   else float32(float32(n) * unit(shift)))
+
+    @device
+    def disturbed(word, j, other, f, own, own_factor, sign, shift):
+        """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
+        if MODE == 0:
+            return ptx.fma_down(own_factor, ptx.bits_float(other),
+                                ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
+        d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
+        v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> shift))
+        return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
+
+    @device
+    def embedded(x, to, packed, at, address, own, own_factor, shift, q):
+        e = ptx.load2(packed, at + q * 2)
+        for i in range(2):
+            other = ptx.load_shared4(int32(address + i * 64 + q * 16))
+            f = ptx.load_shared4(int32(address + 4 * H + i * 64 + q * 16)) if MODE else other
+            for m in range(2):
+                u, signed = cuda.local.array(4, float32), float32(-own_factor) if m and MODE == 0 else own_factor
+                for j in range(4):
+                    u[j] = disturbed(e[i], j, other[j], f[j], own, signed, int32(1 - 2 * m), shift)
+                y, z = clipped(u[0], u[1], u[2], u[3])
+                x[to + 2 * i + m] = ptx.bytes4(y, z)
+
+    return fill, of_token, embedded
+
+
+def norm_kernel(cfg, nz, cc, streams, row_of_x, embeds=False):
     """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
-    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. out and sb begin with pair
-    `first`. row_of_x: where the rows of x lie, as row_of.
+    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. row_of_x: where the
+    rows of x lie, as row_of. embeds: x is the embedding, which is stored first; token `position` of pair i is tokens[i
+    * width + skip + position], rows_at the packed word of rows of H bytes.
 
     plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
-    H, STEPS, SILENT = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, nz.silent
-    SIZE = input_bytes(cfg, H, 4)
-    fill_norm, _ = norm_functions(cfg, nz, cc, 0 if SILENT else streams)
-    normed, (_, add) = normed_function(cfg, cc), input_functions(cfg, nz, H, 4)
+    H, STEPS, SIZE = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, input_bytes(cfg, cfg.HIDDEN_DIM, 4)
+    AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
+    (fill_norm, _), (_, add) = norm_functions(cfg, nz, cc, streams), input_functions(cfg, nz, H, 4)
+    normed, (fill_columns, of_token, embedded) = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
 
     @cuda.jit(launch_bounds=256)
-    def norm(call, plan, weights, overlay, job, offset, first, n, stride, x, out, sb):
+    def norm(call, rows_at, plan, weights, packed, overlay, tokens, width, skip, job, offset, n, stride,
+             x, out, sb):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
-        position, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
-        seed = uint32(uint32(job[0] + job[1]) + uint32(offset + first + unit))
+        t, pair = cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        place, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
+        source = source_of(plan, weights, overlay, job, offset)
         for i in range(t, H, 256):
-            fill_norm(words, bytes_, 0, weights, overlay, plan, p, seed, i)
+            fill_norm(words, bytes_, 0, source, call * PLAN, pair, i)
+            if embeds:
+                fill_columns(words, AT_NOISE // 4, source, pair, i)
         cuda.syncthreads()
-        inside = int32(1) if position < n else int32(0)
-        position = min(position, n - 1)
-        to = row_of(unit, position, n)
+        inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
+        to, at_x = row_of(pair, position, n), row_of_x(pair, position, n) * (H // 4) + q * 2
+        if embeds:
+            token, shift, e = tokens[pair * width + skip + position], job_shift(job), cuda.local.array(4, int32)
+            own, own_factor = of_token(source, pair, token, shift)
+            for b in range(STEPS):
+                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128), own,
+                         own_factor, shift, q)
+                ptx.store2(x, at_x + b * 8, e[0], e[2])
+                ptx.store2(x, at_x + 2 * H + b * 8, e[1], e[3])
         for member in range(2):
-            at_x = (row_of_x(first + unit, position, n) + 8 * member) * (H // 4) + q * 2
             total = int32(0)
             for b in range(STEPS):
-                word = ptx.load2(x, at_x + b * 8)
+                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
                 total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
             mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
             reciprocal = ptx.reciprocal(float32(mean))
             sum0, sum1 = int32(0), int32(0)
             at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
             for b in range(STEPS):
-                word = ptx.load2(x, at_x + b * 8)
+                word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
                 for i in range(2):
                     k = 2 * b + i
                     v = normed(word[i], member, k, base, q, reciprocal)
-                    if not SILENT:
-                        sum0 = add(v, int32(base + 16 * H), k, q, sum0)
-                        if streams > 1:
-                            sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
+                    sum0 = add(v, int32(base + 16 * H), k, q, sum0)
+                    if streams > 1:
+                        sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
                     if ptx.keep_in_loop(inside) != 0:
                         out[at_n + k * 32] = v
-            if not SILENT:
-                sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
-                if q == 0 and inside != 0:
-                    sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
-                    sb[2 * stride + to + 8 * member] = 0
+            sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+            if q == 0 and inside != 0:
+                sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
+                sb[2 * stride + to + 8 * member] = 0
 
-    return norm, 16 * H + streams * SIZE
+    return norm, AT_NOISE + 8 * H * embeds
 
 
-# --- the frame of a pass ----------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 # in this order: what a kernel uses lies together; w_h lies behind w_f, u_h behind u_f
 MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down")
@@ -438,41 +495,3 @@ def tensor(cfg, name):
 def padded_rows(places):
     """Rows of `places` pairs times positions, with those that fill the tallest tile."""
     return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST
-
-
-class RecurrentPass(Pass):
-    """A pass of the recurrent model. layout(units, n)[-1]: bytes of scratch memory of so many pairs of n positions.
-    launch(plan, tables, units, scratch, **given) enqueues it; given: arguments of kernels by name, among them `n`
-    positions from `skip` on of `count` rows of `width` tokens, losses (None: no head), states int8 [L, streams, H], and
-    per_group, begin, keep (kernels.gru._recur_kernel)."""
-
-    def states(self, given, layer):
-        """Those of a layer; any array of words where none are wanted."""
-        if not given["begin"] and not given["keep"]:
-            return given["plan"]
-        size = given["states"].size // self.cfg.N_LAYERS
-        return given["states"][layer * size:(layer + 1) * size].view(np.int32)
-
-    def add_head(self, nz, cc, card, packing, row_of_x, clean=False):
-        """The last norm, and the head of kernels.transformer, for validation with the packing for look-ups."""
-        cfg = self.cfg
-        like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
-        self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, row_of_x))
-        self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
-        t = tensor(cfg, "head")
-        self.at_head = packing.add(t, PLAIN, self.head.shape.columns(), self.head.shape.KP)
-        self.drawn = None
-        if cfg.TARGETS > 1 and not clean:
-            self.drawn, self.at_columns = self.add(drawn_kernel(cfg, nz, card)), packing.add(t, ROWS, t.cols, t.rows)
-
-    def score(self, plan, given, units):
-        """Enqueues them. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
-        n, normed = given["n"], given["gates"]
-        rows = blocks(units * n, 8) * 16
-        self.norm_f((units, blocks(n, 64)), 256, given, call=plan.norm_f, first=0, stride=rows, out=normed,
-                    sb=given["candidates"])
-        if self.drawn:
-            self.drawn(blocks(units * n, 64), 256, given, call=plan.head, windows=given["tokens"], x=normed,
-                       sb=given["candidates"], at_columns=self.at_columns)
-        self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
-                  windows=given["tokens"], x=normed, sb=given["candidates"], length=n)

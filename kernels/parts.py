@@ -197,16 +197,17 @@ def quotient_function(d, base, floats, lowest=-127):
 
 def vector_function(cfg, nz):
     """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights,
-    seeds, overlay."""
+    seeds, overlay; mask: of the noise, -1 or, for validation, 0."""
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
     noise, scaled = nz.noise, nz.scaled
 
     @device
-    def vector(weights, overlay, plan, at, seed, i):
+    def vector(weights, overlay, plan, at, seed, mask, i):
         w = int32(weights[plan[at] + i])
         first = uint32(seed + uint32(plan[at + 1]))
         p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i],
                    first, i)
+        p = int32(p & mask)
         return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
     return vector
 

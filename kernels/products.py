@@ -216,17 +216,17 @@ class Forward:
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
 
     def _serve(self, more=()):
-        """With plan, noisy and clean pass made: what the engine compiles. more: kernels of a step."""
+        """With plan and pass made: what the engine compiles. more: kernels of a step."""
         self.packed_bytes = self._packing.bytes
         self.kernels = {"load": [self._packing.kernel], "step": self._noisy.kernels + [*more],
-                        "validate": self._clean.kernels, "generate": [self._token, self._logits]}
+                        "validate": self._noisy.clean_kernels, "generate": [self._token, self._logits]}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
         exps = integer_tables.exp_table(self.cfg)
         clean = np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE)
         clean[-1] = 0
-        arrays = dict(plan=self._plan.table(), calls=self._plan.token_calls(), clean_exps=clean,
+        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
@@ -234,7 +234,7 @@ class Forward:
         self._packing.launch(stream, weights, packed)
 
     def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
-        given = dict(stream=stream, plan=self._tables.plan, calls=self._tables.calls, weights=weights, tokens=tokens,
+        given = dict(stream=stream, plan=self._tables.plan, weights=weights, tokens=tokens,
                      packed=packed.view(np.int32), at=at, positions=positions, rope=rope, exps=self._tables.exps)
         self._token(1, 1024, given | self._cache(cache, positions), out=scratch)
         self._logits(blocks(self.cfg.VOCAB_SIZE, 64), 256, given, at=self._packing.at[self._head, 0] // 4,

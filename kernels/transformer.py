@@ -154,23 +154,21 @@ class Source(NamedTuple):
 def pair_functions(cfg, nz):
     """Device functions of a Source, with the noise masked by job[2] as int32: -1 or, for validation, 0.
 
-    column(source, pair, i)         noise of column i of the matrix: plan: 1 seed A, 2 overlay A
+    column(source, pair, i, at)     noise of column i of the matrix: plan[at...]: 1 seed A, 2 overlay A
     vector(source, at, pair, i)     entry i of a vector for both members: plan[at...] as of vector_function
     """
     of_plan, noise, scaled = vector_function(cfg, nz), nz.noise, nz.scaled
 
     @device
-    def column(source, pair, i):
-        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + 1]))
-        n = scaled(noise(stream, i), source.overlay[uint64(source.plan[source.p + 2] + i)], stream, i)
+    def column(source, pair, i, at=0):
+        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + at + 1]))
+        n = scaled(noise(stream, i), source.overlay[uint64(source.plan[source.p + at + 2] + i)], stream, i)
         return int32(n & int32(source.job[2]))
 
     @device
     def vector(source, at, pair, i):
-        at, seed, mask = source.p + at, uint32(source.seed + uint32(pair)), int32(source.job[2])
-        w = int32(source.weights[source.plan[at] + i])
-        even, odd = of_plan(source.weights, source.overlay, source.plan, at, seed, i)
-        return int32(w + int32(int32(even - w) & mask)), int32(w + int32(int32(odd - w) & mask))
+        return of_plan(source.weights, source.overlay, source.plan, source.p + at, uint32(source.seed + uint32(pair)),
+                       int32(source.job[2]), i)
 
     return column, vector
 
@@ -889,7 +887,7 @@ def head_kernel(cfg, nz, card, like=None):
     threads. plan: 0 words packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product; length:
     positions of a window.
 
-    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or two windows, at one position, as in
+    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
@@ -1011,10 +1009,10 @@ def head_kernel(cfg, nz, card, like=None):
         loss = int64(0)
         for half in range(2):
             if NATS:
-                window, here = (2 * unit + half, position) if PAIRED else (unit, position + 8 * half)
-                if window < count and here < length:
-                    losses[window * length + here] = (math.log(totals[half] + totals[2 + half])
-                                                      + float(int32(tops[half] - z[half])) / SCALE)
+                here = position if PAIRED else position + 8 * half
+                if unit < count and here < length:
+                    losses[unit * length + here] = (math.log(totals[half] + totals[2 + half])
+                                                    + float(int32(tops[half] - z[half])) / SCALE)
             elif PAIRED:
                 loss = position_loss(totals[half], distance(tops[half], z[half], table), 0)
                 cuda.atomic.add(losses, 2 * unit + half, loss)
@@ -1025,11 +1023,10 @@ def head_kernel(cfg, nz, card, like=None):
             cuda.atomic.add(losses, 2 * unit + odd, loss)
 
     @card.device
-    def target_logit(half, source, packed, x, row, windows, unit, position, count, length, s, shift, table, q):
+    def target_logit(half, source, packed, x, row, windows, unit, position, length, s, shift, table, q):
         """The logit of what follows the position of a thread's first or (half = 1) second row."""
         if PAIRED:
-            window = min(2 * unit + half, count - 1) if NATS else unit
-            token = windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
+            token = windows[unit * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
         else:
             token = windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
         at_x = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q
@@ -1055,10 +1052,9 @@ def head_kernel(cfg, nz, card, like=None):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
         row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
-        unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
+        unit, position = (member + slot) >> MEMBERS, row % LENGTH
         if PAIRED:                                           # rows beyond the last pair go with it
-            units = (count + 1) >> 1 if NATS else count
-            unit = min(unit, units - 1)
+            unit = min(unit, count - 1)
             position = (row >> 4) * 8 + (row & 7) - unit * length
         source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
         at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
@@ -1073,9 +1069,9 @@ def head_kernel(cfg, nz, card, like=None):
         for half in range(2):
             tops[half], z[half] = int32(-2 ** 31), int32(0)
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
-            if unit < units:
-                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, count, length, s[half],
-                                       shift, table, q)
+            if unit < count:
+                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, length, s[half], shift,
+                                       table, q)
             s[half] = as_row(s[half], shift)
         for k in range(SUMS):
             totals[k] = 0
@@ -1140,7 +1136,7 @@ def head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
-        if q == 0 and side == 0 and unit < units and position < (length if PAIRED else T):
+        if q == 0 and side == 0 and unit < count and position < (length if PAIRED else T):
             store_loss(losses, unit, (member + slot) & 1, position, totals, tops, z, table, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape

@@ -665,7 +665,7 @@ CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0)
 def path_of(forward):
     """Of the CUDA engine's forward pass, the noisy pass's name: "Hopper" and "Narrow" are one class."""
     name = type(forward._noisy).__name__
-    return name if name != "Fused" else "Hopper" if forward._noisy.hopper else "Narrow"
+    return name if name != "Fused" else "Hopper" if forward._noisy.wgmma else "Narrow"
 
 
 def kernels_of(constants, cc):

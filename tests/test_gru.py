@@ -287,19 +287,19 @@ FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS
 
 def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
-    from kernels import gru_hopper
+    from kernels import gru_narrow
     limit = kit.CARDS[9, 0] * 1024
-    assert gru_hopper.fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
-    assert not gru_hopper.fits(egg_config.make(**FAST), (8, 0),
-                               limit) and not gru_hopper.fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    assert gru_narrow.wgmma_fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
+    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0),
+                               limit) and not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
     for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
                               (dict(SIGMA_SHIFT=5), False),
                               (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False),
                               (dict(VOCAB_SIZE=8192), True),
                               (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False),
                               (dict(MLP_RELU=1, N_LAYERS=1), True)):
-        assert gru_hopper.fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
-    assert sum(gru_hopper.fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
+        assert gru_narrow.wgmma_fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+    assert sum(gru_narrow.wgmma_fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
 # a width beyond those of kernels.gru_narrow; a vocabulary for the head of kernels.transformer, after each pass
@@ -469,7 +469,6 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     gpu._tokens, gpu._evaluations = None, {}
     monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
-    monkeypatch.setattr("kernels.gru.SLICE", 60)
     assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     window = np.random.default_rng(6).integers(0, 256, (7, 400))
     nats, count = gpu.validate(window)

@@ -28,7 +28,6 @@ COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 LONG_KERNELS = {
     "egg_kernels.py": {"_token_kernel"},
     "kernels/gru.py": {"_product_kernel", "_recur_kernel"},
-    "kernels/gru_hopper.py": {"mlp_kernel"},
     "kernels/transformer.py": {"_attention_kernel", "_full_kernel", "_up_kernel", "head_kernel", "product_functions"},
 }
 
