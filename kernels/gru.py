@@ -89,19 +89,6 @@ def quotient_functions(cfg, nz, inputs, lowest=-127):
     return row, column, begin, word, pairs
 
 
-def _gather_kernel():
-    """The tokens from which the state of every group is made. Launch blocks of 256 over streams * n; stream g is the
-    g-th group that the pairs from job[1] + offset on belong to (the last ones may repeat a pair)."""
-    @cuda.jit(launch_bounds=256)
-    def gather(windows, width, n, pairs, per_group, streams, job, offset, tokens):
-        i = cuda.grid(1)
-        if i < streams * n:
-            stream, first = i // n, (int64(job[1]) + offset) % per_group
-            pair = min(max(stream * per_group - first, 0), pairs - 1)
-            tokens[i] = windows[pair * width + i - stream * n]
-    return gather
-
-
 # --- products over all positions --------------------------------------------------------------------------------------
 
 def _shapes(cfg, card):
@@ -284,8 +271,8 @@ def _recur_kernel(cfg, nz, card, cc):
 
     call: the layer's first row of the plan; that of the recurrence: 0 b_f, 4 b_h (vector_function); 8, 13: packed
     words, seed A, overlay A, seed B, overlay B of U_f and U_h. at: packed word of U_f; U_h follows. Position p of pair
-    i is tokens[i * width + skip + p]. states words of int8 [pairs or groups, H]: where `begin`, a pair begins with that
-    of its group (per_group pairs; the first pair is job[1] + offset); where `keep`, states go there in the end."""
+    i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs begin with them; where
+    `keep`, states go there in the end."""
     H, MODE, BULK = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, card.wgmma
     shape, ROWS, RESIDENT = _recurrence(cfg, card)
     N, PER, PIECES = shape.N, shape.passes // 2, H // shape.KP
@@ -452,7 +439,7 @@ def _recur_kernel(cfg, nz, card, cc):
     @cuda.jit(launch_bounds=THREADS)
     @card.written
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, job, offset, gates, candidates,
-              x, states, own, per_group, begin, keep):
+              x, states, own, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
         base, t, p = ring.base, ring.t, (call + RECUR) * PLAN
@@ -462,7 +449,6 @@ def _recur_kernel(cfg, nz, card, cc):
         live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
         source, at_token = source_of(plan, weights, overlay, job, offset), int64(pair) * width + skip
-        at_state = ((int64(job[1]) + offset + pair) // per_group - (int64(job[1]) + offset) // per_group) * (H // 4)
         at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
         acc, f, sums = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(2, int32)
         sums[0], sums[1], shift = 0, 0, job_shift(job)
@@ -480,7 +466,7 @@ def _recur_kernel(cfg, nz, card, cc):
                 if which == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
-                        state = states[at_state + column // 4]
+                        state = states[int64(pair) * (H // 4) + column // 4]
                     ptx.store_shared(at_h, state)
                     ptx.store_shared(int32(at_h + 8 * H), state)
                     sums[0] = add_inputs(sums[0], state, w3, source, p + 8, pair, column)
@@ -653,8 +639,8 @@ class _Pass(products.Pass):
 
     def launch(self, tables, units, scratch, clean=False, **given):
         """Enqueues it. given: arguments of kernels by name, among them `n` positions from `skip` on of rows of `width`
-        tokens, losses (None: no head), states int8 [L, streams, H], and per_group, begin, keep (_recur_kernel). clean:
-        without noise, which the job masks out, losses float64 [units, n]."""
+        tokens, losses (None: no head), states int8 [L, units, H], and begin, keep (_recur_kernel). clean: without
+        noise, which the job masks out, losses float64 [units, n]."""
         cfg, n = self.cfg, given["n"]
         given = self.arguments(given, tables, self.layout(units, n)[0], scratch, units=units, count=units,
                                stride=padded_rows(units * n), rows_at=self.rows_at)
@@ -785,48 +771,41 @@ class Forward(products.Forward):
     def __init__(self, cfg, cc, shared_limit, silent=False):
         token = Kernel((_token_kernel(cfg), 5 * cfg.HIDDEN_DIM), at=A32, states=A8, out=A8)
         super().__init__(cfg, cc, token, divide_function(parameters.divisor(cfg, cfg.HIDDEN_DIM)), "head")
-        self._plan, self._gather = _Plan(cfg, self._packing), Kernel(_gather_kernel())
+        self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         wgmma = gru_narrow.wgmma_fits(cfg, cc, shared_limit)
         if wgmma or gru_narrow.fits(cfg, cc, shared_limit):
             self._noisy = Fused(cfg, cc, card, self._packing, silent, wgmma)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, silent)
-        self._serve([self._gather] if cfg.STATE_TOKENS else [])
+        self._serve()
 
     def _parts(self, pairs):
-        """(streams that make states, bytes of: their tokens, their states, the scratch of both passes)."""
-        cfg, per_group = self.cfg, self.cfg.GROUP_SIZE // 2
-        streams = min(pairs, (pairs - 1) // per_group + 2) if cfg.STATE_TOKENS else 0
-        scratch = max(self._noisy.layout(pairs, cfg.SEQ_LEN)[-1], self._noisy.layout(streams, cfg.STATE_TOKENS)[-1])
-        return (streams, aligned(4 * streams * cfg.STATE_TOKENS), aligned(streams * cfg.N_LAYERS * cfg.HIDDEN_DIM),
-                scratch)
+        """Bytes of the states with which pairs begin, and of the scratch of both passes."""
+        cfg = self.cfg
+        return (aligned(pairs * cfg.N_LAYERS * cfg.HIDDEN_DIM) if cfg.STATE_TOKENS else 0,
+                max(self._noisy.layout(pairs, n)[-1] for n in (cfg.SEQ_LEN, cfg.STATE_TOKENS)))
 
     def scratch_bytes(self, pairs):
-        return sum(self._parts(pairs)[1:]) if pairs else 0
+        return sum(self._parts(pairs)) if pairs else 0
 
     def clean_scratch_bytes(self, windows, length):
         return self._noisy.layout(windows, length)[-1] if windows else 0
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        cfg, tables, per_group = self.cfg, self._tables, self.cfg.GROUP_SIZE // 2
-        before, width = cfg.STATE_TOKENS, cfg.WINDOW
-        streams, token_bytes, state_bytes, _ = self._parts(pairs)
-        end = token_bytes + state_bytes
-        tokens, states, work = scratch[:token_bytes].view(np.int32), scratch[token_bytes:end], scratch[end:]
-        states = states[:streams * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, states=states, per_group=per_group)
-        if streams:
-            self._gather(blocks(streams * before, 256), 256, given, windows=windows, width=width, n=before, pairs=pairs,
-                         streams=streams, job=job, offset=offset, tokens=tokens)
-            self._noisy.launch(tables, streams, work, True, **given, job=tables.no_job, offset=0, tokens=tokens,
-                               width=before, skip=0, n=before, begin=0, keep=1, losses=None)
-        self._noisy.launch(tables, pairs, work, **given, job=job, offset=offset, tokens=windows, width=width,
-                           skip=before, n=cfg.SEQ_LEN, begin=int(streams > 0), keep=0, losses=losses)
+        cfg, tables, end = self.cfg, self._tables, self._parts(pairs)[0]
+        before, states, work = cfg.STATE_TOKENS, scratch[:pairs * cfg.N_LAYERS * cfg.HIDDEN_DIM], scratch[end:]
+        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows, width=cfg.WINDOW,
+                     states=states)
+        if before:
+            self._noisy.launch(tables, pairs, work, True, **given, job=tables.no_job, offset=0, skip=0, n=before,
+                               begin=0, keep=1, losses=None)
+        self._noisy.launch(tables, pairs, work, **given, job=job, offset=offset, skip=before, n=cfg.SEQ_LEN,
+                           begin=int(before > 0), keep=0, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._noisy.launch(self._tables, count, scratch, True, stream=stream, weights=weights, packed=packed,
-                           overlay=weights, job=self._tables.no_job, offset=0, per_group=1, tokens=windows,
+                           overlay=weights, job=self._tables.no_job, offset=0, tokens=windows,
                            width=length + 1, skip=0, n=length, begin=0, keep=0, losses=nats)
 
     def cache_bytes(self, positions):

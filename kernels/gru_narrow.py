@@ -204,7 +204,7 @@ def recur_kernel(cfg, nz, cc, size):
     """One layer's state through n positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
     takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
-    at: packed word of U_f; U_h follows. call, tokens, states, begin, keep, per_group as kernels.gru._recur_kernel."""
+    at: packed word of U_f; U_h follows. call, tokens, states, begin, keep as kernels.gru._recur_kernel."""
     H, STEPS, WORDS, W = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, cfg.HIDDEN_DIM // 8, size.warps
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
@@ -245,7 +245,7 @@ def recur_kernel(cfg, nz, cc, size):
 
     @cuda.jit(launch_bounds=32 * W)
     def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, job, offset, gates, candidates,
-              x, states, per_group, begin, keep):
+              x, states, begin, keep):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
         words, bytes_, mine, lane, q = warp.words, warp.bytes_, warp.mine, warp.lane, warp.q
         table, at_weights, p = warp.table, origin(warp.base, packed, at, warp.t), (call + RECUR) * PLAN
@@ -274,10 +274,8 @@ def recur_kernel(cfg, nz, cc, size):
             for k in range(2 * KS):
                 h[k] = 0
             if begin and tokens[at_token] != 0:
-                state = ((int64(job[1]) + offset + pair) // per_group
-                         - (int64(job[1]) + offset) // per_group) * (H // 4) + q
                 for k in range(KS):
-                    h[2 * k] = states[state + k * 4]
+                    h[2 * k] = states[int64(pair) * (H // 4) + k * 4 + q]
                     h[2 * k + 1] = h[2 * k]
             at_row = row_of(eight * 8 + warp.g, 0, n) * (H // 4)
             for position in range(n):

@@ -215,10 +215,10 @@ class Forward:
         if cfg.TENSOR_CORES == "wgmma" and tuple(cc) != (9, 0):
             raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
 
-    def _serve(self, more=()):
-        """With plan and pass made: what the engine compiles. more: kernels of a step."""
+    def _serve(self):
+        """With plan and pass made: what the engine compiles."""
         self.packed_bytes = self._packing.bytes
-        self.kernels = {"load": [self._packing.kernel], "step": self._noisy.kernels + [*more],
+        self.kernels = {"load": [self._packing.kernel], "step": self._noisy.kernels,
                         "validate": self._noisy.clean_kernels, "generate": [self._token, self._logits]}
 
     def tables(self, **more):
