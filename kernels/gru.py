@@ -616,12 +616,12 @@ class _Pass(products.Pass):
         super().__init__(cfg)
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
 
-    def add_heads(self, nz, cc, card, packing, row_of_x, own_head=None):
+    def add_heads(self, nz, cc, card, packing, own_head=None):
         """What follows the layers: the last norm and the head of kernels.transformer, for validation with the packing
         for look-ups; for members own_head, if there is one, instead."""
         cfg, t, layers = self.cfg, gru_parts.tensor(self.cfg, "head"), list(self.kernels)
         like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM)
-        self.norm_f = Kernel(norm_kernel(cfg, nz, cc, 1, row_of_x))
+        self.norm_f = Kernel(norm_kernel(cfg, nz, cc, 1))
         self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, like), exps=AF64, losses=AF64)
         self.clean_kernels = [*layers, self.norm_f, self.clean_head]
         self.own_head, self.drawn = own_head, None
@@ -678,7 +678,7 @@ class Rows(_Pass):
         nz, add, L = build_noise(cfg, silent), self.add, cfg.N_LAYERS
         self.shapes, (shape, self.state_rows, self.resident) = _shapes(cfg, card), _recurrence(cfg, card)
         self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
-        self.norms_1 = [add(norm_kernel(cfg, nz, cc, 2, row_of, embeds)) for embeds in (True, False)[:L]]
+        self.norms_1 = [add(norm_kernel(cfg, nz, cc, 2, embeds)) for embeds in (True, False)[:L]]
         self.products = {kind: add(_product_kernel(cfg, nz, card, cc, kind, of, self.shapes["down"].KP))
                          for kind, of in self.shapes.items()}
         self.recur, self.at = add(_recur_kernel(cfg, nz, card, cc)), {}
@@ -688,7 +688,7 @@ class Rows(_Pass):
             columns, width = ((of[t.name].columns(), of[t.name].KP) if t.name in of
                               else (shape.columns() // 2, shape.KP))
             self.at[t.name, t.layer] = packing.add(t, QUADS, columns, width)
-        self.add_heads(nz, cc, card, packing, row_of)
+        self.add_heads(nz, cc, card, packing)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all). The inner values of the MLP take the place
@@ -725,12 +725,12 @@ class Fused(_Pass):
 
     def __init__(self, cfg, cc, card, packing, silent, wgmma):
         super().__init__(cfg, packing)
-        depth, self.together = (128, 1) if wgmma else (32, 8)      # inputs of a piece of w_down; pairs side by side
+        depth = 128 if wgmma else 32                         # inputs of a piece of w_down
         self.at = {(t.name, t.layer): packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
                    for t in gru_parts.matrices(cfg)}
         nz, sizes, add = build_noise(cfg, silent), gru_narrow.sizes(cfg, card.shared, wgmma), self.add
-        self.wgmma, self.sizes, at = wgmma, sizes, row_of if wgmma else gru_narrow.row_of
-        self.gates = [add(gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], at, first))
+        self.wgmma, self.sizes = wgmma, sizes
+        self.gates = [add(gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], first))
                       for first in (True, False)[:cfg.N_LAYERS]]
         if wgmma:
             self.recur, self.mlp = add(_recur_kernel(cfg, nz, card, cc)), add(gru_narrow.wgmma_mlp_kernel(cfg, nz))
@@ -738,12 +738,12 @@ class Fused(_Pass):
         else:
             self.recur = add(gru_narrow.recur_kernel(cfg, nz, cc, sizes["recur"]))
             self.mlp = add(gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"]))
-        own_head = Kernel(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"], at)) if gru_narrow.own_head(cfg) else None
-        self.add_heads(nz, cc, card, packing, at, own_head)
+        own_head = Kernel(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"])) if gru_narrow.own_head(cfg) else None
+        self.add_heads(nz, cc, card, packing, own_head)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
-        size = padded_rows(blocks(units, self.together) * self.together * n) * self.cfg.HIDDEN_DIM
+        size = padded_rows(units * n) * self.cfg.HIDDEN_DIM
         return ranges(dict(x=size, gates=size, candidates=size, own=4))
 
     def grid(self, name, work):

@@ -10,8 +10,7 @@ rows at a time: members 0 and 1 of one pair at eight positions, or, in the recur
 No warp waits for another, unless a product is wgmma: then the four warps of a warpgroup go through four pairs side by
 side.
 
-In device memory row (pair, position, member) of narrow models is row ((pair / 8 * n + position) * 2 + member) * 8 +
-pair % 8, with n positions. Columns lie as in kernels.gru, x as x + 128.
+Rows and columns lie in device memory as in kernels.gru, x as x + 128.
 """
 
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
 from kernels.gru_parts import (DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, added_function, begin_with, both,
-                               input_bytes, norm_functions, quotient_functions, row_functions, source_of)
+                               input_bytes, norm_functions, quotient_functions, row_functions, row_of, source_of)
 from kernels.parts import PLAN, clip, floor_constants, quad_sum, thread, unrolled, weight
 from kernels.rules import device, loss_function, loudest
 from kernels.transformer import pair_functions
@@ -46,12 +45,6 @@ def fits(cfg, cc, shared_limit):
     except ValueError:
         return False
     return all(part.warps > 0 for part in sizes(cfg, shared_limit).values())
-
-
-@device
-def row_of(unit, position, n):
-    """The even member's row; the odd member's is 8 further."""
-    return (int64(unit >> 3) * n + position) * 16 + (unit & 7)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -119,9 +112,9 @@ def enter_function(size):
 
 # --- gates and candidates ---------------------------------------------------------------------------------------------
 
-def gates_kernel(cfg, nz, cc, size, row_of, first_layer):
+def gates_kernel(cfg, nz, cc, size, first_layer):
     """gates, candidates = W_f y, W_h y with y = ln_1(x); in the first layer x is the embedding, which is stored. Launch
-    [blocks] of size.warps warps; a warp takes eight positions after the other. row_of: where rows lie.
+    [blocks] of size.warps warps; a warp takes eight positions after the other.
 
     call: the layer's first row of the plan. at: packed word of W_f; W_h follows. rows_at, tokens, width, skip: as of
     gru_parts.norm_kernel."""
@@ -277,8 +270,8 @@ def recur_kernel(cfg, nz, cc, size):
                 for k in range(KS):
                     h[2 * k] = states[int64(pair) * (H // 4) + k * 4 + q]
                     h[2 * k + 1] = h[2 * k]
-            at_row = row_of(eight * 8 + warp.g, 0, n) * (H // 4)
             for position in range(n):
+                at_row = row_of(pair, position, n) * (H // 4)
                 load_rows(old, gates, at_row, q)
                 following = tokens[at_token + min(position + 1, n - 1)]
                 s0, s1 = sums(h, int32(table + AT_B), lane, shift)
@@ -291,8 +284,7 @@ def recur_kernel(cfg, nz, cc, size):
                 if following == 0 and position + 1 < n:
                     for k in range(2 * KS):
                         h[k] = 0
-                at_row += 16 * (H // 4)
-            if keep and eight * 8 + warp.g < units:
+            if keep:
                 for k in range(KS):
                     states[int64(pair) * (H // 4) + k * 4 + q] = h[2 * k]
 
@@ -562,9 +554,9 @@ def wgmma_mlp_kernel(cfg, nz):
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-def head_kernel(cfg, nz, cc, size, row_of):
+def head_kernel(cfg, nz, cc, size):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
-    the other. The logits of a tile stay in shared memory, as z + 128. row_of: where rows lie.
+    the other. The logits of a tile stay in shared memory, as z + 128.
 
     call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
     H, T, V, COLUMNS, ACC, W, WORDS = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, size.columns, size.columns // 2,

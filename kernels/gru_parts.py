@@ -415,11 +415,11 @@ def embedding_functions(cfg, nz, cc):
     return fill, of_token, embedded
 
 
-def norm_kernel(cfg, nz, cc, streams, row_of_x, embeds=False):
+def norm_kernel(cfg, nz, cc, streams, embeds=False):
     """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
-    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. row_of_x: where the
-    rows of x lie, as row_of. embeds: x is the embedding, which is stored first; token `position` of pair i is tokens[i
-    * width + skip + position], rows_at the packed word of rows of H bytes.
+    Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. embeds: x is the
+    embedding, which is stored first; token `position` of pair i is tokens[i * width + skip + position], rows_at the
+    packed word of rows of H bytes.
 
     plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
     H, STEPS, SIZE = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, input_bytes(cfg, cfg.HIDDEN_DIM, 4)
@@ -440,7 +440,8 @@ def norm_kernel(cfg, nz, cc, streams, row_of_x, embeds=False):
                 fill_columns(words, AT_NOISE // 4, source, pair, i)
         cuda.syncthreads()
         inside, position = int32(1) if place < n else int32(0), min(place, n - 1)
-        to, at_x = row_of(pair, position, n), row_of_x(pair, position, n) * (H // 4) + q * 2
+        to = row_of(pair, position, n)
+        at_x = to * (H // 4) + q * 2
         if embeds:
             token, shift, e = tokens[pair * width + skip + position], job_shift(job), cuda.local.array(4, int32)
             own, own_factor = of_token(source, pair, token, shift)
