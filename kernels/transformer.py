@@ -30,11 +30,11 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+from kernels.parts import (A64, AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, pack_rounded, quad_max, quad_sum, quad_sum64, quotient_function, rounded,
                            thread, vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
-from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
+from kernels.products import CLEAN_EXPS, CLEAN_ONE, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
+from kernels.rules import build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
 
@@ -45,6 +45,7 @@ MOST_BLOCKS = 256                           # of a persistent kernel
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows
 BARRIER_WORDS = 32
 ZEROS = (np.int32(0),) * 4
+CLEAN_HEAD = dict(losses=AF64, exps=A64)    # types of the parameters of validation's head
 
 
 class Card(NamedTuple):
@@ -883,27 +884,28 @@ def _full_kernel(cfg, nz, card, kind):
 
 # --- head -------------------------------------------------------------------------------------------------------------
 
-def head_kernel(cfg, nz, card, like=None):
+def head_kernel(cfg, nz, card, clean=False):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: 0 words packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product; length:
-    positions of a window.
+    threads. plan: 1 seed A, 2 overlay A; at_tiles, at_columns: words packed for the product, and as ROWS for the
+    targets; length: positions of a window.
 
     In the recurrent model (PAIRED) a thread's rows are the members of a pair, or two windows, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
-    like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
-    each position; `count` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
-    of 16 columns, then up the tiles of 128, which no other thread has: the order of the sums is the same on every card.
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position; `count`
+    windows, a member each; exps: int64 exponentials of logit differences (products.CLEAN_ONE), so that sums do not
+    depend on their order.
 
-    The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
+    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
     `slot_of`."""
-    H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
+    H, T, V, LENGTH, TARGETS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg), cfg.TARGETS
     LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
-    NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
-    SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
-    TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
+    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if clean or PAIRED else 1      # shift from a member to its window
+    WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
+    if clean:
+        TARGETS, SKIP, SUM = 1, 0, int64
     MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
@@ -913,25 +915,20 @@ def head_kernel(cfg, nz, card, like=None):
     PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
               and cfg.NOISE_SHIFTS[0] > 1)
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
-    EXPS = 1 if NATS else (MOST + 1) * STRIDE
+    EXPS = (MOST + 1) * STRIDE
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
-    shape = wide_shape(budget, H, V, card.wgmma)
-    if NATS:                                                 # one column group, if possible with the packing of `like`
-        found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
-        shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
+    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, card.wgmma)
     RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
-    AT_PARTS = AT_TABLES + TABLES
-    place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
+    AT_PARTS, ENTRY = AT_TABLES + TABLES, 4 * COPIES
+    place = _place_function(cfg, RG)
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
     column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or NATS) if PAIRED
-                      else (0 if NATS else BASE, None))
+    BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
@@ -953,96 +950,91 @@ def head_kernel(cfg, nz, card, like=None):
     @card.device
     def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
-        if not NATS:
+        if not clean:
             known = v if not RAGGED or v < V else V - 1
             entry = overlay[uint64(at_overlay + known)]
             for m in range(SLOTS):
                 stream = uint32(seed + uint32((member + m) >> MEMBERS))
                 sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
 
+    @device
+    def logit(a):
+        """Of a level."""
+        return int32(quotient(a) - int32(BITS)) if PAIRED else int32(int32(a - int32(BASE)) >> int32(LOGIT))
+
     @card.device
-    def weight(top, a, last, at):
-        """EXP of the distance from level a to the highest level with the highest logit."""
+    def weight(top, a, last, at, exps):
+        """EXP of the distance from level a to the `settled` top."""
+        if clean:
+            return exps[uint64(min(uint32(int32(top - logit(a))), uint32(CLEAN_EXPS - 1)))]
         if PAIRED:
             return ptx.load_shared(int32(top - int32(quotient(a) * int32(ENTRY))))
         below = min(uint32(int32(top - a)), uint32(last))
         if PLACED:
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
-        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
-
-    @device
-    def logit(a):
-        """Of validation."""
-        return quotient(a) if PAIRED else int32(a >> int32(LOGIT))
-
-    @device
-    @written_out
-    def add_nats(totals, acc, tops, exps, limit):
-        """Adds the exponentials of the two rows to totals [64 columns][row]."""
-        some = cuda.local.array(2, float64)
-        for g in range(2):
-            some[0], some[1] = float64(0), float64(0)
-            for j in range(8):
-                for e in range(2):
-                    for half in range(2):
-                        below = int32(tops[half] - logit(acc[32 * g + 4 * j + 2 * half + e]))
-                        w = exps[uint64(min(uint32(below), uint32(CLEAN_EXPS - 1)))]
-                        if RAGGED:
-                            w = w if 64 * g + 8 * j + e < limit else float64(0)
-                        some[half] += w
-            for half in range(2):
-                totals[2 * g + half] += some[half]
+        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(ENTRY)) + at))
 
     @device
     def settled(top, table):
         """The highest logit of validation; of members the highest level with the same logit."""
-        if NATS:
+        if clean:
             return logit(top)
         return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
 
     @device
-    def distance(top, z, table):
-        """TARGETS times the highest logit less the target's, of quotients."""
-        more = (TARGETS - 1) * (int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY) if TARGETS > 1 else 0
-        return int32(int32(top - z) // ENTRY + more)
+    def highest(top, table):
+        """The logit of a settled top."""
+        if clean:
+            return top
+        return int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY if PAIRED else logit(int32(top - table))
+
+    @device
+    def scored(half, unit, position):
+        """Window and position of a thread's first or (half = 1) second row."""
+        if PAIRED:
+            return 2 * unit + half if clean else unit, position
+        return unit, position + 8 * half
 
     @device
     def store_loss(losses, unit, odd, position, totals, tops, z, table, count, length):
-        loss = int64(0)
         for half in range(2):
-            if NATS:
-                window, here = (2 * unit + half, position) if PAIRED else (unit, position + 8 * half)
-                if window < count and here < length:
-                    losses[window * length + here] = (math.log(totals[half] + totals[2 + half])
-                                                      + float(int32(tops[half] - z[half])) / SCALE)
-            elif PAIRED:
-                loss = position_loss(totals[half], distance(tops[half], z[half], table), 0)
-                cuda.atomic.add(losses, 2 * unit + half, loss)
-            elif position + 8 * half < T:
-                level = int32(tops[half] - int32(table + int32(BASE)))
-                loss += position_loss(totals[half], int32(TARGETS * int32(level >> int32(LOGIT))), z[half])
-        if not NATS and not PAIRED:
-            cuda.atomic.add(losses, 2 * unit + odd, loss)
+            window, here = scored(half, unit, position)
+            top = highest(tops[half], table)
+            if window < count and here < length:
+                if clean:
+                    losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
+                                                      + float(int32(top - z[half])) / SCALE)
+                else:
+                    loss = position_loss(totals[half], int32(TARGETS * top), z[half])
+                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @card.device
-    def target_logit(half, source, packed, x, row, windows, unit, position, count, length, s, shift, table, q):
-        """The logit of what follows the position of a thread's first or (half = 1) second row."""
-        if PAIRED:
-            window = min(2 * unit + half, count - 1) if NATS else unit
-            token = windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
-        else:
-            token = windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
-        at_x = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q
-        at_token = source.plan[source.p] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        dot = int32(0)
-        for piece in range(H // 16):
-            dot = ptx.dp4a(x[uint64(at_x + half * (2 * H) + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
-        z = int32(quad_sum(dot) + int32(int32(s * column(source, unit, token)) >> shift))
-        return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
+    def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
+        """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
+        of those drawn."""
+        dots, tokens = cuda.local.array(TARGETS, int32), cuda.local.array(TARGETS, int32)
+        window, here = scored(half, unit, position)
+        first = min(window, count - 1) * (length + 1 if clean else WIDTH) + SKIP + 1
+        here = min(here, length - 1)
+        for i in range(TARGETS):
+            tokens[i] = windows[first + (here if i == 0 else length + here * (TARGETS - 1) + i - 1)]
+            dots[i] = 0
+        at_x = int64(row + 8 * half >> 3) * (2 * H) + (row & 7) * 4 + q
+        for piece in range(H // 32):
+            a, b = x[uint64(at_x + piece * 64)], x[uint64(at_x + piece * 64 + 32)]
+            for i in range(TARGETS):
+                w = ptx.load2(packed, at_columns + int64(tokens[i]) * (H // 4) + piece * 8 + q * 2)
+                dots[i] = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), b, ptx.dp4a(int32(w[0] ^ int32(SIGNS)), a, dots[i]))
+        z = int32(0)
+        for i in range(TARGETS):
+            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
+            z = int32(z + logit(int32(int32(quad_sum(dots[i]) + n) + int32(BASE))))
+        return z
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
-    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses, length):
+    def head(call, at_tiles, at_columns, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses,
+             length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile, p = cuda.blockIdx.x, call * PLAN
@@ -1050,16 +1042,13 @@ def head_kernel(cfg, nz, card, like=None):
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side, rg = lane & 3, group % CG, group // CG
-        if not NATS:
+        if not clean:
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
         row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
-        unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
-        if PAIRED:                                           # rows beyond the last pair go with it
-            units = (count + 1) >> 1 if NATS else count
-            unit = min(unit, units - 1)
-            position = (row >> 4) * 8 + (row & 7) - unit * length
+        unit = (member + slot) >> MEMBERS
+        position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
         at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
@@ -1067,18 +1056,16 @@ def head_kernel(cfg, nz, card, like=None):
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
-        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND), cuda.local.array(2, uint32)
+        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(2, int64), cuda.local.array(2, SUM)
         s, z, tops = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         shift = job_shift(job)
         for half in range(2):
-            tops[half], z[half] = int32(-2 ** 31), int32(0)
+            tops[half], totals[half] = int32(-2 ** 31), 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
-            if unit < units:
-                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, count, length, s[half],
-                                       shift, table, q)
-            s[half] = as_row(s[half], shift)
-        for k in range(SUMS):
-            totals[k] = 0
+        # a loop over this much would not be unrolled
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
         for i in range(64):
             acc[i] = 0
         here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
@@ -1115,22 +1102,20 @@ def head_kernel(cfg, nz, card, like=None):
                         ptx.named_barrier(5 + rg, CG * 128)
                     for half in range(2):
                         tops[half] = settled(tops[half], table)
-            elif NATS:
-                add_nats(totals, acc, tops, exps, limit)
             else:
-                some[0], some[1] = uint32(0), uint32(0)
+                some[0], some[1] = SUM(0), SUM(0)
                 for j in range(16):
                     for e in range(2):
                         for half in range(2):
-                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
-                            some[half] = uint32(some[half] + uint32(w))
+                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
+                            some[half] = SUM(some[half] + SUM(w))
                 for half in range(2):
                     totals[half] += int64(some[half])
                     if RAGGED and limit < 128:
-                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp)
+                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
-        for k in range(SUMS):
-            totals[k] = quad_sum64(totals[k])
+        for half in range(2):
+            totals[half] = quad_sum64(totals[half])
         if CG > 1:
             mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
             if q == 0:
@@ -1140,72 +1125,10 @@ def head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
-        if q == 0 and side == 0 and unit < units and position < (length if PAIRED else T):
+        if q == 0 and side == 0:
             store_loss(losses, unit, (member + slot) & 1, position, totals, tops, z, table, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape
-
-
-def drawn_kernel(cfg, nz, card):
-    """Takes the logits of the drawn targets (SPEC 7) from losses int64 [pairs, 2], to which the head adds all else.
-    Launch 4 threads a position of both members, which have the same targets; blocks of 256. plan, windows, count: as of
-    `head_kernel`; at_columns: words of the embedding, or the head, packed as ROWS."""
-    H, T, DRAWN, PAIRED = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.TARGETS - 1, cfg.MODEL == "gru"
-    LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
-    LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
-    TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
-    job_shift, quotient, D, (column, _) = nz.shift, NORMS.quotient, parameters.divisor(cfg, H), pair_functions(cfg, nz)
-    RECIPROCAL = float(np.float32(1) / np.float32(D))
-
-    @device
-    def multiply(total, w, low, high):
-        """total + the products of a chunk of 16 bytes, whose four words are 0, 4, 1, 5 or 2, 6, 3, 7 of eight."""
-        total = ptx.dp4a(int32(w[0] ^ int32(SIGNS)), low[0], total)
-        total = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), high[0], total)
-        total = ptx.dp4a(int32(w[2] ^ int32(SIGNS)), low[1], total)
-        return ptx.dp4a(int32(w[3] ^ int32(SIGNS)), high[1], total)
-
-    @device
-    def logit(dot, s, n, shift):
-        total = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
-        return quotient(total, int32(D), float32(RECIPROCAL)) if PAIRED else int32(total >> int32(LOGIT))
-
-    @cuda.jit(launch_bounds=256)
-    @card.written
-    def drawn(call, at_columns, plan, packed, overlay, windows, count, job, offset, x, sb, losses):
-        t = cuda.threadIdx.x
-        q, here = t & 3, cuda.blockIdx.x * 64 + (t >> 2)
-        place = int32(min(here, count * LENGTH - 1))         # all threads of a warp go on
-        unit = int32(uint32(place) // uint32(LENGTH))
-        position = int32(place - unit * LENGTH)
-        row = int64((place >> 3) * 16 + (place & 7) if PAIRED else place + unit * LENGTH)
-        tokens = cuda.local.array(DRAWN, int32)
-        even, odd = cuda.local.array(DRAWN, int32), cuda.local.array(DRAWN, int32)
-        for i in range(DRAWN):
-            tokens[i] = windows[int64(unit) * WIDTH + FIRST + min(position, T - 1) * DRAWN + i]
-            even[i], odd[i] = 0, 0
-        for piece in range((CHUNKS + 3) // 4):
-            chunk = piece * 4 + q
-            if CHUNKS % 4 == 0 or chunk < CHUNKS:
-                at = (row >> 3) * (2 * H) + (row & 7) * 4 + (chunk >> 1) * 64 + (chunk & 1) * 2
-                to_odd = at + TO_ODD * (H // 4)
-                a, b = ptx.load2(x, at), ptx.load2(x, at + 32)
-                c, d = ptx.load2(x, to_odd), ptx.load2(x, to_odd + 32)
-                for i in range(DRAWN):
-                    w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
-                    even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
-        source = Source(plan, call * PLAN, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
-        s0, s1, shift = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)]), job_shift(job)
-        z0, z1 = int32(0), int32(0)
-        for i in range(DRAWN):
-            n = column(source, unit, tokens[i])
-            z0 = int32(z0 + logit(even[i], s0, n, shift))
-            z1 = int32(z1 + logit(odd[i], s1, n, shift))
-        if q == 0 and here < count * LENGTH and position < T:
-            cuda.atomic.add(losses, 2 * unit, int64(-UNIT * z0))
-            cuda.atomic.add(losses, 2 * unit + 1, int64(-UNIT * z1))
-
-    return drawn
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -1614,9 +1537,7 @@ class Members(Pass):
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
         self.clean_kernels, self.head = list(self.kernels), add(head_kernel(cfg, nz, card))
-        self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
-        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, self.head.shape), losses=AF64,
-                                 exps=AF64)
+        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, True), **CLEAN_HEAD)
         self.clean_kernels.append(self.clean_head)
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
@@ -1627,8 +1548,7 @@ class Members(Pass):
             order, shape = used[t.name][0], used[t.name][1].shape
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
-                self.at_clean = packing.add(t, order, shape.columns(), self.clean_head.shape.KP)
-                self.at_columns = packing.add(t, ROWS, t.cols, t.rows) if self.drawn else None
+                self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1673,9 +1593,7 @@ class Members(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        if self.drawn and not clean:
-            self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
         head = self.clean_head if clean else self.head
-        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
-             exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
-             at_tiles=self.at_clean if clean else self.at["embedding", 0])
+        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n, length=self.cfg.SEQ_LEN,
+             exps=tables.clean_exps if clean else tables.exps, at_tiles=self.at["embedding", 0],
+             at_columns=self.at_columns)
