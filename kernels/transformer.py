@@ -1,7 +1,7 @@
 """The transformer's forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
 
-`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out, a window a
-member instead of a window a pair, and an embedding and a head of its own. Five parts make it:
+`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out and a window
+a member instead of a window a pair; only its head is another kernel. Five parts make it:
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -39,6 +39,7 @@ from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
+TILE = 64                                   # positions of keys and values that the attention takes at a time
 TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
@@ -75,16 +76,12 @@ def members_of(rows, length):
 
 # --- the tables of EXP, and noise as float32 --------------------------------------------------------------------------
 
-def exp_entries(cfg):
-    """Entries of EXP up to the one that all further ones equal."""
-    exps = integer_tables.exp_table(cfg)
-    last = exps[min(255, exps.size - 1)]
-    return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
-
-
-def exp_copies(cfg):
-    """How many copies of EXP, one a bank, fit: a look-up by 32 lanes then has no bank conflicts, or few."""
-    return 32 if exp_entries(cfg) <= 96 else 8
+def exp_sizes(cfg):
+    """(the first entry of EXP that all further ones equal; how many copies of the table, one a bank, fit: a look-up by
+    32 lanes then has no bank conflicts, or few)."""
+    exps = integer_tables.exp_table(cfg)[:256]
+    most = int(np.flatnonzero(exps != exps[-1])[-1]) + 1 if (exps != exps[-1]).any() else 0
+    return most, 32 if most < 96 else 8
 
 
 def begin_functions(cfg, nz, inputs, most=0):
@@ -418,9 +415,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
             a, b = operands(ring, step, piece)
             a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
             ptx.wgmma_fence()
-            product(acc, a_desc, b_desc, keep)
-            for k in range(1, KP // 32):
-                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+            for k in range(KP // 32):
+                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1 if k else keep)
     else:
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
@@ -465,21 +461,24 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     return open_ring, wait_rows, multiply, finish
 
 
-def _place_function(cfg, RG):
-    """Device function place(tile, t) -> (row, member, slot, sign): the first of a thread's two rows (the other is 8
-    further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and that
-    one's sign."""
-    LENGTH = padded_length(cfg)
-    SLOTS, CG = members_of(64, LENGTH), GROUPS // RG
+def _place_function(cfg, RG, paired=False):
+    """Device function place(tile, t, length) -> (row, member, slot, sign): the first of a thread's two rows (the other
+    is 8 further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and
+    that one's sign. paired: rows as in kernels.gru, with pairs for members, of windows of `length` positions."""
+    LENGTH, CG, PLACES = padded_length(cfg), GROUPS // RG, 32 if paired else 64
+    SLOTS = members_of(PLACES, cfg.SEQ_LEN if paired else LENGTH)
 
     @device
-    def place(tile, t):
-        first = (tile * RG + (t >> 7) // CG) * 64
-        member, warp = first // LENGTH, first + ((t & 127) >> 5) * 16
-        slot = 0
+    def place(tile, t, length):
+        n, g = uint32(length if paired else LENGTH), int32((t & 31) >> 2)
+        first = int32((tile * RG + (t >> 7) // CG) * PLACES)
+        warp = int32(first + ((t & 127) >> 5) * (PLACES // 4))
+        member, slot = int32(uint32(first) // n), int32(0)
         if SLOTS > 1:
-            slot = warp // LENGTH - member
-        return int32(warp + ((t & 31) >> 2)), int32(member), int32(slot), int32(1 - 2 * ((member + slot) & 1))
+            slot = int32(int32(uint32(int32(warp + g) if paired else warp) // n) - member)
+        if paired:
+            return int32(int32(2 * warp) + g), member, slot, int32(1)
+        return int32(warp + g), member, slot, int32(1 - 2 * ((member + slot) & 1))
 
     return place
 
@@ -558,11 +557,6 @@ def _up_kernel(cfg, nz, card, KP):
                 if MODE == 2:
                     smf[to + FACTOR] = factor(entry, stream, i)
 
-    @card.device
-    def fold(pb, x, c, f):
-        """input_fold; in mode 1 with the running integer in 64ths, one shift less."""
-        return ptx.whole_64ths(int32(int32(x * c) + pb)) if MODE == 1 else input_fold(pb, x, c, f)
-
     @device
     @(written_out if MODE == 2 else card.written)            # those of mode 2 every compiler leaves
     def folded(acc, smf, at_words, at, sums):
@@ -577,11 +571,10 @@ def _up_kernel(cfg, nz, card, KP):
                 for k in range(4):
                     f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
                     for half in range(2):
-                        pb[4 * half + k] = fold(pb[4 * half + k], acc[8 * j + half * 2 + (k >> 1) * 4 + (k & 1)], c[k],
-                                                f)
-            for half in range(2):
-                some = int32(int32(pb[4 * half] + pb[4 * half + 1]) + int32(pb[4 * half + 2] + pb[4 * half + 3]))
-                sums[half] = int32(sums[half] + (int32(some >> int32(6)) if MODE == 1 else some))
+                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
+            for k in range(8):
+                sums[k >> 2] = int32(sums[k >> 2] + pb[k])
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -605,7 +598,7 @@ def _up_kernel(cfg, nz, card, KP):
         acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(64):
             acc[i] = 0
-        row, member, slot, sign = place(first, t)
+        row, member, slot, sign = place(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
         for half in range(2):
@@ -621,10 +614,10 @@ def _up_kernel(cfg, nz, card, KP):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
-                last = ahead == PASSES - 1
+                mine, last = row, ahead == PASSES - 1
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
-                    row, member, slot, sign = place(tile + every, t)
+                    row, member, slot, sign = place(tile + every, t, 0)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, source)
                 if last:
                     for half in range(2):
@@ -650,7 +643,6 @@ def _up_kernel(cfg, nz, card, KP):
                     if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
                 if last:
-                    mine = tile * (64 * RG) + (group // CG) * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
                     for half in range(2):
                         total = quad_sum(sums[half])
                         if q == 0:
@@ -683,8 +675,7 @@ def _joined_function(CG):
 
 def value_length(cfg):
     """Positions of a row of v: whole tiles of the attention."""
-    length, tile = padded_length(cfg), attention_tile(cfg)
-    return blocks(length, tile) * tile
+    return blocks(padded_length(cfg), TILE) * TILE
 
 
 def _full_kernel(cfg, nz, card, kind):
@@ -701,21 +692,14 @@ def _full_kernel(cfg, nz, card, kind):
     K = 4 * H if DOWN else H
     SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
     MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
-    ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
-    ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
-    ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
     SLOTS = members_of(64, LENGTH)
-    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
+    TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
     TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H, turns=card.wgmma)
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
-    BIAS, TABLE = CG * BIAS, CG * TABLE
-    GROUP = 2 * SLOTS * TABLE
     (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
-    place = _place_function(cfg, RG)
-    AT_TABLES = shape.bytes // 4
+    AT_TABLES, place = shape.bytes // 4, _place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
-    AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, fresh=True)
     job_shift, joined, (column, vector) = nz.shift, _joined_function(CG), pair_functions(cfg, nz)
@@ -731,48 +715,13 @@ def _full_kernel(cfg, nz, card, kind):
             sm[to] = column(source, pair, i)
             if DOWN:
                 even, odd = vector(source, 3, pair, i)
-                sm[to + BIAS] = odd if (member + slot) & 1 else even
+                sm[to + 128] = odd if (member + slot) & 1 else even
 
     @card.device
     def turned(e, o, cos, sin):
         half, less = int64(1) << int64(BIT - 1), int32(-sin)
         return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
                 int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
-
-    @card.device
-    def rotate(acc, j, half, rope, at_shared, at_global, col):
-        """The rotary embedding of four neighbours, columns col..."""
-        if ROPE_SHARED:
-            r = ptx.load_shared4(at_shared + (col & (D - 1)) * 4)
-        else:
-            r = ptx.load4(rope, at_global + (col & (D - 1)))
-        i = 8 * j + 2 * half
-        acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
-        acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
-
-    @card.device
-    def extremes(acc, most, least):
-        """The largest and smallest values so far of the two rows."""
-        for j in range(N // 8):
-            for half in range(2):
-                a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
-                most[half], least[half] = int32(max(max(most[half], a), b)), int32(min(min(least[half], a), b))
-
-    @card.device
-    def quantised(acc, scales):
-        for j in range(N // 8):
-            for half in range(2):
-                for e in range(2):
-                    acc[4 * j + 2 * half + e] = rounded(acc[4 * j + 2 * half + e], scales[half])
-
-    @card.device
-    def store(acc, out, to, col):
-        for j in range(N // 16):
-            if not RAGGED or col + 16 * j < H:
-                for half in range(2):
-                    i = 8 * j + 2 * half
-                    word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
-                    out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = word
 
     @card.device
     def store_transposed(acc, out, row, col, lane):
@@ -807,10 +756,6 @@ def _full_kernel(cfg, nz, card, kind):
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side, rg = lane & 3, group % CG, group // CG
-        if ROPE_SHARED:
-            for i in range(t, LENGTH * D, THREADS):
-                sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
-            cuda.syncthreads()
         acc, s, scales = cuda.local.array(ACC, int32), cuda.local.array(2, int32), cuda.local.array(2, float32)
         most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
@@ -819,7 +764,7 @@ def _full_kernel(cfg, nz, card, kind):
         step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
-            row, member, slot, sign = place(tile, t)
+            row, member, slot, sign = place(tile, t, 0)
             for half in range(2):
                 s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
                 most[half], least[half] = 0, 0
@@ -827,7 +772,7 @@ def _full_kernel(cfg, nz, card, kind):
             wait_rows(ring, turn)
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
-                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE) + side * 128
+                buffer = AT_TABLES + (2 * group + ((turn * PASSES + ahead) & 1)) * (SLOTS * TABLE)
                 step = multiply(acc, ring, step)
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
@@ -837,7 +782,7 @@ def _full_kernel(cfg, nz, card, kind):
                     if not RAGGED or col + 16 * j < H:
                         n = ptx.load_shared4(at_noise + j * 64)
                         if DOWN:
-                            b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
+                            b = ptx.load_shared4(at_noise + 512 + j * 64)
                         for half in range(2):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
@@ -849,13 +794,16 @@ def _full_kernel(cfg, nz, card, kind):
                                     v = int32(v + b[k])
                                 acc[i] = v
                 if QKV and which < 2:
-                    position = row % LENGTH
-                    at_shared = base + 4 * (AT_ROPE + position * ROPE_ROW)
                     for j in range(N // 16):
                         for half in range(2):
-                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
-                                   int64(min(position + 8 * half, T - 1) * D), col + j * 16 + q * 4)
-                extremes(acc, most, least)
+                            i, position = 8 * j + 2 * half, min(row % LENGTH + 8 * half, T - 1)
+                            r = ptx.load4(rope, int64(position * D + ((col + j * 16 + q * 4) & (D - 1))))
+                            acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
+                            acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
+                for j in range(N // 8):
+                    for half in range(2):
+                        a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
+                        most[half], least[half] = max(max(most[half], a), b), min(min(least[half], a), b)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
@@ -872,14 +820,20 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
                         acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
-                quantised(acc, scales)
+                for i in range(ACC):
+                    acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
                 col = ahead * (CG * N) + side * N
                 if QKV and which == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
-                    store(acc, h, to, col)
+                    for j in range(N // 16):
+                        if not RAGGED or col + 16 * j < H:
+                            for half in range(2):
+                                i = 8 * j + 2 * half
+                                h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = pack_rounded(
+                                    acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
 
-    return full, 4 * (AT_ROPE + ROPE_WORDS), shape
+    return full, 4 * (AT_TOPS + TOPS), shape
 
 
 # --- head -------------------------------------------------------------------------------------------------------------
@@ -906,7 +860,7 @@ def head_kernel(cfg, nz, card, clean=False):
     WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
     if clean:
         TARGETS, SKIP, SUM = 1, 0, int64
-    MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
+    MOST, COPIES = exp_sizes(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
     FARTHEST = (MOST << LOGIT) + ONES
@@ -922,8 +876,7 @@ def head_kernel(cfg, nz, card, clean=False):
     RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
-    AT_PARTS, ENTRY = AT_TABLES + TABLES, 4 * COPIES
-    place = _place_function(cfg, RG)
+    AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, _place_function(cfg, RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
     noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
     column, _ = pair_functions(cfg, nz)
@@ -932,15 +885,6 @@ def head_kernel(cfg, nz, card, clean=False):
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
-
-    @device
-    def pair_place(tile, t, length):
-        """As `place`, of pairs instead of members."""
-        first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
-        g = int32((t & 31) >> 2)
-        unit = int32(uint32(first) // uint32(length))
-        mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
-        return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
 
     @card.device
     def slot_of(c):
@@ -1046,7 +990,7 @@ def head_kernel(cfg, nz, card, clean=False):
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
-        row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
+        row, member, slot, sign = place(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
@@ -1303,11 +1247,6 @@ def _norm_kernel(cfg, nz, card, streams):
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-def attention_tile(cfg):
-    """Positions of keys and values that the attention takes at a time."""
-    return 64 if padded_length(cfg) > 32 else 32
-
-
 def _attention_kernel(cfg, nz, card):
     """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16
     positions, all heads.
@@ -1319,8 +1258,8 @@ def _attention_kernel(cfg, nz, card):
     without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
     high + low. plan: 12 seed, 13 overlay."""
     H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
-    LENGTH, POSITIONS, TILE = padded_length(cfg), value_length(cfg), attention_tile(cfg)
-    MOST, COPIES, LIMBS, LOWEST = exp_entries(cfg) - 1, exp_copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
+    LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
+    (MOST, COPIES), LIMBS, LOWEST = exp_sizes(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
     EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 32, H if MODE == 2 else 1, TILE // 2
     BELOW_ONE = 1 - 2.0 ** -22
     MANY = LENGTH > 64                                       # more than one tile
@@ -1401,7 +1340,7 @@ def _attention_kernel(cfg, nz, card):
             n = LIMBS - 1 - i
             r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
             r = ptx.mma_u8s8(limbs[n], v[0], v[1], r)
-            if TILE == 64 and wide:
+            if wide:
                 r = ptx.mma_u8s8(limbs[3 + n], v[2], v[3], r)
         return r
 
@@ -1536,9 +1475,8 @@ class Members(Pass):
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
-        self.clean_kernels, self.head = list(self.kernels), add(head_kernel(cfg, nz, card))
         self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, True), **CLEAN_HEAD)
-        self.clean_kernels.append(self.clean_head)
+        self.clean_kernels, self.head = [*self.kernels, self.clean_head], add(head_kernel(cfg, nz, card))
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
         used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
