@@ -1,7 +1,7 @@
 """The transformer's forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
 
-`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out and a window
-a member instead of a window a pair; only its head is another kernel. Five parts make it:
+`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out; only its
+head is another kernel. Five parts make it:
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -724,6 +724,28 @@ def _full_kernel(cfg, nz, card, kind):
                 int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
 
     @card.device
+    def extremes(acc, most, least):
+        """The largest and smallest values so far of the two rows."""
+        for j in range(N // 8):
+            for half in range(2):
+                a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
+                most[half], least[half] = int32(max(max(most[half], a), b)), int32(min(min(least[half], a), b))
+
+    @card.device
+    def quantised(acc, scales):
+        for i in range(ACC):
+            acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
+
+    @card.device
+    def store(acc, out, to, col):
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < H:
+                for half in range(2):
+                    i = 8 * j + 2 * half
+                    word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    out[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = word
+
+    @card.device
     def store_transposed(acc, out, row, col, lane):
         """Rows g, g ^ 1 and the two 8 further are neighbouring bytes."""
         odd, q = (lane >> 2) & 1, lane & 3
@@ -800,10 +822,7 @@ def _full_kernel(cfg, nz, card, kind):
                             r = ptx.load4(rope, int64(position * D + ((col + j * 16 + q * 4) & (D - 1))))
                             acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
                             acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
-                for j in range(N // 8):
-                    for half in range(2):
-                        a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
-                        most[half], least[half] = max(max(most[half], a), b), min(min(least[half], a), b)
+                extremes(acc, most, least)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
                         ptx.store4(spill, at_spill + (ahead * ACC + i) * THREADS, acc[i], acc[i + 1], acc[i + 2],
@@ -820,18 +839,12 @@ def _full_kernel(cfg, nz, card, kind):
                     for i in range(0, ACC, 4):
                         a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
                         acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
-                for i in range(ACC):
-                    acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
+                quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
                 if QKV and which == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
-                    for j in range(N // 16):
-                        if not RAGGED or col + 16 * j < H:
-                            for half in range(2):
-                                i = 8 * j + 2 * half
-                                h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))] = pack_rounded(
-                                    acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                    store(acc, h, to, col)
 
     return full, 4 * (AT_TOPS + TOPS), shape
 
@@ -848,15 +861,15 @@ def head_kernel(cfg, nz, card, clean=False):
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
-    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position; `count`
-    windows, a member each; exps: int64 exponentials of logit differences (products.CLEAN_ONE), so that sums do not
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
+    windows; exps: int64 exponentials of logit differences (products.CLEAN_ONE), so that sums do not
     depend on their order.
 
     The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
     `slot_of`."""
     H, T, V, LENGTH, TARGETS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg), cfg.TARGETS
     LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
-    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if clean or PAIRED else 1      # shift from a member to its window
+    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
     WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
     if clean:
         TARGETS, SKIP, SUM = 1, 0, int64
@@ -1079,24 +1092,16 @@ def head_kernel(cfg, nz, card, clean=False):
 
 def _embed_kernel(cfg, nz, card):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position. each: 1 or, for validation, 2 windows a pair, each `width` tokens long; the last is repeated
-    where their number `count` is odd. plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    four lanes a position. width: tokens of a pair's window. plan: 8 bias (vector_function), 20 packed words, 21 overlay
+    A, 22 overlay B."""
     H, T, LENGTH, (_, vector) = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), pair_functions(cfg, nz)
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
-    @card.device
-    def token_of(windows, first, position, plan, p, q):
-        """The token at a position of a window, its first packed word for this lane, and its coefficient of NTT_MODE."""
-        position = min(position, T - 1)
-        token = windows[first + position]
-        at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        return token, at, coefficient(windows, first, position) if NTT else int32(0)
-
     @cuda.jit(launch_bounds=256)
     @card.written
-    def embed(call, plan, weights, packed, overlay, windows, each, width, count, job, offset, h, losses):
+    def embed(call, plan, weights, packed, overlay, windows, width, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1113,26 +1118,25 @@ def _embed_kernel(cfg, nz, card):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            q = lane & 3
-            token, at_e, coef = token_of(windows, each * unit * width, position, plan, p, q)
-            at_o, coef_o = at_e, coef
-            if each == 2:
-                _, at_o, coef_o = token_of(windows, min(2 * unit + 1, count - 1) * width, position, plan, p, q)
+            q, here = lane & 3, min(position, T - 1)
+            token = windows[unit * width + here]
+            coef = coefficient(windows, unit * width, here) if NTT else int32(0)
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
+            at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
             address, x = ptx.shared_address(table, q * 4), cuda.local.array(8, int32)
             for piece in range(H // 16):
-                word, word_o = packed[uint64(at_e + piece * 32)], packed[uint64(at_o + piece * 32)]
+                word = packed[uint64(at + piece * 32)]
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
                     i = piece * 16 + q * 4 + k
                     d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
-                    e, o, more, more_o = byte(word, k), byte(word_o, k), int32(0), int32(0)
+                    e, more, more_odd = byte(word, k), int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, shift, mask, coef, coef_o, i)
+                        more, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
                     x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
-                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
+                    x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> shift)) + odd[k]) + more_odd))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 
@@ -1500,10 +1504,11 @@ class Members(Pass):
         return out, rows, end
 
     def launch(self, plan, tables, pairs, scratch, clean=False, **given):
-        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0. given:
-        what kernels are given, by the names of their parameters."""
+        """Enqueues the whole pass over so many pairs; clean: of so many windows, with job[2] = 0: then both members of a
+        pair are the unperturbed model. given: what kernels are given, by the names of their parameters."""
         layout, stride, _ = self.layout(pairs)
-        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride)
+        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride,
+                               count=pairs)
         length, n = padded_length(self.cfg), given["n"]
         rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
 
@@ -1519,7 +1524,7 @@ class Members(Pass):
             product(self.up, calls.up, up, layer, n)
             product(self.full["down"], calls.down, down, layer, given["u"])
 
-        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed, each=2 if clean else 1,
+        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
                    width=self.cfg.SEQ_LEN + 1 if clean else self.cfg.WINDOW, losses=given["losses"].view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)

@@ -240,17 +240,15 @@ def products(tiles, operand, rows, start, votes):
     for i in range(4):
         for j in range(32):
             acc[i, j] = 0
-    slot = int32(0)
     for step in range(steps):
         copy_wait_but_one()
         cuda.syncthreads()
         if step + 2 < steps:
-            fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
+            fetch(base + int32(uint32(step + 2) % uint32(STAGES)) * STAGE, operand, plain_at, signed_at, step + 2)
         copy_commit()
-        here = base + slot * STAGE
+        here = base + int32(uint32(step) % uint32(STAGES)) * STAGE
         for i in range(4):
             multiply(acc[i], int32(here + plain_lane + i * (16 * DEPTH)), int32(here + signed_lane))
-        slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
     # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
     if tiles[tile, SIGNED_IS_ROW]:
         down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
@@ -269,46 +267,42 @@ def products(tiles, operand, rows, start, votes):
                                         acc[i, 4 * j + 2 * half + k])
 
 
-def vectors_kernel(pairs):
-    """The kernel of the vectors' votes."""
-    def vector_products(groups, operand, fit, rows, start, splits, votes):
-        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
-        of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
-        they share rows."""
-        item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
-        split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
-        group = int32(item - split * groups.shape[0])
-        if split >= splits:
-            return
-        element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
-        from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
-        from_n = max(from_n, int32((offset - start) // 16 * 16))
-        to_n = min(to_n, int32(offset + pairs - start))
-        forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
+    """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
+    of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
+    they share rows."""
+    item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
+    split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
+    group = int32(item - split * groups.shape[0])
+    if split >= splits:
+        return
+    element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
+    from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
+    from_n = max(from_n, int32((offset - start) // 16 * 16))
+    to_n = min(to_n, int32(offset + pairs - start))
+    forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+    for e in range(EIGHTS):
+        forth[e] = 0
+        back[e] = 0
+    selector = int32(0x3210 + 0x1111 * ahead)
+    row = element + (lane >> 2)
+    here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
+    for step in range(from_n, to_n, 16):
+        n = int32(step + (lane & 3) * 4)
+        minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+        minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
+        plus = uint32(some ^ minus)
+        after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
-            forth[e] = 0
-            back[e] = 0
-        selector = int32(0x3210 + 0x1111 * ahead)
-        row = element + (lane >> 2)
-        here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
-        for step in range(from_n, to_n, 16):
-            n = int32(step + (lane & 3) * 4)
-            minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
-            minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
-            plus = uint32(some ^ minus)
-            after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
-            for e in range(EIGHTS):
-                x = uint32(operand[here + e * (SPLIT * 2)])
-                y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
-                forth[e] = dp4a(int32(x & plus), y, forth[e])
-                back[e] = dp4a(int32(x & minus), y, back[e])
-            here += 32
-        for e in range(EIGHTS):
-            total = quad_sum(int32(forth[e] - back[e]))
-            if lane & 3 == 0 and total != 0:
-                cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
-
-    return vector_products
+            x = uint32(operand[here + e * (SPLIT * 2)])
+            y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
+            forth[e] = dp4a(int32(x & plus), y, forth[e])
+            back[e] = dp4a(int32(x & minus), y, back[e])
+        here += 32
+    for e in range(EIGHTS):
+        total = quad_sum(int32(forth[e] - back[e]))
+        if lane & 3 == 0 and total != 0:
+            cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
 
 def optimize_kernel(cfg):
@@ -430,7 +424,7 @@ def build(cfg):
     return {
         "operands": (operands_kernel(cfg), (A2, AU32, A32, int32, int32, A32)),
         "products": (products, (A2, A32, int32, int32, A32)),
-        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A32, A32, int32, int32, int32, A32)),
+        "vector_products": (vector_products, (A2, A32, A32, int32, int32, int32, int32, A32)),
         "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A32, F1, A8, F2, B1, A32)),
         "rescale": (rescale_kernel(cfg), (B1, A8)),
     } | ({"seen": (seen_kernel(cfg), (A32, A2, A8, AU32, A32))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
@@ -492,7 +486,7 @@ class Update:
             add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start,
                 self.votes)
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
-                fit, n_rows, start, pieces, self.votes)
+                fit, n_rows, start, pieces, np.int32(self.pairs), self.votes)
         if "seen" in kernels:
             add("seen", self.pairs * len(self.seen), 0, self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
