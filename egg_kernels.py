@@ -252,8 +252,9 @@ class Forward(products.Forward):
                            overlay=overlay, windows=windows, job=job, offset=offset, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._noisy.launch(self._plan, self._tables, count, scratch, True, stream=stream, weights=weights, packed=packed,
-                           overlay=weights, windows=windows, job=self._tables.no_job, offset=0, losses=nats)
+        self._noisy.launch(self._plan, self._tables, count, scratch, True, stream=stream, weights=weights,
+                           packed=packed, overlay=weights, windows=windows, job=self._tables.no_job, offset=0,
+                           losses=nats)
 
     def cache_bytes(self, positions):
         cfg = self.cfg

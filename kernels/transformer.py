@@ -22,6 +22,7 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
             columns, sums of earlier passes wait in scratch memory of the block.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -191,20 +192,16 @@ class Shape(SimpleNamespace):
         pieces = self.K // self.KP
         return self.passes * pieces * (self.CG if self.turns else 1), pieces if self.turns else 0
 
-    def traffic(self):
-        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
-        for epilogues beside which the tensor cores rest."""
-        weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
-        bytes_ = weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
-        return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
-
-def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
-    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough. turns: column groups may take turns where the rows stay for several passes."""
-    found, RG = [], GROUPS // CG
-    for stream in False, True:
-        rows = 0 if stream else 64 * RG * K
+def product_shape(budget, K, columns, whole=False, unit=128, turns=False):
+    """The best Shape of a product that `budget` bytes of shared memory hold; None: nothing fits. whole: a block has all
+    `columns` of its rows, N a multiple of `unit`, and a row shall bring few bytes from the second-level cache. Else the
+    columns pass by as many rows as fit, so that the weights are read seldom. turns: column groups may take turns where
+    the rows stay for several passes."""
+    found = []
+    for CG, stream in itertools.product((1, 2, 4), (False, True)):
+        RG, passes, pieced = GROUPS // CG, blocks(columns, 128 * CG), whole and K > columns
+        N, rows = blocks(columns, unit * CG * passes) * unit, 0 if stream else 64 * RG * K
         for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
             stage = (CG * N + (64 * RG if stream else 0)) * KP
             steps = passes * K // KP
@@ -213,28 +210,17 @@ def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
             if alternate:
                 stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
-            if resident or stages >= 2:
-                rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
-                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
-                                          together=together, pieced=pieced, stream=stream, turns=alternate,
-                                          resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
-    return found
-
-
-def wide_shape(budget, K, columns, turns=False):
-    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
-    fits."""
-    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
-    return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
-
-
-def full_shape(budget, K, H, unit=16, turns=False):
-    """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
-    found = []
-    for CG in 1, 2, 4:
-        passes = blocks(H, 128 * CG)
-        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
-    return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
+            if not resident and stages < 2:
+                continue
+            shape = Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=whole, pieced=pieced,
+                          stream=stream, turns=alternate, resident=resident, at_ring=rows, stage=stage,
+                          bytes=rows + stages * stage)
+            # half as much again for sums that wait there, and a tenth for epilogues beside which the tensor cores rest
+            traffic = ((0 if resident else shape.columns() * K / (64 * RG)) + K * (passes if stream else 1)
+                       + 12 * CG * N * (passes - 1)) * (1 if resident or alternate else 1.1)
+            shallow = not (resident or stages >= 3 and KP >= min(64, K))
+            found.append(((shallow, *((round(traffic / columns), passes) if whole else (stream,)), CG, -KP), shape))
+    return min(found, key=lambda ranked: ranked[0])[1] if found else None
 
 
 class Ring(NamedTuple):
@@ -503,7 +489,7 @@ def _up_kernel(cfg, nz, card, KP):
     # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
     for COPIES in 32, 8, 4:
         GELUS = 257 * COPIES
-        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
+        shape = product_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, turns=card.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
     RG, CG, PASSES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
@@ -656,21 +642,19 @@ def _up_kernel(cfg, nz, card, KP):
 
 # --- products of full width: q, k, v; what is added to the residual stream --------------------------------------------
 
-def _joined_function(CG):
-    """Device function joined(tops, sm, at, side, q, barrier): the largest values of a thread's two rows become those of
-    the quad and of all CG column groups, which exchange them through words of shared memory."""
-    @device
-    def joined(tops, sm, at, side, q, barrier):
-        for half in range(2):
-            tops[half] = quad_max(tops[half])
-        if CG > 1:
-            if q == 0:
-                sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
-            ptx.named_barrier(barrier, CG * 128)
-            for k in range(CG):
-                for half in range(2):
-                    tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
-    return joined
+@device
+def joined(tops, sm, at, CG, side, q, barrier):
+    """The largest values of a thread's two rows become those of the quad and of all CG column groups, which exchange
+    them through words of shared memory."""
+    for half in range(2):
+        tops[half] = quad_max(tops[half])
+    if CG > 1:
+        if q == 0:
+            sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
+        ptx.named_barrier(barrier, int32(CG * 128))
+        for k in range(CG):
+            for half in range(2):
+                tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
 
 
 def value_length(cfg):
@@ -695,14 +679,14 @@ def _full_kernel(cfg, nz, card, kind):
     SLOTS = members_of(64, LENGTH)
     TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
     TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=card.wgmma)
+    shape = product_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, True, 16, card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
     AT_TABLES, place = shape.bytes // 4, _place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, fresh=True)
-    job_shift, joined, (column, vector) = nz.shift, _joined_function(CG), pair_functions(cfg, nz)
+    job_shift, (column, vector) = nz.shift, pair_functions(cfg, nz)
 
     @card.device
     def prepare(sm, at, c, columns, member, source):
@@ -830,7 +814,7 @@ def _full_kernel(cfg, nz, card, kind):
             mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
             for half in range(2):
                 most[half] = int32(max(most[half], int32(-least[half])))
-            joined(most, sm, AT_TOPS + mine * CG, side, q, 5 + rg)
+            joined(most, sm, AT_TOPS + mine * CG, CG, side, q, 5 + rg)
             for half in range(2):
                 scales[half] = amax_scale(most[half])
             for back in range(PASSES):
@@ -885,13 +869,13 @@ def head_kernel(cfg, nz, card, clean=False):
     EXPS = (MOST + 1) * STRIDE
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, card.wgmma)
+    shape = product_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, turns=card.wgmma)
     RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
     AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, _place_function(cfg, RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
@@ -1054,7 +1038,7 @@ def head_kernel(cfg, nz, card, clean=False):
                     for half in range(2):
                         tops[half] = int32(max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1]))
                 if ahead == TILES - 1:                       # from here on: the highest level with the same logit
-                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, side, q, 5 + rg)
+                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, CG, side, q, 5 + rg)
                     if CG > 1:                               # the sums will take this place
                         ptx.named_barrier(5 + rg, CG * 128)
                     for half in range(2):
@@ -1172,12 +1156,6 @@ def _norm_kernel(cfg, nz, card, streams):
             return ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
         return clip(int32(divide(p, mean) + b))
 
-    @card.device
-    def sizes(word):
-        """Sum of the four |bytes|."""
-        negative = ptx.byte_permute(word, 0, 0xBA98)
-        return ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
-
     @cuda.jit(launch_bounds=256)
     @card.written
     def norm(call, plan, weights, overlay, job, offset, stride, h, out, sb):
@@ -1212,8 +1190,10 @@ def _norm_kernel(cfg, nz, card, streams):
                 sums[i] = 0
             totals[0], totals[1] = 0, 0
             for piece in range(H // 16):
-                for half in range(2):
-                    totals[half] = int32(totals[half] + sizes(h[uint64(at + half * (2 * H) + piece * 32)]))
+                for half in range(2):                        # the sum of |bytes|
+                    word = h[uint64(at + half * (2 * H) + piece * 32)]
+                    negative = ptx.byte_permute(word, 0, 0xBA98)
+                    totals[half] = ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, totals[half]))
             for half in range(2):
                 means[half] = int32(max(int32(uint32(quad_sum(totals[half])) // uint32(H)), int32(1)))
                 # so that a quotient is never below the whole number that it is
@@ -1349,26 +1329,25 @@ def _attention_kernel(cfg, nz, card):
         return r
 
     @card.device
-    def quotient(high, low, den, reciprocal):
-        """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is
-        right or one less."""
-        f = cuda.fma(float32(high), float32(65536), float32(low)) if MANY else float32(low)
-        num = int32(int32(high << int32(16)) + low)          # its remainder fits int32, so it need not
-        size = int32(num if f >= float32(0) else int32(-num))
-        q = int32(ptx.float_bits(ptx.fma_down(abs(f), reciprocal, float32(1 << 23))) - int32(0x4B000000))
-        q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
-        return q if f >= float32(0) else int32(-q)
-
-    @card.device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
-        """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
-        rows."""
+        """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
+        stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
+        is right or one less."""
         c = ptx.load_shared4(at_c)
         x = cuda.local.array(4, int32)
         for half in range(2):
+            den = dens[half]
             for k in range(4):
                 m = at + (k >> 1) * 4 + half * 2 + (k & 1)
-                x[k] = quotient(high[m] if MANY else int32(0), low[m], dens[half], reciprocals[half])
+                num, total = low[m], float32(low[m])
+                if MANY:
+                    total = cuda.fma(float32(high[m]), float32(65536), total)
+                    num = int32(int32(high[m] << int32(16)) + num)           # its remainder fits int32, so it need not
+                size = int32(num if total >= float32(0) else int32(-num))
+                q = int32(ptx.float_bits(ptx.fma_down(abs(total), reciprocals[half], float32(1 << 23)))
+                          - int32(0x4B000000))
+                q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
+                x[k] = q if total >= float32(0) else int32(-q)
                 f = factors[at_f + k] if MODE == 2 else float32(0)
                 sums[half] = int32(sums[half] + input_term(x[k], c[k], f))
             a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
@@ -1504,8 +1483,8 @@ class Members(Pass):
         return out, rows, end
 
     def launch(self, plan, tables, pairs, scratch, clean=False, **given):
-        """Enqueues the whole pass over so many pairs; clean: of so many windows, with job[2] = 0: then both members of a
-        pair are the unperturbed model. given: what kernels are given, by the names of their parameters."""
+        """Enqueues the whole pass over so many pairs; clean: over so many windows, with job[2] = 0, so that both
+        members of a pair are the unperturbed model. given: what kernels are given, by the names of their parameters."""
         layout, stride, _ = self.layout(pairs)
         given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride,
                                count=pairs)

@@ -152,29 +152,24 @@ def operands_kernel(cfg):
     noise = build_noise(cfg).noise
 
     @device
-    def four_draws(x):
-        """The noise of four consecutive n as the bytes of a word; x: seed + n + index * 0x9e3779b9."""
-        if gaussian:
-            return uint32(pack4(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0),
-                                noise(x + uint32(3), 0)))
-        a, b, c, d = mixed(x), mixed(uint32(x + uint32(1))), mixed(uint32(x + uint32(2))), mixed(uint32(x + uint32(3)))
-        # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-        low = byte_permute(int32(a), int32(b), 0x6240), byte_permute(int32(c), int32(d), 0x6240)
-        p = uint32(byte_permute(low[0], low[1], 0x5410) ^ byte_permute(low[0], low[1], 0x7632))
-        minus = uint32(uint32(~p) & uint32(0x01010101))
-        m = uint32(uint32(p >> uint32(1)) & masks)
-        m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
-        return uint32(m ^ uint32(minus << uint32(7)))
-
-    @device
     def four_votes(x):
-        """The draws of four_draws as votes count them."""
-        word = four_draws(x)
-        if signs:
+        """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
+        one, two, three = uint32(1), uint32(2), uint32(3)
+        if gaussian:
+            word = uint32(pack4(noise(x, 0), noise(x + one, 0), noise(x + two, 0), noise(x + three, 0)))
+        else:
+            # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
+            low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + one))), 0x6240)
+            high = byte_permute(int32(mixed(uint32(x + two))), int32(mixed(uint32(x + three))), 0x6240)
+            p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
+            minus = uint32(uint32(~p) & uint32(0x01010101))
+            m = uint32(uint32(p >> one) & masks)
+            m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
+            word = uint32(m ^ uint32(minus << uint32(7)))
+        if signs:                                            # 1, -1 or 0 in each byte
             minus = uint32(uint32(word >> uint32(7)) & uint32(0x01010101))
             some = uint32(word | uint32(uint32(word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F)))
             some = uint32(uint32(some >> uint32(7)) & uint32(0x01010101))
-            # 1, -1 or 0 in each byte
             word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
         return word
 
