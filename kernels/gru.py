@@ -185,8 +185,8 @@ def _shapes(cfg, card):
         if kind == "inner":
             columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128, 4) // 4
         budget = card.shared - 4 * GROUPS * 2 * slots * table - 1024
-        out[kind] = (transformer.product_shape(budget, 4 * H, H, True, 32) if kind == "down"
-                     else transformer.product_shape(budget, H, columns))
+        out[kind] = (transformer.full_shape(budget, 4 * H, H, 32) if kind == "down"
+                     else transformer.wide_shape(budget, H, columns))
         vars(out[kind]).update(outputs=columns, slots=slots, table=table)
     return out
 

@@ -22,7 +22,6 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
             columns, sums of earlier passes wait in scratch memory of the block.
 """
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -192,16 +191,20 @@ class Shape(SimpleNamespace):
         pieces = self.K // self.KP
         return self.passes * pieces * (self.CG if self.turns else 1), pieces if self.turns else 0
 
+    def traffic(self):
+        """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
+        for epilogues beside which the tensor cores rest."""
+        weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
+        bytes_ = weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
-def product_shape(budget, K, columns, whole=False, unit=128, turns=False):
-    """The best Shape of a product that `budget` bytes of shared memory hold; None: nothing fits. whole: a block has all
-    `columns` of its rows, N a multiple of `unit`, and a row shall bring few bytes from the second-level cache. Else the
-    columns pass by as many rows as fit, so that the weights are read seldom. turns: column groups may take turns where
-    the rows stay for several passes."""
-    found = []
-    for CG, stream in itertools.product((1, 2, 4), (False, True)):
-        RG, passes, pieced = GROUPS // CG, blocks(columns, 128 * CG), whole and K > columns
-        N, rows = blocks(columns, unit * CG * passes) * unit, 0 if stream else 64 * RG * K
+
+def _shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
+    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
+    enough. turns: column groups may take turns where the rows stay for several passes."""
+    found, RG = [], GROUPS // CG
+    for stream in False, True:
+        rows = 0 if stream else 64 * RG * K
         for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
             stage = (CG * N + (64 * RG if stream else 0)) * KP
             steps = passes * K // KP
@@ -210,17 +213,28 @@ def product_shape(budget, K, columns, whole=False, unit=128, turns=False):
             if alternate:
                 stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
-            if not resident and stages < 2:
-                continue
-            shape = Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=whole, pieced=pieced,
-                          stream=stream, turns=alternate, resident=resident, at_ring=rows, stage=stage,
-                          bytes=rows + stages * stage)
-            # half as much again for sums that wait there, and a tenth for epilogues beside which the tensor cores rest
-            traffic = ((0 if resident else shape.columns() * K / (64 * RG)) + K * (passes if stream else 1)
-                       + 12 * CG * N * (passes - 1)) * (1 if resident or alternate else 1.1)
-            shallow = not (resident or stages >= 3 and KP >= min(64, K))
-            found.append(((shallow, *((round(traffic / columns), passes) if whole else (stream,)), CG, -KP), shape))
-    return min(found, key=lambda ranked: ranked[0])[1] if found else None
+            if resident or stages >= 2:
+                rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
+                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
+                                          together=together, pieced=pieced, stream=stream, turns=alternate,
+                                          resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
+    return found
+
+
+def wide_shape(budget, K, columns, turns=False):
+    """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
+    fits."""
+    found = [x for CG in (1, 2, 4) for x in _shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
+    return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
+
+
+def full_shape(budget, K, H, unit=16, turns=False):
+    """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
+    found = []
+    for CG in 1, 2, 4:
+        passes = blocks(H, 128 * CG)
+        found += _shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
+    return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
 
 
 class Ring(NamedTuple):
@@ -489,7 +503,7 @@ def _up_kernel(cfg, nz, card, KP):
     # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
     for COPIES in 32, 8, 4:
         GELUS = 257 * COPIES
-        shape = product_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, turns=card.wgmma)
+        shape = wide_shape(card.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, card.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
     RG, CG, PASSES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
@@ -679,7 +693,7 @@ def _full_kernel(cfg, nz, card, kind):
     SLOTS = members_of(64, LENGTH)
     TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
     TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
-    shape = product_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, True, 16, card.wgmma)
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
     (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
     AT_TABLES, place = shape.bytes // 4, _place_function(cfg, RG)
@@ -869,7 +883,7 @@ def head_kernel(cfg, nz, card, clean=False):
     EXPS = (MOST + 1) * STRIDE
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    shape = product_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, turns=card.wgmma)
+    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, card.wgmma)
     RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
