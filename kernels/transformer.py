@@ -1537,7 +1537,7 @@ def _attention_kernel(cfg, nz, card):
         copy = lane & (COPIES - 1)
         at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
         at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
-        at_v = base + BYTES + lane * 16
+        at_v = base + BYTES + (lane * 16 & (8 * TILE - 1))     # a tile of 32 ends there; more may be in flight
         s, query, limbs = (cuda.local.array(SCORES, int32), cuda.local.array((QUERY, 4), int32),
                            cuda.local.array((6, 4), int32))
         high, low = cuda.local.array(SUMS, int32), cuda.local.array(SUMS, int32)
@@ -1597,7 +1597,7 @@ def _attention_kernel(cfg, nz, card):
             if works and (lane & 3) == 0:
                 sb[row + 8 * half] = total
 
-    return attention, 2 * STAGE + 512
+    return attention, 2 * STAGE
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
