@@ -411,11 +411,11 @@ class CudaEngine:
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
         # page-locked; an update that is begun and not wanted may read that of the next one
         self._given_fitness, fit = cuda.pinned_array(cfg.N_PAIRS, np.int8), votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
-        steps = [("fitness", lambda: fit.copy_to_device(self._given_fitness, stream))]
+        steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            steps.append(("cut_windows", self._cutting(votes.windows)))
-        steps += votes.launches(stream, self._job, weights, self._moments, self._overlay)
+            steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
         steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        steps.insert(0, ("fitness", lambda: fit.copy_to_device(self._given_fitness, stream)))
         self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
         self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
                                                *(launch() for _, launch in steps)])
