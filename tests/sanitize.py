@@ -23,7 +23,7 @@ CONFIGURATIONS = {
     "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=24, TENSOR_CORES="mma"),
     "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",
                    SOFT_TARGETS=((0, 1),)),
-    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=20),
+    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=12),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
     "gru, general": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
