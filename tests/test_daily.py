@@ -329,7 +329,8 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     fails(result, 1, "has no numpy: it is installed for another: ")
     for directory in clone.parent, clone:
         monkeypatch.chdir(directory)
-        result = process(clone / "egg.py" if directory == clone.parent else "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
+        program = clone / "egg.py" if directory == clone.parent else "egg.py"
+        result = process(program, "arch", "-D", "N_LAYERS=2", **bare)
         done = paste(result.stderr.partition("another: ")[2], "")
         assert done.returncode == 0 and "multiply-adds" in done.stdout, (result, done)
 
