@@ -38,6 +38,14 @@ def split_address(text):
     return (match[1] or "").strip("[]"), int(match[2])
 
 
+def resolve(host, port, flags=0):
+    """What socket.getaddrinfo finds for TCP. Raises OSError, also for what cannot be a name."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "this is no name") from None
+
+
 def address_text(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -79,28 +87,23 @@ class Budget:
         return self.refill()
 
 
-class Crowd:
-    """Connections that have proved nothing yet, at most `most`, in the order of their arrival. When they are so many,
-    the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
+class Crowd(dict):
+    """{connection: True}: those that have proved nothing yet, at most `most`, in the order of their arrival. When they
+    are so many, the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
 
     def __init__(self, most):
-        self.most, self.members = most, {}
+        super().__init__()
+        self.most = most
 
     def room(self):
         """Whether there is room for another one, which may end an older one."""
-        if len(self.members) >= self.most:
-            crowded = collections.Counter(one.host for one in self.members).most_common(1)[0][0]
-            oldest = next(one for one in self.members if one.host == crowded)
+        if len(self) >= self.most:
+            crowded = collections.Counter(one.host for one in self).most_common(1)[0][0]
+            oldest = next(one for one in self if one.host == crowded)
             if time.monotonic() - oldest.born < YOUNG:
                 return False
             oldest.close()
         return True
-
-    def add(self, connection):
-        self.members[connection] = True
-
-    def discard(self, connection):
-        return self.members.pop(connection, False)
 
 
 class Listener:
@@ -143,11 +146,7 @@ class Hub:
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
         until then the system holds it. Returns the (host, port) that is listened on. Raises OSError."""
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
-                                                          flags=socket.AI_PASSIVE)[0]
-        except UnicodeError:
-            raise socket.gaierror(socket.EAI_NONAME, "this is not a name") from None
+        family, _, _, _, address = resolve(host, port, socket.AI_PASSIVE)[0]
         listener = socket.create_server(address, family=family, backlog=backlog)
         listener.setblocking(False)
         self._listeners.append(Listener(self, listener, accept, room))

@@ -98,8 +98,8 @@ class Progress:
             return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
-        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
-                         unit=figure[1])
+        value, unit = figure
+        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
         return True
 
     def summary(self):
