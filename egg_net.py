@@ -634,7 +634,8 @@ class Coordinator:
 
 def room_for_connections(http):
     """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     files = OTHER_FILES + (http.descriptors if http else 0)
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
     if room < LEAST_CONNECTIONS:
@@ -647,15 +648,11 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
     or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see Coordinator. Returns a progress.Summary. Raises EggError."""
+    event_log.Events; http, island: see Coordinator. Returns its Progress. Raises EggError."""
     console = console or Console()
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = history.open_run(cfg, save_dir, load_dir)
     with (contextlib.closing(run),
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
-        for line in run.notices:
-            events.warn(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console,
                                   access=access, events=events, http=http, island=island)
         with contextlib.closing(coordinator):
@@ -670,4 +667,4 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)
-        return coordinator.progress.summary()
+        return coordinator.progress

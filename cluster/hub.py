@@ -125,7 +125,7 @@ class Listener:
             sock, peer = self.sock.accept()
             sock.setblocking(False)
             self._accept(sock, peer)
-            self.hub.again(self)                     # there may be more
+            self.hub.again.add(self)                 # there may be more
 
     def check(self):
         if self.resting:
@@ -140,7 +140,7 @@ class Hub:
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
         self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
-        self._again = set()                          # those with input that is not handled yet
+        self.again = set()                           # those with input that is not handled yet: next in the next turn
         self._hears_strangers, self._dice = False, random.Random()
 
     def listen(self, host, port, accept, room, backlog):
@@ -154,7 +154,7 @@ class Hub:
 
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
-        again, self._again = self._again, set()
+        again, self.again = self.again, set()
         credit = self._share.refill()
         if self._hears_strangers != (credit > 0):
             self._hears_strangers = credit > 0
@@ -181,7 +181,7 @@ class Hub:
             one, began = strangers.pop(), time.thread_time()
             self.guard(one, one.turn, events[one])
             credit = self._share.spend(time.thread_time() - began)
-        self._again |= again.intersection(strangers)
+        self.again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
         """Calls something on behalf of a peer. Only its connection ends by an error that is no EggError."""
@@ -192,10 +192,6 @@ class Hub:
                 raise
             except Exception as error:
                 connection.broken(error)
-
-    def again(self, connection):
-        """Gives the connection a turn in the next round, though nothing new may have come."""
-        self._again.add(connection)
 
     def check(self, now):
         for connection in list(self.connections):
@@ -263,7 +259,7 @@ class Connection:
         self.paused = paused
         self._flush()
         if self.open and not paused:
-            self.hub.again(self)
+            self.hub.again.add(self)
 
     def close(self):
         if self.open:
@@ -281,7 +277,7 @@ class Connection:
 
     broken = failed
 
-    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
+    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, 0 from Hub.again
 
     def _connected(self, _):
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -61,7 +61,7 @@ class Session(hub.Connection):
                 self.pause()
         if self.open:
             if not self.paused and self.full():
-                self.hub.again(self)
+                self.hub.again.add(self)
             self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def full(self):

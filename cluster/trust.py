@@ -63,8 +63,7 @@ class Trust:
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        count, others = self._count(step, self.leading(step))
-        return count > others or not others
+        return not self.contradicts(step, self.leading(step))
 
     def leading(self, step):
         """The digest with most votes at this step, b"" where nobody has voted."""

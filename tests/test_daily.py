@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
 
 def test_the_continuation_is_that_of_the_arguments(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    done = type("Summary", (), {"directory": "ckpt"})
+    done = types.SimpleNamespace(run=types.SimpleNamespace(directory="ckpt"))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
     assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
                      "--peer", "a:1", "--peer", "[::1]:2", "--island", "x", "--save-dir", "ckpt"]) == 0

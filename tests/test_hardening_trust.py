@@ -448,7 +448,12 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(tm
 def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
     """Two workers: one gives the state with which an epoch begins, the other one states its hash."""
     hashed, plain = [], snapshots.state_hash
-    monkeypatch.setattr(snapshots, "state_hash", lambda state: hashed.append(state.step) or plain(state))
+
+    def state_hash(state, *kind):
+        hashed.extend([] if kind else [state.step])                  # SHA-256 is that of a snapshot's head
+        return plain(state, *kind)
+
+    monkeypatch.setattr(snapshots, "state_hash", state_hash)
     cfg = egg_config.make(**{**ISLE.constants(), "REJUVENATE_AFTER": 12, "SNAPSHOT_EVERY": 1000})
     with Isle(tmp_path, "a", 0, cfg=cfg) as a:
         for _ in range(2):

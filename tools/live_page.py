@@ -281,7 +281,7 @@ class Client(hub.Connection):
     def _answer(self, response):
         self.until = time.monotonic() + SEND_SECONDS
         self.send(response)
-        self.hub.again(self)
+        self.hub.again.add(self)
 
     def full(self):
         return b"\r\n\r\n" in self.inbox and not self.ending
