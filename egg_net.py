@@ -305,13 +305,12 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             console.line(f"worker: {line}")
 
     while True:
-        link, answers = None, worker.answers
+        answers = worker.answers
         try:
-            link = Link(cfg, host, port, version, access, card, proves_first)
-            proves_first = link.proves_first
-            connected = True
-            log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (link.version == V1)}")
-            worker.serve(link)
+            with contextlib.closing(Link(cfg, host, port, version, access, card, proves_first)) as link:
+                connected, proves_first = True, link.proves_first
+                log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
+                worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
@@ -328,9 +327,6 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
-        finally:
-            if link is not None:
-                link.close()
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()

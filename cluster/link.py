@@ -75,8 +75,7 @@ class Link:
             if answer[0] != wire.HELLO:
                 raise
             raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
-                                 "coordinator of protocol 2, and that both sides use TLS (--tls-ca) or neither does") \
-                from None
+                                 "coordinator of protocol 2, and that both sides use TLS (--tls-ca) or none") from None
         except (greeting.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
