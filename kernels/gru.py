@@ -27,11 +27,11 @@ from kernels import ptx
 from kernels import transformer
 from kernels.gru_parts import (DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, norm_kernel, padded_rows, row_of,
                                source_of, stream_of)
-from kernels.parts import (A32, A8, AF64, PLAN, SIGNS, TILE, aligned, blocks, byte, clip, pack_rounded, quad_sum,
+from kernels.parts import (A32, A8, PLAN, SIGNS, aligned, blocks, byte, clip, pack_rounded, quad_sum,
                            quotient_function, unrolled, written_out)
 from kernels.products import PLAIN, QUADS, ROWS, Kernel, block_sum, matrix_vector, ranges
 from kernels.rules import NORMS, build_noise, device
-from kernels.transformer import GROUPS, THREADS, Shape, drawn_kernel, head_kernel, members_of
+from kernels.transformer import CLEAN_HEAD, GROUPS, THREADS, head_kernel, members_of
 from model import parameters
 
 quotient, open_gate, gated, next_state = NORMS.quotient, NORMS.gate, NORMS.gated, NORMS.next_state
@@ -620,22 +620,18 @@ class _Pass(products.Pass):
         """What follows the layers: the last norm and the head of kernels.transformer, for validation with the packing
         for look-ups; for members own_head, if there is one, instead."""
         cfg, t, layers = self.cfg, gru_parts.tensor(self.cfg, "head"), list(self.kernels)
-        like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM)
         self.norm_f = Kernel(norm_kernel(cfg, nz, cc, 1))
-        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, like), exps=AF64, losses=AF64)
+        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, True), **CLEAN_HEAD)
         self.clean_kernels = [*layers, self.norm_f, self.clean_head]
-        self.own_head, self.drawn = own_head, None
+        self.own_head, self.heads = own_head, [self.clean_head]
         if own_head:
             self.kernels.append(own_head)
             self.at_head = packing.add(t, QUADS, t.cols, t.rows)
         else:
             self.kernels.append(self.norm_f)
-            self.head = self.add(head_kernel(cfg, nz, card))
-            if cfg.TARGETS > 1:
-                self.drawn = self.add(drawn_kernel(cfg, nz, card))
-                self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
-        self.at_tiles = {head: packing.add(t, PLAIN, head.shape.columns(), head.shape.KP)
-                         for head in (self.clean_head, *([] if own_head else [self.head]))}
+            self.heads.insert(0, self.add(head_kernel(cfg, nz, card)))
+        self.at_tiles = [packing.add(t, PLAIN, head.shape.columns(), head.shape.KP) for head in self.heads]
+        self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def launch(self, tables, units, scratch, clean=False, **given):
         """Enqueues it. given: arguments of kernels by name, among them `n` positions from `skip` on of rows of `width`
@@ -657,17 +653,14 @@ class _Pass(products.Pass):
         if self.own_head and not clean:
             self.own_head(*self.grid("head", units), given, call=call, at=self.at_head)
             return
-        head, normed = self.clean_head if clean else self.head, given["gates"]
-        given |= dict(sb=given["candidates"], windows=given["tokens"], length=n,
-                      exps=tables.clean_exps if clean else tables.exps)
-        self.norm_f((units, blocks(n, 64)), 256, given, call=call, out=normed)
-        if not clean:                                        # drawn targets and head add to the losses
+        which, normed, sb = -1 if clean else 0, given["gates"], given["candidates"]
+        self.norm_f((units, blocks(n, 64)), 256, given, call=call, out=normed, sb=sb)
+        if not clean:                                        # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
-            if self.drawn:
-                self.drawn(blocks(units * n, 64), 256, given, call=call + 1, x=normed,
-                           at_columns=self.at_columns)
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=call + 1, x=normed,
-             at_tiles=self.at_tiles[head])
+        head = self.heads[which]
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=call + 1, x=normed, sb=sb, length=n,
+             windows=given["tokens"], exps=tables.clean_exps if clean else tables.exps,
+             at_tiles=self.at_tiles[which], at_columns=self.at_columns)
 
 
 class Rows(_Pass):
