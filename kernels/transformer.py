@@ -596,8 +596,6 @@ def _up_kernel(cfg, nz, card, KP):
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
         acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
-        for i in range(64):
-            acc[i] = 0
         row, member, slot, sign = place(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
@@ -1021,8 +1019,6 @@ def head_kernel(cfg, nz, card, clean=False):
         z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
-        for i in range(64):
-            acc[i] = 0
         here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
