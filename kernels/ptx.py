@@ -298,7 +298,6 @@ barrier_test = _instruction(_WAIT % "test", void, (int32,) * 2, MEMORY)
 barrier_wait = _instruction(_WAIT % "try", void, (int32,) * 2, MEMORY)
 # f(id, count): barrier 1 to 15 of `count` threads
 named_barrier = _instruction("bar.sync $0, $1;", void, (int32,) * 2, MEMORY)
-named_arrive = _instruction("bar.arrive $0, $1;", void, (int32,) * 2, MEMORY)       # the same without waiting
 
 
 def shared_limit(device):

@@ -40,10 +40,9 @@ from model import parameters
 
 THREADS, GROUPS = 512, 4
 TILE = 64                                   # positions of keys and values that the attention takes at a time
-TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
-# int64 of shared memory for barriers: full and empty of 12 stages and of the rows
+# int64 of shared memory for barriers: full and empty of 12 stages and of the rows, and turns where stages are few
 BARRIER_WORDS = 32
 ZEROS = (np.int32(0),) * 4
 CLEAN_HEAD = dict(losses=AF64, exps=A64)    # types of the parameters of validation's head
@@ -278,11 +277,12 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
     EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
+    TURN, TAKERS = 2 * EMPTY, GROUPS if TURNS else 0        # then those of the warpgroups' turns
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     # of a piece of rows in memory: words from one to the next; bytes that lie together, words from these to the next
     NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if PIECED else (2 * KP, 8 * KP, 2 * K)
-    assert 2 * (STAGES + RG) <= BARRIER_WORDS
+    assert 2 * (STAGES + RG) + TAKERS <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
     @device
@@ -340,11 +340,14 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
         ring = Ring(base, bar, steps, first, every, x, w, at, t)
         if t == 0:
             for i in range(STAGES + RG):
-                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
+                threads = THREADS if i < STAGES else ROW_THREADS
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else threads)
                 if BULK:
                     ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
                 else:
-                    ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
+                    ptx.barrier_init(bar + EMPTY + 8 * i, threads)
+            for i in range(TAKERS):
+                ptx.barrier_init(bar + TURN + 8 * i, 128)
             if BULK:
                 ptx.barrier_fence()
         cuda.syncthreads()
@@ -363,11 +366,12 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     @card.device
     def last_to_leave(ring, i, warps):
         """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
-        warps; none beside cp.async, where all wait for that."""
-        if ring.t & 31 == 0:
-            if BULK:
-                return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
+        warps; none beside cp.async, where all wait for that. There every lane arrives: racecheck of the CUDA toolkit
+        does not see that a lane which arrives after syncwarp does so for its warp."""
+        if not BULK:
             ptx.barrier_arrive(ring.bar + EMPTY + 8 * i)
+        elif ring.t & 31 == 0:
+            return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
         return False
 
     @card.device
@@ -439,7 +443,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
         step, group = int32(step), ring.t >> 7
         if TURNS and step > 0:
             # A barrier tells only odd phases from even ones: nobody may wait for a stage two phases ahead.
-            ptx.named_barrier(TURN + group, 256)
+            wait(ring.bar + TURN + 8 * group, split(int32(step - PIECES), CG * PIECES)[0] & 1)
         for piece in range(int32(PIECES - 1)):
             start(acc, ring, step, from_piece + piece, piece if fresh else 1)
             done(acc)
@@ -447,7 +451,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
             step = int32(step + 1)
         start(acc, ring, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1)
         if TURNS:                                            # nobody waits in the end; a branch would cost more
-            ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
+            ptx.barrier_arrive(ring.bar + TURN + 8 * (group // CG * CG + (group + 1) % CG))
         return step
 
     @card.device
@@ -1452,7 +1456,7 @@ def _attention_kernel(cfg, nz, card):
             if works and (lane & 3) == 0:
                 sb[row + 8 * half] = total
 
-    return attention, 2 * STAGE + 512
+    return attention, 2 * STAGE
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------

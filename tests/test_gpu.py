@@ -46,8 +46,8 @@ def test_large_tiles_of_written_out_loops_compile(compiled_kernels):
     hold_against_cards(compiled_kernels)
 
 
-@pytest.mark.parametrize("other", [pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)]), id=str(other))
-                                   for other in OTHER_INSTRUCTIONS])
+@pytest.mark.parametrize("other", [pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)], names=("full", "up",
+                                   "head")), id=str(other)) for other in OTHER_INSTRUCTIONS])
 def test_other_instructions_compile(other, compiled_kernels):
     """Those that cc 9.0 need not use."""
     hold_against_cards(compiled_kernels)
