@@ -9,8 +9,8 @@ from unittest import mock
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
-from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, interpreter, ir, ir_utils, postproc,
-                             ssa, transforms, typed_passes, typeinfer, untyped_passes)
+from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, interpreter, ir, ir_utils,
+                             postproc, ssa, transforms, typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
@@ -20,6 +20,7 @@ from engine import kernel_cache
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
+find_variables, visit = ir.Inst._rec_list_vars, ir_utils.visit_vars_inner
 CONSTANT = str, ir.Loc, ir.Const, ir.Global, ir.FreeVar                           # that hold no variable
 READ = {}                                                # functions to inline, as numba has read them, by their content
 
@@ -48,7 +49,6 @@ def quick():
     call_type, call_types = BaseFunction.get_call_type, {}
     type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
-    find_variables, visit = ir.Inst._rec_list_vars, ir_utils.visit_vars_inner
     refresh = functools.cache(base.BaseContext.refresh)
 
     def run(self, emit_dels=False, extend_lifetimes=False):
@@ -81,26 +81,6 @@ def quick():
         if id(value) not in constants:
             constants[id(value)] = value, type_of_constant(self, value)
         return constants[id(value)][1]
-
-    def variables_in(self, value):
-        """The most frequent kinds first."""
-        kind = type(value)
-        if kind is ir.Var:
-            return [value]
-        return [] if kind in CONSTANT else find_variables(self, value)
-
-    def visit_variables(node, callback, data):
-        kind = type(node)
-        if kind is ir.Var:
-            return callback(node, data)
-        return node if kind in CONSTANT else visit(node, callback, data)
-
-    def run_pass(self, index, step, state):
-        step.analysis = self._analysis
-        for part in step.run_initialization, step.run_pass, step.run_finalizer:
-            part(state)
-        if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
-            postproc.PostProcessor(state.func_ir).run()
 
     def no_context(*_, **__):
         return contextlib.nullcontext()
@@ -161,6 +141,29 @@ def quick():
     finally:
         if collects:
             gc.enable()
+
+
+def variables_in(self, value):
+    """The most frequent kinds first."""
+    kind = type(value)
+    if kind is ir.Var:
+        return [value]
+    return [] if kind in CONSTANT else find_variables(self, value)
+
+
+def visit_variables(node, callback, data):
+    kind = type(node)
+    if kind is ir.Var:
+        return callback(node, data)
+    return node if kind in CONSTANT else visit(node, callback, data)
+
+
+def run_pass(self, index, step, state):
+    step.analysis = self._analysis
+    for part in step.run_initialization, step.run_pass, step.run_finalizer:
+        part(state)
+    if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
+        postproc.PostProcessor(state.func_ir).run()
 
 
 def copied(value, memo):
