@@ -57,7 +57,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
-    for name, (function, signature) in (update.build(cfg) | build(cfg, token_type)).items():
+    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
