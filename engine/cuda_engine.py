@@ -423,8 +423,7 @@ class CudaEngine:
     def state(self):
         """A copy of the State."""
         self._take_back()
-        arrays = (array.copy_to_host() for array in self._state)
-        return parameters.State(self.cfg, *arrays, self.step, self.seed)
+        return parameters.State(*(array.copy_to_host() for array in self._state), self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
