@@ -164,7 +164,7 @@ def train(cfg, args):
     cfg = for_this_machine(cfg, args, console.line)
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
                        args.log_json, args.tensorboard)
-    directory = done.coordinator.directory
+    directory = done.coordinator.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
         console.line("plot it: " + command_line("plot", directory))
@@ -212,7 +212,7 @@ def coordinator(cfg, args):
     done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
                                    args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
                                    island)
-    invite_to_continue(args.argv, done.directory, console)
+    invite_to_continue(args.argv, done.run.directory, console)
 
 
 @command(option("host HOST", "name or address of the coordinator"),

@@ -57,7 +57,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
-    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
+    for name, (function, signature) in (update.build(cfg) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
@@ -389,11 +389,13 @@ class CudaEngine:
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
         self._known = () if cfg.SOFT_TARGETS else None      # whose tables are on the device
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
-        self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
+        # page-locked; an update that is begun and not wanted may read that of the next one
+        self._given_fitness, fit = cuda.pinned_array(cfg.N_PAIRS, np.int8), votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             steps.insert(0, ("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
         steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        steps.insert(0, ("fitness", lambda: fit.copy_to_device(self._given_fitness, stream)))
         self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
         self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
                                                *(launch() for _, launch in steps)])
@@ -563,7 +565,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        self._fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        self._given_fitness[:] = fitness
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
