@@ -12,7 +12,6 @@ import fcntl
 import os
 import struct
 import time
-from typing import NamedTuple
 
 import numba
 import numba_cuda
@@ -64,12 +63,8 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     return forward, made, every
 
 
-class Kernel(NamedTuple):
-    """A kernel to be compiled for one signature; shared: bytes of dynamic shared memory."""
-    name: str
-    dispatcher: object
-    signature: tuple
-    shared: int
+# A kernel to be compiled for one signature; shared: bytes of dynamic shared memory
+Kernel = collections.namedtuple("Kernel", "name dispatcher signature shared")
 
 
 def compile_all(every, capability, what):
