@@ -12,7 +12,6 @@ import fcntl
 import os
 import struct
 import time
-from typing import NamedTuple
 
 import numba
 import numba_cuda
@@ -64,12 +63,8 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     return forward, made, every
 
 
-class Kernel(NamedTuple):
-    """A kernel to be compiled for one signature; shared: bytes of dynamic shared memory."""
-    name: str
-    dispatcher: object
-    signature: tuple
-    shared: int
+# A kernel to be compiled for one signature; shared: bytes of dynamic shared memory
+Kernel = collections.namedtuple("Kernel", "name dispatcher signature shared")
 
 
 def compile_all(every, capability, what):
@@ -426,8 +421,7 @@ class CudaEngine:
     def state(self):
         """A copy of the State."""
         self._take_back()
-        arrays = (array.copy_to_host() for array in self._state)
-        return parameters.State(self.cfg, *arrays, self.step, self.seed)
+        return parameters.State(*(array.copy_to_host() for array in self._state), self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
