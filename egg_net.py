@@ -23,11 +23,10 @@ from cluster.admission import Admission
 from cluster.collector import Collector
 from cluster.console import Console, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
-from cluster.hooks import Hook
-from cluster.hub import Hub, NetError, address_text, reason
+from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
-from cluster.wire import FrameError, V1, V2
+from cluster.wire import FrameError, Refused, V1, V2
 from model import ternary
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
@@ -64,9 +63,8 @@ class Worker:
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
         while True:
-            request = wire.REQUEST.pack(engine.seed, engine.step, 0)
             digest = self._state_digest() if link.version == V2 else b""
-            link.send(result + link.frame(wire.JOB_REQUEST, request, digest))
+            link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
             while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
                 self._send_state(link, got[0], link.unpack_step(got[1]))
@@ -120,16 +118,16 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = np.concatenate(parts)
+        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)
-        head = wire.RESULT_HEAD.pack(self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
-                                     len(packed))
+        result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
+                            len(packed), packed)
         self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
-        return link.frame(wire.RESULT, head, packed)
+        return result
 
     def _note(self, first, fitness):
         """Notes the fitness of a chunk. Where this worker has done the whole step, the update will be of that, unless a
@@ -187,10 +185,10 @@ class Worker:
             self.validate_next = False
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-            link.send(link.frame(wire.VALIDATION, wire.VALIDATED.pack(step, tokens, n_bytes, nats)))
+            link.send(link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
         if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
             text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
-            link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.TEXT_LIMIT]))
+            link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.LOG_MESSAGE.most]))
 
     def _state_digest(self):
         if self.digest[0] != self.engine.step:
@@ -211,21 +209,19 @@ class Worker:
                            f"{self.engine.step} with seed {self.engine.seed}; is the configuration the same on both "
                            "sides, and does it still hold the history of the run?")
         self.rebuilt = True
-        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
-                          "beginning")
+        at = f"at step {self.engine.step}, the coordinator at step {step}"
+        self.console.line(f"worker: {at}: rebuilding from the beginning")
         self._load()
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
         data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
         while len(data) < total:
-            link.send(link.frame(wire.SNAPSHOT_REQUEST, wire.BLOCK_REQUEST.pack(step, len(data))))
-            payload = link.next(wire.SNAPSHOT_DATA)
-            its_step, total, offset = wire.BLOCK_HEAD.unpack_from(payload)
-            empty = len(payload) == wire.BLOCK_HEAD.size
-            if (its_step, offset) != (step, len(data)) or total > most or empty and total:
+            link.send(link.frame(wire.SNAPSHOT_REQUEST, step, len(data)))
+            its_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
+            if (its_step, offset) != (step, len(data)) or total > most or total and not piece:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += payload[wire.BLOCK_HEAD.size:]
+            data += piece
         try:
             state = snapshots.unpack(self.cfg, data)
         except ValueError as error:
@@ -240,11 +236,11 @@ class Worker:
             raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
         state = self.engine.state()
         if opcode == wire.HASH_WANTED:
-            return link.send(link.frame(wire.STATE_HASH, wire.STEP_HASH.pack(step, snapshots.state_hash(state))))
+            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state)))
         body = snapshots.pack(state)
         for offset in range(0, len(body), wire.BLOCK):
-            head = wire.BLOCK_HEAD.pack(step, len(body), offset)
-            link.send(link.frame(wire.SNAPSHOT_DATA, head, body[offset:offset + wire.BLOCK]))
+            piece = body[offset:offset + wire.BLOCK]
+            link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, piece))
 
 
 class Foresight:
@@ -309,19 +305,18 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             console.line(f"worker: {line}")
 
     while True:
-        link, answers = None, worker.answers
+        answers = worker.answers
         try:
-            link = Link(cfg, host, port, version, access, card, proves_first)
-            proves_first = link.proves_first
-            connected = True
-            log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (link.version == V1)}")
-            worker.serve(link)
+            with contextlib.closing(Link(cfg, host, port, version, access, card, proves_first)) as link:
+                connected, proves_first = True, link.proves_first
+                log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
+                worker.serve(link)
         except OldCoordinator:
             if not (protocol or access.secret or access.tls or version == V1):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
-                raise NetError(status.closed_on_greeting(host, port)) from None
+                raise
             advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
             what = f"the coordinator closed the connection during the introduction{advice}"
         except OSError as error:
@@ -332,9 +327,6 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
             what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
-        finally:
-            if link is not None:
-                link.close()
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
@@ -352,10 +344,31 @@ OTHER_FILES = 64           # files that a coordinator may open beside its connec
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
+class Hook:
+    """What an island can do in a coordinator, which calls these methods in its own loop; this one does nothing."""
+
+    takes_version_1 = True     # a peer of protocol 1 takes no snapshots and cannot follow a change of the state
+    handover = None            # what waits for a worker's state of this step; until then no chunk is handed out
+
+    def admit_peer(self, card, author):
+        """Raises Refused where the coordinator that calls may not be a peer. card: a greeting.Card of role "island"."""
+        raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
+
+    check = nothing            # (now): deadlines and whatever else is due; several times a second
+    peer_joined = nothing      # (session, card, author): a coordinator that called has been let in
+    state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
+    chunk_handed_out = nothing     # (): a worker has begun with a chunk
+    step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
+    validated = nothing        # (step, value, unit): a worker has measured the state of this step
+    status = nothing           # its part of `egg.py status`, for JSON
+    close = nothing            # the coordinator ends; can be called more than once
+
+
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
-    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; http, island:
-    see cluster.hooks. Raises an EggError for what cannot be used of these."""
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; island, http:
+    objects with a method attach(coordinator), which returns a Hook (islands.gossip.Terms) or the page (tools.live_page.
+    Where; its `descriptors` files and sockets are left to it). Raises an EggError for what cannot be used of these."""
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
@@ -364,7 +377,8 @@ class Coordinator:
         self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, events, self.dispatcher, self._snapshot_kept, self.ban)
+        self.collector = Collector(cfg, run, events, self.dispatcher, liar=self.ban,
+                                   kept=lambda upload: self.island.state_received(upload))
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
@@ -374,7 +388,6 @@ class Coordinator:
 
     @functools.cached_property
     def n_weights(self):
-        """Weights of the model."""
         return history.sizes(self.cfg)[0]
 
     @property
@@ -467,7 +480,7 @@ class Coordinator:
         run, step, session = self.run, worker.step, worker.session
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
-            session.reply(wire.JOB_RESPONSE, wire.RESPONSE.pack(run.seed, run.step, wire.NOTHING, 0))
+            session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
         elif step < run.start.step or step == run.start.step and run.start.origin and worker.digest \
                 and worker.digest.hex() != run.start.origin["digest"]:
             self._send_to_start(worker)              # its state is of the epoch before
@@ -482,7 +495,7 @@ class Coordinator:
             self.progress.chunk_handed_out()
             if self.collector.wanted(worker, step):
                 self.collector.ask(worker)
-            session.reply(wire.JOB_RESPONSE, wire.RESPONSE.pack(run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0))
+            session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
             self.island.chunk_handed_out()
         else:
             self.dispatcher.hold(worker)
@@ -538,41 +551,35 @@ class Coordinator:
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
 
-    def _snapshot_kept(self, upload):
-        if upload.remembered:
-            self.island.state_received(upload)
-        else:
-            self.island.snapshot_kept(upload.step)
-
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not it is told to rebuild, waits, or is banned."""
         step, author = worker.step, worker.author
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step)
+        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if verdict.kind == trust.AGREES:
+        if verdict == trust.AGREES:
             worker.trusted = True
-            for wrong in verdict.outvoted:
+            for wrong in outvoted:
                 self._distrust(wrong)
-            if verdict.news:
+            if news:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
             self.collector.ask_witness(worker, step)
             self._complete_step_if_done()            # so may the step
             return True
         self._distrust(author)
-        if verdict.kind == trust.REBUILD:
+        if verdict == trust.REBUILD:
             worker.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
             self.events.warn(f"worker {worker.session.title}: its state at step {step} is not that of others: it "
                              f"rebuilds from step {start}")
-            worker.session.reply(wire.REBUILD, wire.STEP.pack(start))
-        elif verdict.kind == trust.BAN:
+            worker.session.reply(wire.REBUILD, start)
+        elif verdict == trust.BAN:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
-            if verdict.news:
+            if news:
                 self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
                                  "majority: start another worker, which decides, or stop the wrong one")
             self.dispatcher.hold(worker)
@@ -600,7 +607,7 @@ class Coordinator:
                                   "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
         worker.sent_to_start = start.epoch
-        worker.session.reply(wire.REBUILD, wire.STEP.pack(self.shelf.newest))
+        worker.session.reply(wire.REBUILD, self.shelf.newest)
 
     def begin_epoch(self, state, origin, body=None):
         """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
@@ -612,7 +619,9 @@ class Coordinator:
         except OSError:
             self.shelf.remove(history.snapshot_name(state.step))
             raise
-        self.collector.begin_epoch()
+        self.collector.drop()
+        self.shelf.begin_epoch()
+        self.shelf.arrange()
         self.trust.clear()
         for worker in self.dispatcher.workers:
             worker.rebuilt_at = None
@@ -621,7 +630,8 @@ class Coordinator:
 
 def room_for_connections(http):
     """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     files = OTHER_FILES + (http.descriptors if http else 0)
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
     if room < LEAST_CONNECTIONS:
@@ -634,15 +644,11 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                     access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
     or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see cluster.hooks. Returns a progress.Summary. Raises EggError."""
+    event_log.Events; http, island: see Coordinator. Returns its Progress. Raises EggError."""
     console = console or Console()
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))         # one for every worker
     run = history.open_run(cfg, save_dir, load_dir)
     with (contextlib.closing(run),
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
-        for line in run.notices:
-            events.warn(line)
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console,
                                   access=access, events=events, http=http, island=island)
         with contextlib.closing(coordinator):
@@ -657,4 +663,4 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)
-        return coordinator.progress.summary()
+        return coordinator.progress

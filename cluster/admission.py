@@ -101,18 +101,16 @@ class Admission:
             return self.coordinator.hub.listen(host, port, self.accept, self.arrivals.room, BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise NetError(f"port {port} is in use: stop the coordinator that is there, or choose another with "
-                               "--port") from None
-            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: choose others with --host and "
-                           "--port") from None
+                raise NetError(f"port {port} is in use: stop that coordinator, or choose another --port") from None
+            raise NetError(f"cannot listen on {host} port {port}: {reason(error)}: change --host or --port") from None
 
     def accept(self, sock, address):
         session = Session(self, sock, address, wire.FROM_ARRIVAL, self.access.tls)
-        self.arrivals.add(session)
+        self.arrivals[session] = True
         session.role = Arrival(session)
 
     def leave(self, session):
-        if not self.arrivals.discard(session):
+        if not self.arrivals.pop(session, False):
             self.by_host -= {session.host: 1}        # which forgets a host without connections
 
     def report(self, host, title, why):
@@ -148,8 +146,8 @@ class Admission:
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
             session.role = RemoteWorker(session, coordinator, author, card.device, card.data)
-        session.reply(*host.welcome(greeting.Welcome(snapshots.config_digest(self.cfg), coordinator.run.data,
-                                                     coordinator.run.step, coordinator.shelf.newest)))
+        run = coordinator.run
+        session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":
             session.reply(wire.STATUS, self._status())
         elif card.role == "island" and session.open:
@@ -160,7 +158,7 @@ class Admission:
             raise Refused(f"{self.most} connections are open, as many as can be", FULL)
         if self.by_host[session.host] >= (most := self.cfg.CONNECTIONS_PER_ADDRESS):
             raise Refused(f"{most} connections from one address are open, the most (CONNECTIONS_PER_ADDRESS)", FULL)
-        self.arrivals.discard(session)
+        self.arrivals.pop(session, None)
         self.by_host[session.host] += 1
         session.take(wire.FROM_WORKER[version])
         session.idle = self.cfg.IDLE_TIMEOUT

@@ -52,10 +52,6 @@ def proof(secret, side, hello, challenge, text):
     return hmac.digest(secret, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(), "sha256")
 
 
-def proves(secret, given, side, hello, challenge, text):
-    return hmac.compare_digest(given, proof(secret, side, hello, challenge, text))
-
-
 @functools.cache
 def stretched(secret):
     """32 bytes, which take some 50 ms and 16 MiB to make of a guessed secret; b"" without one."""

@@ -2,7 +2,7 @@
 
 from cluster import snapshots
 from cluster.trust import shares
-from cluster.wire import BLOCK_HEAD, HASH_WANTED, SNAPSHOT_WANTED, STEP, STEP_HASH
+from cluster.wire import HASH_WANTED, SNAPSHOT_DATA, SNAPSHOT_WANTED, STATE_HASH
 
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
@@ -33,10 +33,10 @@ class Collector:
         if self.upload or not worker.sends_snapshots:
             return
         try:
-            self.upload = snapshots.Upload(self.cfg, self.run.step, self.run.seed, worker.digest, self.run.directory,
-                                           remember=remember)
+            run = self.run
+            self.upload = snapshots.Upload(self.cfg, run.step, run.seed, worker.digest, run.directory, None, remember)
             self.worker, self._hashes, self._asked = worker, {}, {self._voice(worker)}
-            worker.session.reply(SNAPSHOT_WANTED, STEP.pack(self.run.step))
+            worker.session.reply(SNAPSHOT_WANTED, run.step)
         except OSError as error:
             self._stop(error)
 
@@ -47,10 +47,10 @@ class Collector:
                 and self._voice(worker) not in self._asked):
             self._asked.add(self._voice(worker))
             worker.hash_wanted = step
-            worker.session.reply(HASH_WANTED, STEP.pack(step))
+            worker.session.reply(HASH_WANTED, step)
 
     def take_hash(self, worker, payload):
-        step, stated = STEP_HASH.unpack(payload)
+        step, stated = STATE_HASH.unpack(payload)
         if worker.hash_wanted == step:
             worker.hash_wanted = None
             if self.upload and self.upload.step == step:
@@ -63,11 +63,10 @@ class Collector:
         self.settle()
 
     def take(self, worker, payload):
-        step, total, offset = BLOCK_HEAD.unpack_from(payload)
-        upload = self.upload
+        (step, *piece), upload = SNAPSHOT_DATA.unpack(payload), self.upload
         if self.worker is not worker or upload.step != step or upload.finished:
             return                                   # of an upload that was given up
-        self._unpack(lambda: upload.feed(total, offset, payload[BLOCK_HEAD.size:]))
+        self._unpack(lambda: upload.feed(*piece))
         if self.unpacking:
             worker.session.wait()                    # with its next piece
 
@@ -146,17 +145,11 @@ class Collector:
         self.shelf.close_unread(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
-                self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has confirmed "
-                                 "it")
+                self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has its hash")
             else:
                 self.worker.sends_snapshots = False
             self.drop()
         self.settle()
-
-    def begin_epoch(self):
-        self.drop()
-        self.shelf.begin_epoch()
-        self.shelf.arrange()
 
     def _end(self):
         self.worker.session.go_on()

@@ -53,7 +53,7 @@ class RemoteWorker(Role):
         if self.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
             coordinator.collector.ignored(self)
         if opcode == wire.JOB_REQUEST:
-            step, digest = wire.REQUEST.unpack_from(payload)[1], payload[wire.REQUEST.size:] or None
+            step, digest = wire.JOB_REQUEST.unpack(payload)[1], payload[wire.JOB_REQUEST.head.size:] or None
             useful, self.has_worked = self.has_worked or self.step is None or step > self.step, False
             coordinator.take_request(self, step, digest)
         elif opcode == wire.RESULT:
@@ -63,7 +63,7 @@ class RemoteWorker(Role):
                 useful = self.has_worked = True
             coordinator.take_result(self, result)
         elif opcode == wire.VALIDATION:
-            coordinator.take_validation(self, *wire.VALIDATED.unpack(payload))
+            coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
         elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
@@ -75,10 +75,10 @@ class RemoteWorker(Role):
             useful = self.hash_wanted is not None
             coordinator.collector.take_hash(self, payload)
         elif opcode == wire.SNAPSHOT_REQUEST and self.version == V2:
-            step, offset = wire.BLOCK_REQUEST.unpack(payload)
+            step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
             total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
             useful, self.next_block = (step, offset) == self.next_block, (step, offset + len(data))
-            self.session.reply(wire.SNAPSHOT_DATA, wire.BLOCK_HEAD.pack(step, total, offset), data)
+            self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
         return useful
 
     def closed(self):
@@ -123,8 +123,7 @@ class Dispatcher:
         every, now = self.cfg.VALIDATE_EVERY, time.monotonic()
         if self.several and every and self.run.step % every == 0:
             audited.add(0)                           # so that two validate
-        self.work = leases.Step(self.cfg, audited)
-        self.work.alone, self.work.by_host = self.alone, self.by_host
+        self.work = leases.Step(self.cfg, audited, self.alone, self.by_host)
         for worker in self.workers:
             if self.usual and any(now - since > leases.COPY_AFTER * self.usual for since in worker.held.values()):
                 worker.punctual = False              # others have done its chunk
@@ -156,8 +155,9 @@ class Dispatcher:
         """The chunk that this worker does next, None where there is none for it now."""
         now = time.monotonic()
         last = worker.punctual is False or not worker.chunks and worker.author.voter in self._stuck
-        if last and any(self._comes_first(other, now) for other in self.workers):
-            self._passed_over = True
+        if last and any(other.punctual and now - other.turn < ASK_WITHIN and not other.held and not other.waiting
+                        and self._active(other, now) for other in self.workers):
+            self._passed_over = True                 # another one, which delivers in time, is about to ask
             return None
         chunk = self.work.take(worker, worker.author, now)
         if len(worker.held) >= CHUNKS_HELD:
@@ -173,11 +173,6 @@ class Dispatcher:
             if chunk == 0:
                 self._first_of.setdefault(self.run.step, set()).add(worker.author)
         return chunk
-
-    def _comes_first(self, worker, now):
-        """Whether this worker, which delivers in time, is about to ask."""
-        return (worker.punctual and now - worker.turn < ASK_WITHIN and not worker.held and not worker.waiting
-                and self._active(worker, now))
 
     def believes(self, worker, step, figure, trust):
         """Whether a validation counts: of a worker that was given chunk 0 of this step, if nobody is there to state the
@@ -196,8 +191,8 @@ class Dispatcher:
         key = self.run.step, self.run.start, step, version
         if self._frame[0] != key:
             packed = self.run.body(step) if version == V2 else self.run.fitness(step)
-            head = wire.RESPONSE.pack(self.run.seed, step + 1, 0, len(packed))
-            self._frame = key, wire.frame(wire.JOB_RESPONSE, head, packed, version=version)
+            fields = self.run.seed, step + 1, 0, len(packed), packed
+            self._frame = key, wire.frame(wire.JOB_RESPONSE, *fields, version=version)
         return self._frame[1]
 
     def take_result(self, worker, result):

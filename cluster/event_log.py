@@ -39,7 +39,7 @@ class Events(contextlib.AbstractContextManager):
         self._may_tell = Budget(0.1, 1)              # of what was left out
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
-            self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn, cfg, run.step))
+            self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
             if run.directory is not None:
                 self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
             if log_json is not None:
@@ -51,6 +51,8 @@ class Events(contextlib.AbstractContextManager):
             raise
         self.sinks = [console, *self.files]
         self.emit("start", step=run.step, directory=run.directory and str(run.directory), config=cfg.constants())
+        for line in run.notices:
+            self.warn(line)
 
     def emit(self, kind, line=None, /, **fields):
         event = {"time": round(time.time(), 3), "event": kind, **fields}
@@ -158,20 +160,17 @@ class JsonLog(Lines):
 class CoordinatorLog(Lines):
     """The log of d-eggs: the constants, then one line of figures per step, the loss in the unit of d-eggs."""
 
-    def __init__(self, path, advice, warn, cfg, step):
-        super().__init__(path, advice, warn)
-        self._cfg, self.bits = cfg, egg_config.loss_unit(cfg.constants())[0]
-        self.add(self.head(step))
-
-    def head(self, step=None):
+    def head(self, source="continued"):
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        source = "continued" if step is None else f"from step {step}"
-        constants = "".join(f"# {name} = {value}\n" for name, value in self._cfg.constants().items())
+        constants = "".join(f"# {name} = {value}\n" for name, value in self._config.items())
         return f"# egg, {now}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
 
     def emit(self, event, _):
-        if event["event"] == "step":
-            event = {**event, "loss": event["loss"] / self.bits}
+        if event["event"] == "start":
+            self._config, self._bits = event["config"], egg_config.loss_unit(event["config"])[0]
+            self.add(self.head(f"from step {event['step']}"))
+        elif event["event"] == "step":
+            event = {**event, "loss": event["loss"] / self._bits}
             self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**event))
 
 

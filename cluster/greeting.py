@@ -1,6 +1,6 @@
 """The introduction (docs/PROTOCOL.md) from both sides, without sockets. A worker, a reader of the status and an island
-that calls another are the Caller, whoever is called is the Host. Each takes the other's frames and returns its answer.
-"""
+that calls another are the Caller, whoever is called is the Host. Each takes the other's frames and returns its answer,
+(wire.Frame, fields ...)."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from cluster import auth, wire
 from cluster.console import one_line
 from cluster.wire import FrameError, Refused
 
+FROM_HOST = wire.CHALLENGE, wire.PROVED, wire.WELCOME
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
@@ -45,39 +46,37 @@ def read_card(text):
 
 def read_error(payload):
     """(code, text that is safe to print) of an ERROR."""
-    return wire.FAILED.unpack_from(payload)[0], one_line(payload[wire.FAILED.size:].decode("utf-8", "replace"))
+    code, text = wire.ERROR.unpack(payload)
+    return code, one_line(text.decode("utf-8", "replace"))
 
 
-class Welcome(NamedTuple):
-    """What a host states when it lets a caller in. config, data: SHA-256 (data: zeros while unknown); step: of the
-    run; snapshot: step of the newest one, or 0."""
-    config: bytes
-    data: bytes
-    step: int
-    snapshot: int
+class _Side:
+    _hello = _challenge = None         # random bytes of the caller, of the host
+
+    def _proof(self, side):
+        return auth.proof(self._secret, side, self._hello, self._challenge, self._text)
 
 
-class Caller:
-    """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the Welcome
-    of the host once it has let us in and proved itself; proves_first: whether the host does."""
+class Caller(_Side):
+    """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the fields
+    of WELCOME without the proof, once the host has let us in and proved itself; proves_first: whether it does."""
 
-    _challenge, welcome, proves_first = None, None, False
+    welcome, proves_first = None, False
 
     def __init__(self, secret, card, first=False):
         self._secret, self._text, self._first = secret, json.dumps(card).encode(), first
-        self._hello = os.urandom(wire.NONCE.size)
+        self._hello = os.urandom(wire.HELLO.head.size)
 
     def begin(self):
         return wire.HELLO, self._hello
 
     def handle(self, opcode, payload):
-        """Takes a frame of the host; (opcode, payload) of the answer, None without one. Raises GreetingError where the
-        host wants a secret or does not know it, FrameError for a frame out of order."""
+        """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
+        or does not know it, FrameError for a frame out of order."""
         if opcode == wire.CHALLENGE and self._challenge is None:
-            self._challenge, flags = wire.CHALLENGED.unpack(payload)
+            self._challenge, flags = wire.CHALLENGE.unpack(payload)
             if flags & wire.SECRET_WANTED and not self._secret:
-                raise GreetingError("it wants a secret: give both sides the same one with --secret-file FILE, or in "
-                                    "EGG_SECRET")
+                raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
             if self._secret and not flags & wire.SECRET_WANTED:
                 raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
@@ -85,48 +84,48 @@ class Caller:
             if self._first and not self.proves_first:
                 raise GreetingError("it does not prove itself first, as it did before: an impostor, or an older "
                                     "version of egg; start this worker again if you have changed the coordinator")
-            return (wire.PROVE, b"") if self.proves_first else self._join()
+            return (wire.PROVE,) if self.proves_first else self._join()
         if opcode == wire.PROVED and self.proves_first:
             if not compare_digest(payload, auth.early_proof(self._secret, self._hello, self._challenge)):
                 raise GreetingError(IMPOSTOR)
             return self._join()
         if opcode == wire.WELCOME and self._challenge is not None and self.welcome is None:
-            proof, *fields = wire.WELCOMED.unpack(payload)
-            if not auth.proves(self._secret, proof, b"coordinator", self._hello, self._challenge, self._text):
+            proof, *fields = wire.WELCOME.unpack(payload)
+            if not compare_digest(proof, self._proof(b"coordinator")):
                 raise GreetingError(IMPOSTOR)
-            self.welcome = Welcome(*fields)
+            self.welcome = fields
             return None
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
     def _join(self):
-        return wire.JOIN, auth.proof(self._secret, b"worker", self._hello, self._challenge, self._text) + self._text
+        return wire.JOIN, self._proof(b"worker"), self._text
 
 
-class Host:
+class Host(_Side):
     """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first."""
 
-    _hello, card, proved = None, None, False
+    card, proved = None, False
 
     def __init__(self, secret):
-        self._secret, self._challenge = secret, os.urandom(wire.NONCE.size)
+        self._secret, self._challenge = secret, os.urandom(wire.HELLO.head.size)
 
     def handle(self, opcode, payload):
-        """Takes a frame of the caller; (opcode, payload) of the answer, None without one. Raises FrameError."""
+        """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
         if opcode == wire.HELLO and self._hello is None:
             self._hello = payload
             flags = wire.SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
-            return wire.CHALLENGE, wire.CHALLENGED.pack(self._challenge, flags)
+            return wire.CHALLENGE, self._challenge, flags
         if opcode == wire.PROVE and self._hello is not None and self._secret and not self.proved:
             self.proved = True
             return wire.PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
         if opcode == wire.JOIN and self._hello is not None:
-            proof, self._text = payload[:wire.PROOF.size], payload[wire.PROOF.size:]
-            if not auth.proves(self._secret, proof, b"worker", self._hello, self._challenge, self._text):
+            proof, self._text = wire.JOIN.unpack(payload)
+            if not compare_digest(proof, self._proof(b"worker")):
                 raise Refused("wrong secret", wire.NO_ACCESS)
             self.card = read_card(self._text)
             return None
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
-    def welcome(self, welcome):
-        proof = auth.proof(self._secret, b"coordinator", self._hello, self._challenge, self._text)
-        return wire.WELCOME, wire.WELCOMED.pack(proof, *welcome)
+    def welcome(self, *fields):
+        """The WELCOME with these fields behind the proof."""
+        return wire.WELCOME, self._proof(b"coordinator"), *fields

@@ -172,8 +172,7 @@ class Run:
         with explained(HistoryError, self._name, TO_RETRY):
             data = self._pread(end - at - HEAD, at + HEAD)
         if not is_intact(data, end - at - HEAD):
-            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
-                               "from a copy")
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since: restore it from a copy")
         return data[:-4]
 
     def record(self, step):
@@ -288,16 +287,15 @@ def open_run(cfg, save_dir=None, load_dir=None):
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    own = _holds_own(load_dir)
-    if own and (save_dir is None or os.path.isdir(save_dir) and os.path.samefile(save_dir, load_dir)):
+    own, target = _holds_own(load_dir), load_dir if save_dir is None else save_dir
+    if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
     with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
-        run = open_directory(cfg, save_dir if save_dir is not None else load_dir, source.start)
-        undo.callback(run.close)
+        run = undo.enter_context(contextlib.closing(open_directory(cfg, target, source.start)))
         run.copy(source)
         undo.pop_all()
     if own:
-        _copy_rest(cfg, load_dir, run.directory)
+        _copy_rest(cfg, load_dir, target)
     return run
 
 
@@ -305,8 +303,7 @@ def read_run(cfg, directory):
     """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return _read_cpp_checkpoints(cfg, directory)
-    path = os.path.join(directory, FILE)
-    with explained(HistoryError, path):
+    with explained(HistoryError, path := os.path.join(directory, FILE)):
         return Run(cfg, open_file(path), directory)
 
 
@@ -335,8 +332,7 @@ def _holds_own(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     own = holds_run(directory)
     if not own and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
-        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
-                           "saved run")
+        raise HistoryError(f"{directory} holds no run, neither {FILE} nor checkpoint_00000001.bin: give that of one")
     return own
 
 
@@ -428,11 +424,10 @@ def open_directory(cfg, directory, start=None):
                 write_file(directory, FILE, _header(cfg, start or Start(0, 0)))
             run = Run(cfg, file, directory, lock)
         except BlockingIOError:
-            raise HistoryError(f"{directory} is in use by another coordinator: stop that one, or give another "
-                               "--save-dir") from None
+            raise HistoryError(f"{directory} is in use by another coordinator: stop it, or change --save-dir") from None
         except OSError as error:
-            raise HistoryError(f"{error.filename or directory}: {error.strerror}: give a --save-dir that can be "
-                               "written") from None
+            where = error.filename or directory
+            raise HistoryError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
         undo.pop_all()
     settings = cfg.settings()
     for name in egg_config.DATA_FILES:
@@ -523,8 +518,7 @@ def _header_of(path):
 
 
 def _read_header(file, name):
-    """(configuration, Start or None for the random initial model, size in bytes) of the header of a history file.
-    Raises HistoryError."""
+    """(configuration, Start or None for the random initial model, bytes) of a file's header. Raises HistoryError."""
     size, data = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
     if data[:8] != MAGIC[:len(data)]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
@@ -544,8 +538,7 @@ def _read_header(file, name):
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise HistoryError(f"{name}: its header cannot be read: restore it from a copy") from None
     if version not in (1, 2, 3):
-        raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the version of egg that wrote "
-                           "it")
+        raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the egg that wrote it")
     return config, start, end
 
 

@@ -38,6 +38,14 @@ def split_address(text):
     return (match[1] or "").strip("[]"), int(match[2])
 
 
+def resolve(host, port, flags=0):
+    """What socket.getaddrinfo finds for TCP. Raises OSError, also for what cannot be a name."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "this is no name") from None
+
+
 def address_text(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -79,28 +87,23 @@ class Budget:
         return self.refill()
 
 
-class Crowd:
-    """Connections that have proved nothing yet, at most `most`, in the order of their arrival. When they are so many,
-    the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
+class Crowd(dict):
+    """{connection: True}: those that have proved nothing yet, at most `most`, in the order of their arrival. When they
+    are so many, the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
 
     def __init__(self, most):
-        self.most, self.members = most, {}
+        super().__init__()
+        self.most = most
 
     def room(self):
         """Whether there is room for another one, which may end an older one."""
-        if len(self.members) >= self.most:
-            crowded = collections.Counter(one.host for one in self.members).most_common(1)[0][0]
-            oldest = next(one for one in self.members if one.host == crowded)
+        if len(self) >= self.most:
+            crowded = collections.Counter(one.host for one in self).most_common(1)[0][0]
+            oldest = next(one for one in self if one.host == crowded)
             if time.monotonic() - oldest.born < YOUNG:
                 return False
             oldest.close()
         return True
-
-    def add(self, connection):
-        self.members[connection] = True
-
-    def discard(self, connection):
-        return self.members.pop(connection, False)
 
 
 class Listener:
@@ -122,7 +125,7 @@ class Listener:
             sock, peer = self.sock.accept()
             sock.setblocking(False)
             self._accept(sock, peer)
-            self.hub.again(self)                     # there may be more
+            self.hub.again.add(self)                 # there may be more
 
     def check(self):
         if self.resting:
@@ -137,17 +140,13 @@ class Hub:
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
         self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
-        self._again = set()                          # those with input that is not handled yet
+        self.again = set()                           # those with input that is not handled yet: next in the next turn
         self._hears_strangers, self._dice = False, random.Random()
 
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
         until then the system holds it. Returns the (host, port) that is listened on. Raises OSError."""
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
-                                                          flags=socket.AI_PASSIVE)[0]
-        except UnicodeError:
-            raise socket.gaierror(socket.EAI_NONAME, "this is not a name") from None
+        family, _, _, _, address = resolve(host, port, socket.AI_PASSIVE)[0]
         listener = socket.create_server(address, family=family, backlog=backlog)
         listener.setblocking(False)
         self._listeners.append(Listener(self, listener, accept, room))
@@ -155,7 +154,7 @@ class Hub:
 
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
-        again, self._again = self._again, set()
+        again, self.again = self.again, set()
         credit = self._share.refill()
         if self._hears_strangers != (credit > 0):
             self._hears_strangers = credit > 0
@@ -182,7 +181,7 @@ class Hub:
             one, began = strangers.pop(), time.thread_time()
             self.guard(one, one.turn, events[one])
             credit = self._share.spend(time.thread_time() - began)
-        self._again |= again.intersection(strangers)
+        self.again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
         """Calls something on behalf of a peer. Only its connection ends by an error that is no EggError."""
@@ -193,10 +192,6 @@ class Hub:
                 raise
             except Exception as error:
                 connection.broken(error)
-
-    def again(self, connection):
-        """Gives the connection a turn in the next round, though nothing new may have come."""
-        self._again.add(connection)
 
     def check(self, now):
         for connection in list(self.connections):
@@ -264,7 +259,7 @@ class Connection:
         self.paused = paused
         self._flush()
         if self.open and not paused:
-            self.hub.again(self)
+            self.hub.again.add(self)
 
     def close(self):
         if self.open:
@@ -282,7 +277,7 @@ class Connection:
 
     broken = failed
 
-    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, or 0 after Hub.again
+    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, 0 from Hub.again
 
     def _connected(self, _):
         if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -16,10 +16,8 @@ class Step:
     done: chunk -> the one that counts. alone: there is no second author for an audit; by_host: authors of several hosts
     are at work, so an audit needs two of them."""
 
-    alone = by_host = False
-
-    def __init__(self, cfg, audited=()):
-        self.cfg, self.audited = cfg, set(audited)
+    def __init__(self, cfg, audited=(), alone=False, by_host=False):
+        self.cfg, self.audited, self.alone, self.by_host = cfg, set(audited), alone, by_host
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
         self.holders, self.results, self.done, self._disputed = {}, {}, {}, set()
 

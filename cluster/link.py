@@ -6,7 +6,7 @@ import ssl
 import time
 
 from cluster import auth, greeting, snapshots, wire
-from cluster.hub import NetError, reason, tune
+from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
 
@@ -16,7 +16,7 @@ HEARTBEAT_EVERY = 2.0      # seconds between the signs of life of a worker that 
 WHICH_HOST = "give the name or address of the coordinator's machine"
 
 
-class OldCoordinator(Exception):
+class OldCoordinator(NetError):
     """The coordinator closed on our HELLO: it may speak version 1 alone."""
 
 
@@ -27,10 +27,9 @@ class RefusedForGood(NetError, UsageError):
 def check_address(host, port):
     """Raises NetError where `host` is no name or address."""
     try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = reason(error) if isinstance(error, OSError) else "this is no name"
-        raise NetError(f"{host} cannot be reached: {why}: {WHICH_HOST}") from None
+        resolve(host, port)
+    except OSError as error:
+        raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
 
 
 class Link:
@@ -42,6 +41,7 @@ class Link:
         self.name, self.version, self.proves_first = f"{host}:{port}", version, first
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
+        self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
         self.sent_at, self.snapshot = time.monotonic(), 0
         self.caller = "request" if card and card["role"] == "status" else card["role"] if card else "worker"
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
@@ -66,28 +66,26 @@ class Link:
 
     def _greet(self, cfg, access, card):
         caller = greeting.Caller(access.secret, card, self.proves_first)
-        self.send(self.frame(*caller.begin()))
+        answer = caller.begin()
         try:
-            challenge = self.next(wire.CHALLENGE, CONNECT_TIMEOUT)
-        except ConnectionError:
-            raise OldCoordinator from None
-        try:
-            answer = caller.handle(wire.CHALLENGE, challenge)
-            if caller.proves_first:
+            while answer:
                 self.send(self.frame(*answer))
-                answer = caller.handle(wire.PROVED, self.next(wire.PROVED, CONNECT_TIMEOUT))
-            self.send(self.frame(*answer))
-            caller.handle(wire.WELCOME, self.next(wire.WELCOME, CONNECT_TIMEOUT))
-        except greeting.GreetingError as error:
+                answer = caller.handle(*self.any_of(greeting.FROM_HOST, CONNECT_TIMEOUT))
+        except ConnectionError:
+            if answer[0] != wire.HELLO:
+                raise
+            raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
+                                 "coordinator of protocol 2, and that both sides use TLS (--tls-ca) or none") from None
+        except (greeting.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
-        if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: its configuration differs from that of this worker: is it the same "
-                                 "version of egg?")
-        self.snapshot = self._checked_step(caller.welcome.snapshot)
+        config, _, _, snapshot = caller.welcome
+        if card["role"] == "worker" and config != snapshots.config_digest(cfg):
+            raise RefusedForGood(f"{self.name}: its configuration is not that here: is it the same version of egg?")
+        self.snapshot = self._checked_step(snapshot)
 
-    def frame(self, opcode, *parts):
-        return wire.frame(opcode, *parts, version=self.version)
+    def frame(self, opcode, *fields):
+        return wire.frame(opcode, *fields, version=self.version)
 
     def send(self, data):
         self.sock.settimeout(SEND_TIMEOUT)
@@ -119,14 +117,13 @@ class Link:
 
     def unpack_response(self, payload):
         """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
-        seed, step, position, size = wire.RESPONSE.unpack_from(payload)
-        if size != len(payload) - wire.RESPONSE.size:
-            raise NetError(f"{self.name}: wrong length: JOB_RESPONSE says {size} bytes of fitness and carries "
-                           f"{len(payload) - wire.RESPONSE.size}")
-        return seed, self._checked_step(step), position, payload[wire.RESPONSE.size:]
+        seed, step, position, size, packed = wire.JOB_RESPONSE.unpack(payload)
+        if size != len(packed):
+            raise NetError(f"{self.name}: JOB_RESPONSE says {size} bytes of fitness and carries {len(packed)}")
+        return seed, self._checked_step(step), position, packed
 
     def unpack_step(self, payload):
-        return self._checked_step(*wire.STEP.unpack(payload))
+        return self._checked_step(*wire.REBUILD.unpack(payload))
 
     def _checked_step(self, step):
         if step > wire.STEP_LIMIT:
@@ -134,12 +131,8 @@ class Link:
         return step
 
     def check(self, seconds=0.0):
-        """Takes in what comes within so many seconds, unless a whole frame is there, and sends a heartbeat if due."""
-        try:
-            full = wire.whole_frame(self.inbox, self.limits)
-        except FrameError as error:
-            raise NetError(f"{self.name}: {error}") from None
-        if not full:
+        """Takes in what comes within so many seconds, no more than a frame needs, and sends a heartbeat if due."""
+        if len(self.inbox) < self.most:
             self.sock.settimeout(seconds)
             try:
                 data = self.sock.recv(1 << 16)

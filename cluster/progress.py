@@ -3,27 +3,12 @@
 import math
 import time
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import egg_config
 from cluster.console import count_text
 from cluster.wire import FrameError
 
 MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
-
-
-class Summary(NamedTuple):
-    """What a coordinator did."""
-    first_step: int
-    step: int               # completed steps of the run
-    tokens: int             # evaluated in the completed steps of this session
-    seconds: float          # from the first chunk handed out to the last completed step
-    validations: list       # as in Progress
-    directory: object       # of the run, or None
-
-    def line(self):
-        speed = f" in {self.seconds:.1f} s, {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
-        return f"\nsteps {self.first_step} to {self.step}: {count_text(self.tokens)} tokens evaluated{speed}"
 
 
 def median(values):
@@ -98,11 +83,17 @@ class Progress:
             return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
-        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(figure[0], 6),
-                         unit=figure[1])
+        value, unit = figure
+        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
         return True
 
+    @property
+    def seconds(self):
+        """From the first chunk handed out to the last completed step, 0 without one."""
+        return self._completed - self.started if self._completed else 0.0
+
     def summary(self):
-        steps = self.run.step - self.first_step
-        return Summary(self.first_step, self.run.step, steps * self.tokens_a_step,
-                       self._completed - self.started if steps else 0.0, self.validations, self.run.directory)
+        """str: what the coordinator did."""
+        tokens = (self.run.step - self.first_step) * self.tokens_a_step
+        speed = f" in {self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        return f"\nsteps {self.first_step} to {self.run.step}: {count_text(tokens)} tokens evaluated{speed}"

@@ -6,7 +6,7 @@ import contextlib
 import time
 
 from cluster import hub, wire
-from cluster.wire import BAD_FRAME, ERROR, FAILED, FrameError, ITSELF, OTHER_LIMIT, V1, V2, next_frame
+from cluster.wire import BAD_FRAME, ERROR, FrameError, ITSELF, V1, V2, next_frame
 
 FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
@@ -61,7 +61,7 @@ class Session(hub.Connection):
                 self.pause()
         if self.open:
             if not self.paused and self.full():
-                self.hub.again(self)
+                self.hub.again.add(self)
             self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def full(self):
@@ -77,8 +77,8 @@ class Session(hub.Connection):
             self.waits = False
             self.pause(False)
 
-    def reply(self, opcode, *parts):
-        self.send(wire.frame(opcode, *parts, version=self.version))
+    def reply(self, opcode, *fields):
+        self.send(wire.frame(opcode, *fields, version=self.version))
 
     def refuse(self, why, code=BAD_FRAME):
         """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
@@ -86,9 +86,9 @@ class Session(hub.Connection):
             if code != ITSELF:                 # an island that has called itself is nothing to report
                 self.admission.report(self.host, self.title, why)
             if self.version == V2 and not self.outbox:
-                payload = FAILED.pack(code) + why.encode("utf-8", "replace")         # `why` may quote the peer
+                text = why.encode("utf-8", "replace")[:ERROR.most]           # `why` may quote the peer
                 with contextlib.suppress(OSError):
-                    self.sock.send(wire.frame(ERROR, payload[:OTHER_LIMIT], version=V2))
+                    self.sock.send(wire.frame(ERROR, code, text, version=V2))
             self.close()
 
     failed = refuse

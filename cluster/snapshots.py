@@ -26,20 +26,16 @@ SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
-def state_sha256(state, kind=hashlib.sha256):
-    """bytes [32]: SHA-256 over the same bytes as model.state_digest (without the zeros at its end)."""
+def state_hash(state, kind=BLAKE2B):
+    """bytes [32]: a hash of the same bytes as model.state_digest (without the zeros at its end): BLAKE2b, by which a
+    second worker confirms a snapshot, or SHA-256, which stands in its head."""
     digest = _begin(state.step, state.seed, kind)
     for part in _parts(state):
         digest.update(part)
     return digest.digest()
 
 
-def state_hash(state):
-    """bytes [32]: BLAKE2b over the same, by which a second worker confirms a snapshot."""
-    return state_sha256(state, BLAKE2B)
-
-
-def _begin(step, seed, kind=hashlib.sha256):
+def _begin(step, seed, kind):
     return kind(struct.pack("<QQ", step, seed))
 
 
@@ -95,7 +91,7 @@ def unpack(cfg, data):
         state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {step}: {error}") from None
-    if state_sha256(state) != sha256:
+    if state_hash(state, hashlib.sha256) != sha256:
         raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
     return state
 
@@ -119,7 +115,7 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
 def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
-    sha256 = state_sha256(state)
+    sha256 = state_hash(state, hashlib.sha256)
     with history.replacing(directory, history.snapshot_name(state.step)) as file:
         file.write(bytes(HEAD_SIZE))
         for piece in [body] if body else _packed(state):
@@ -150,7 +146,7 @@ class Upload:
         self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
         self._first = 0 if remember else sum(sizes(cfg)[:2])
         self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
-        self._digests = state_digest.Digest(step, seed), _begin(step, seed), _begin(step, seed, BLAKE2B)
+        self._digests = state_digest.Digest(step, seed), _begin(step, seed, hashlib.sha256), _begin(step, seed, BLAKE2B)
         self._zstd = history.decompressor()
         if not remember:
             self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)

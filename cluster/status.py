@@ -9,8 +9,8 @@ import time
 from cluster import auth
 from cluster.console import one_line, path_text, printable, table
 from cluster.hub import NetError, reason
-from cluster.link import CONNECT_TIMEOUT, Link, OldCoordinator, check_address
-from cluster.wire import STATUS, STATUS_LIMIT, V2, read_json
+from cluster.link import CONNECT_TIMEOUT, Link, check_address
+from cluster.wire import STATUS, V2, read_json
 
 LINEAGE = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
@@ -48,23 +48,16 @@ def fetch_status(cfg, host, port, access=auth.Access()):
             status = read_json(link.next(STATUS, CONNECT_TIMEOUT))
         describe_status(status)                      # raises an error for one that is not complete
         return status
-    except OldCoordinator:
-        raise NetError(closed_on_greeting(host, port)) from None
     except OSError as error:
         raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NetError(f"{host}:{port}: a status that cannot be read") from None
 
 
-def closed_on_greeting(host, port):
-    return (f"{host}:{port} closed the connection during the introduction: check that it is an egg coordinator of "
-            "protocol 2, and that both sides use TLS (--tls-ca) or neither does")
-
-
 def pack_status(status):
     """bytes: the JSON of a status (egg_net.Coordinator.status), with so many entries of its lists as a frame holds."""
     most = len(status["workers"]) + len(status["banned"]) + len(status["island"]["peers"] if status["island"] else ())
-    while len(data := json.dumps(status).encode()) > STATUS_LIMIT:
+    while len(data := json.dumps(status).encode()) > STATUS.most:
         most //= 2
         island = status["island"] and {**status["island"], "peers": status["island"]["peers"][:most]}
         status = {**status, "workers": status["workers"][:most], "island": island,

@@ -3,8 +3,6 @@ else nobody may state alone: the figure of a validation, the hash of a snapshot,
 A state is right when it has more votes than any other. Who is outvoted, or one of as many, rebuilds its replica once;
 after that it is banned, or waits for somebody who decides."""
 
-from typing import NamedTuple
-
 STEPS_KEPT = 8             # digests of so many steps are remembered
 CLOSE = 1e-6               # share by which two engines may differ in the nats of a validation
 AGREES, REBUILD, WAIT, BAN = "agrees", "rebuild", "wait", "ban"
@@ -31,14 +29,6 @@ def withdraw(statements, author):
             del statements[what]
 
 
-class Verdict(NamedTuple):
-    """kind: AGREES, REBUILD, WAIT or BAN; outvoted: the authors that state something else, where the verdict is AGREES;
-    news: whether this settles a tie (AGREES) or is the first to notice it (WAIT)."""
-    kind: str
-    outvoted: set = frozenset()
-    news: bool = False
-
-
 class Trust:
     """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data: {digest: voters}."""
 
@@ -46,7 +36,9 @@ class Trust:
         self.votes, self.figures, self.data, self._tied, self._told = {}, {}, {}, set(), False
 
     def judge(self, step, author, digest, rebuilt):
-        """Takes a vote in and gives the Verdict on it. rebuilt: the author has rebuilt its replica at this step."""
+        """Takes a vote in. Returns the verdict on it (AGREES, REBUILD, WAIT or BAN), the authors that state something
+        else, with AGREES, and whether it settles a tie (AGREES) or is the first to notice it (WAIT). rebuilt: the
+        author has rebuilt its replica at this step."""
         votes = self.votes.setdefault(step, {})
         while len(self.votes) > STEPS_KEPT:
             self._tied.discard(oldest := min(self.votes))
@@ -58,14 +50,12 @@ class Trust:
             outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
             settled = step in self._tied
             self._tied.discard(step)
-            return Verdict(AGREES, outvoted, settled)
-        if not rebuilt:
-            return Verdict(REBUILD)
-        if count < others:
-            return Verdict(BAN)
+            return AGREES, outvoted, settled
+        if not rebuilt or count < others:
+            return BAN if rebuilt else REBUILD, set(), False
         news = step not in self._tied
         self._tied.add(step)
-        return Verdict(WAIT, news=news)
+        return WAIT, set(), news
 
     def forget(self, author):
         for votes in self.votes.values():
@@ -73,8 +63,7 @@ class Trust:
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        count, others = self._count(step, self.leading(step))
-        return count > others or not others
+        return not self.contradicts(step, self.leading(step))
 
     def leading(self, step):
         """The digest with most votes at this step, b"" where nobody has voted."""

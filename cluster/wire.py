@@ -11,63 +11,76 @@ from model import ternary
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
-
-# both versions
-JOB_REQUEST, RESULT, JOB_RESPONSE, LOG_MESSAGE = 0, 1, 2, 3
-VALIDATION = 16                          # ours: C++ peers ignore it
-# version 2
-HELLO, CHALLENGE, JOIN, WELCOME, ERROR, HEARTBEAT = 32, 33, 34, 35, 36, 37
-PROVE, PROVED = 47, 48                   # the worker asks the coordinator to prove itself first, and it does
-REBUILD, SNAPSHOT_WANTED, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATUS = 38, 39, 40, 41, 42
-ISLAND, STANDING, STATE_REQUEST, STATE = 43, 44, 45, 46      # between islands
-HASH_WANTED, STATE_HASH = 49, 50         # workers that do not know these ignore them
-NAMES = {v: k for k, v in list(globals().items()) if type(v) is int and k not in ("V1", "V2")}
-
-REQUEST = struct.Struct(">QQQ")          # seed, step, 0
-STATED = struct.Struct(">16s")           # version 2 adds: digest of the state at this step (model.state_digest)
-STATED_REQUEST = struct.Struct(REQUEST.format + STATED.format[1:])
-RESPONSE = struct.Struct(">QQQI")        # seed, step, first member, bytes of fitness (version 2: zstd) that follow
-RESULT_HEAD = struct.Struct(">QQQQqI")   # seed, step, first member, weights changed, sum of losses, bytes of fitness
-VALIDATED = struct.Struct(">QQQd")       # step, tokens predicted, bytes they stand for (0: unknown), nats
-NONCE = struct.Struct(">32s")            # HELLO: random bytes of the worker
-CHALLENGED = struct.Struct(">32sB")      # CHALLENGE: random bytes of the coordinator; flags: SECRET_WANTED, ...
-SECRET_WANTED, PROVES_FIRST = 1, 2       # the coordinator has a secret; it answers PROVE
-PROOF = struct.Struct(">32s")            # PROVED: the coordinator's proof; JOIN: the worker's, JSON follows
-WELCOMED = struct.Struct(">32s32s32sQQ")   # WELCOME: the coordinator's proof and what is in a greeting.Welcome
-FAILED = struct.Struct(">H")             # ERROR: code; text follows
-STEP = struct.Struct(">Q")               # REBUILD (to begin from its snapshot; 0: none), SNAPSHOT_WANTED, HASH_WANTED
-STEP_HASH = struct.Struct(">Q32s")       # STATE_HASH: step, BLAKE2b of the state (cluster.snapshots.state_hash)
-BLOCK_HEAD = struct.Struct(">QQQ")       # SNAPSHOT_DATA: step, bytes of the whole, offset of those that follow
-BLOCK_REQUEST = struct.Struct(">QQ")     # SNAPSHOT_REQUEST: step, offset
-STATE_WANTED = struct.Struct(">32sQI")   # STATE_REQUEST: SHA-256 of the state, offset in its snapshot file, most bytes
-STATE_HEAD = struct.Struct(">32sQQ")     # STATE: SHA-256 of the state, bytes of the file (0: none), offset of these
-
-EMPTY = struct.Struct("")
+DIGEST = 16                              # bytes of a state's digest (model.state_digest)
 STEP_LIMIT = 1 << 48                     # no run has so many steps
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
-TEXT_LIMIT = 1 << 14                     # bytes of a log message
 OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
-JOIN_LIMIT = 1 << 13                     # bytes of the JSON in JOIN
-STATUS_LIMIT = 1 << 22                   # bytes of a status
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
-STANDING_LIMIT = 1 << 10                 # bytes of a standing
 JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
 
+
+class Frame(int):
+    """The opcode of a frame. Its payload: `fields`, in the format of `struct`, and up to `most` bytes, or most(cfg)."""
+
+    def __new__(cls, opcode, fields="", most=0):
+        self = super().__new__(cls, opcode)
+        self.head, self.most = struct.Struct(">" + fields), most
+        self._count = len(self.head.unpack(bytes(self.head.size)))
+        return self
+
+    def pack(self, *fields):
+        """The payload of these fields and of the bytes that follow them."""
+        return self.head.pack(*fields[:self._count]) + b"".join(fields[self._count:])
+
+    def unpack(self, payload):
+        """The fields of a payload and, where bytes may follow them, these bytes."""
+        fields = self.head.unpack_from(payload)
+        return (*fields, payload[self.head.size:]) if self.most else fields
+
+
+# both versions
+JOB_REQUEST = Frame(0, "QQQ")            # seed, step, 0; version 2 adds the digest of the state at this step
+RESULT = Frame(1, "QQQQqI", lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))      # see `Result`
+JOB_RESPONSE = Frame(2, "QQQI", lambda cfg: ternary.packed_size(cfg.N_PAIRS))     # seed, step, first member, bytes of
+#                                          fitness (version 2: zstd) that follow
+LOG_MESSAGE = Frame(3, "", 1 << 14)
+VALIDATION = Frame(16, "QQQd")           # step, tokens, bytes they stand for (0: unknown), nats; C++ peers ignore it
+# version 2
+HELLO = Frame(32, "32s")                 # random bytes of the worker
+CHALLENGE = Frame(33, "32sB")            # random bytes of the coordinator; flags: SECRET_WANTED, ...
+JOIN = Frame(34, "32s", 1 << 13)         # the worker's proof; JSON follows
+WELCOME = Frame(35, "32s32s32sQQ")       # the coordinator's proof, digests of configuration and data, step, snapshot
+ERROR = Frame(36, "H", OTHER_LIMIT - 2)  # code; text follows
+HEARTBEAT = Frame(37)
+REBUILD = Frame(38, "Q")                 # step of the snapshot to begin from (0: none)
+SNAPSHOT_WANTED = Frame(39, "Q")         # step
+SNAPSHOT_DATA = Frame(40, "QQQ", BLOCK)  # step, bytes of the whole, offset of those that follow
+SNAPSHOT_REQUEST = Frame(41, "QQ")       # step, offset
+STATUS = Frame(42, "", 1 << 22)          # JSON
+PROVE, PROVED = Frame(47), Frame(48, "32s")      # the worker wants the coordinator to prove itself first; its proof
+HASH_WANTED = Frame(49, "Q")             # step; workers that do not know this and the next one ignore them
+STATE_HASH = Frame(50, "Q32s")           # step, BLAKE2b of the state (cluster.snapshots.state_hash)
+# between islands
+ISLAND, STANDING = Frame(43, "", JOIN.most), Frame(44, "", 1 << 10)          # JSON
+STATE_REQUEST = Frame(45, "32sQI")       # SHA-256 of the state, offset in its snapshot file, most bytes
+STATE = Frame(46, "32sQQ", BLOCK)        # SHA-256 of the state, bytes of the file (0: none), offset of these
+
+NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
+SECRET_WANTED, PROVES_FIRST = 1, 2       # in CHALLENGE: the coordinator has a secret; it answers PROVE
 # codes of ERROR
 BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 4, 5, 6, 7
 
 
 class FrameError(Exception):
     """A frame that cannot be right. The connection it came on is closed, with an ERROR of this code."""
-    code = BAD_FRAME
-
-
-class Refused(FrameError):
-    """A peer that may not take part, though its frames are right."""
 
     def __init__(self, why, code=BAD_FRAME):
         super().__init__(why)
         self.code = code
+
+
+class Refused(FrameError):
+    """A peer that may not take part, though its frames are right."""
 
 
 def read_json(data):
@@ -95,27 +108,19 @@ def read_json(data):
     return found
 
 
-def frame(opcode, *parts, version=V1):
-    payload = b"".join(parts)
+def frame(opcode, *fields, version=V1):
+    """bytes of a Frame with these fields; what follows them comes last."""
+    payload = opcode.pack(*fields)
     return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
 
 
 def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
-    def sizes(table):                    # {opcode: (struct, most bytes that follow it)}
-        return {opcode: (head.size, head.size + most) for opcode, (head, most) in table.items()}
-
-    pairs, chunk = (ternary.packed_size(n) for n in (cfg.N_PAIRS, cfg.CHUNK_SIZE // 2))
-    v1 = {JOB_REQUEST: (REQUEST, 0), RESULT: (RESULT_HEAD, chunk), JOB_RESPONSE: (RESPONSE, pairs),
-          LOG_MESSAGE: (EMPTY, TEXT_LIMIT), VALIDATION: (VALIDATED, 0)}
-    v2 = {**v1, JOB_REQUEST: (STATED_REQUEST, 0), JOB_RESPONSE: (RESPONSE, history.most_body(cfg)),
-          HELLO: (NONCE, 0), CHALLENGE: (CHALLENGED, 0), PROVE: (EMPTY, 0), PROVED: (PROOF, 0),
-          JOIN: (PROOF, JOIN_LIMIT), WELCOME: (WELCOMED, 0), ERROR: (FAILED, OTHER_LIMIT - FAILED.size),
-          HEARTBEAT: (EMPTY, 0), STATUS: (EMPTY, STATUS_LIMIT), REBUILD: (STEP, 0), SNAPSHOT_WANTED: (STEP, 0),
-          HASH_WANTED: (STEP, 0), STATE_HASH: (STEP_HASH, 0), SNAPSHOT_DATA: (BLOCK_HEAD, BLOCK),
-          SNAPSHOT_REQUEST: (BLOCK_REQUEST, 0), ISLAND: (EMPTY, JOIN_LIMIT), STANDING: (EMPTY, STANDING_LIMIT),
-          STATE_REQUEST: (STATE_WANTED, 0), STATE: (STATE_HEAD, BLOCK)}
-    return {V1: sizes(v1), V2: sizes(v2)}
+    sizes = {frame: (frame.head.size, frame.head.size + (frame.most(cfg) if callable(frame.most) else frame.most))
+             for frame in NAMES}
+    request, response = JOB_REQUEST.head.size + DIGEST, JOB_RESPONSE.head.size
+    return {V1: sizes, V2: {**sizes, JOB_REQUEST: (request, request),
+                            JOB_RESPONSE: (response, response + history.most_body(cfg))}}
 
 
 # the frames that a worker or a reader of the status takes
@@ -180,8 +185,7 @@ class Result(NamedTuple):
 
 def read_result(cfg, n_weights, payload):
     """The Result in a frame, of a model of n_weights weights. Raises FrameError for one that cannot be right."""
-    _, step, position, updates, sum_loss, size = RESULT_HEAD.unpack_from(payload)
-    packed = payload[RESULT_HEAD.size:]
+    _, step, position, updates, sum_loss, size, packed = RESULT.unpack(payload)
     if size != len(packed):
         raise FrameError(f"wrong length: RESULT says {size} bytes of fitness and carries {len(packed)}")
     chunk, rest = divmod(position, cfg.CHUNK_SIZE)

@@ -124,11 +124,13 @@ class CoordinatorActor:
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
 
     def run(self, cfg, **options):
-        """Does egg_net.run_coordinator. The coordinator of a killed driver may hold the directory for a moment."""
+        """A summary of egg_net.run_coordinator and the validations. The coordinator of a killed driver may hold the
+        directory for a moment."""
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                return egg_net.run_coordinator(cfg, console=self, stopped=self.stopped, **options)
+                done = egg_net.run_coordinator(cfg, console=self, stopped=self.stopped, **options)
+                return done.summary(), done.validations
             except history.HistoryError as error:
                 if not isinstance(error.__context__, BlockingIOError) or time.monotonic() > until or self.stopped:
                     raise
@@ -272,19 +274,19 @@ def train(cfg, args, secret, http, console):
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
             cfg, files, (node, port), secret, number, threads), console)
         try:
-            done = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
+            summary, validations = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:
             console.clear()
-        console.line(done.line())
-        if done.validations:
-            console.line("validation: {1:.3f} {2} at step {0}".format(*done.validations[-1]))
+        console.line(summary)
+        if validations:
+            console.line("validation: {1:.3f} {2} at step {0}".format(*validations[-1]))
     finally:
         ray.shutdown()
     return save_dir
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it. Returns a summary."""
+    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; see its `run`."""
     started = heard = time.monotonic()
     news, stop_at, placed, told = actor.news.remote(), None, [], False
     reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own

@@ -13,9 +13,9 @@ import time
 from typing import NamedTuple
 
 from cluster import history, snapshots
-from cluster.hooks import Hook
-from cluster.wire import FrameError, STANDING, STATE, STATE_HEAD, read_json
+from cluster.wire import FrameError, STANDING, STATE, read_json
 from egg_config import UsageError
+from egg_net import Hook
 from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
@@ -175,7 +175,7 @@ class Island(Hook):
         self.events.emit("island", f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}",
                          name=terms.name, peers=titles)
 
-    # the coordinator calls these (cluster.hooks)
+    # the coordinator calls these (egg_net.Hook)
 
     def check(self, now):
         self.peers.check(now)
@@ -193,9 +193,9 @@ class Island(Hook):
 
     def validated(self, step, value, unit):
         self.fitness.add("validation", unit, value, step)
-        self.snapshot_kept(step)
+        self._offer_elite(step)
 
-    def snapshot_kept(self, step):
+    def _offer_elite(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
         path, fitness = self.coordinator.shelf.path(step), self.fitness
         if not path or fitness.value is None or not self.elites.most:
@@ -224,9 +224,11 @@ class Island(Hook):
                 peer.session.reply(STANDING, self.standing(True).pack())
 
     def state_received(self, upload):
-        if not self.handover or upload.step != self.run.step:
+        if not upload.remembered:
+            self._offer_elite(upload.step)
+        elif not self.handover or upload.step != self.run.step:
             return
-        if self.coordinator.trust.contradicts(upload.step, upload.digest):
+        elif self.coordinator.trust.contradicts(upload.step, upload.digest):
             self._give_up("workers hold different states")
         else:
             self._hand_over(upload.state(), upload.digest)
@@ -256,11 +258,11 @@ class Island(Hook):
         incoming = self.incoming
         if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
             return False
-        sha256, total, offset = STATE_HEAD.unpack_from(payload)
+        sha256, total, offset, data = STATE.unpack(payload)
         if sha256 != incoming.standing.state:
             return False
         if total:
-            self._advance(lambda: incoming.add(total, offset, payload[STATE_HEAD.size:]))
+            self._advance(lambda: incoming.add(total, offset, data))
         else:
             self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
         return True
@@ -299,7 +301,7 @@ class Island(Hook):
             self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
             self.incoming.request()
         if outcome == "pull" or not theirs.ask:
-            self.events.about(peer.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
+            self.events.about(peer.author.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
                               theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         return True
 
@@ -323,7 +325,7 @@ class Island(Hook):
         if distrust:
             self.peers.distrust(incoming.peer, why)
         elif why:
-            self.events.about(incoming.peer.host, "warning", f"island: {why}", text=f"island: {why}")
+            self.events.about(incoming.peer.author.host, "warning", f"island: {why}", text=f"island: {why}")
 
     # epochs
 

@@ -10,10 +10,9 @@ import time
 
 import egg_config
 from cluster import auth, greeting, history, wire
-from cluster.hub import Budget, NetError, address_text, split_address
+from cluster.hub import Budget, NetError, address_text, resolve, split_address
 from cluster.session import Role, Session
-from cluster.wire import (ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_HEAD, STATE_REQUEST,
-                          STATE_WANTED, V2)
+from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_REQUEST, V2
 from egg_config import ConfigError, explained
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
@@ -70,8 +69,8 @@ class Target:
     def __init__(self, host, port):
         self.host, self.title = host, address_text(host, port)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
+            found = resolve(host, port)
+        except OSError:
             raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
                            "another island's coordinator") from None
         self.addresses = [(entry[0], entry[4]) for entry in found]
@@ -85,11 +84,11 @@ class Target:
 
 
 class Peer:
-    """Another island, through all its connections. standing: its last one; question_at: when it was asked for its
-    standing, None without an open question; given, taken: complete states."""
+    """Another island, through all its connections. author: the admission.Author of the last one; standing: its last
+    one; question_at: when it was asked for that, None without an open question; given, taken: complete states."""
 
-    def __init__(self, name):
-        self.name, self.address, self.host, self.id, self.identity = name, "", "", "", ""
+    def __init__(self, author):
+        self.name, self.author, self.address = author.name, author, ""
         self.session = self.standing = self.question_at = None
         self.next_question_at, self.given, self.taken, self.heard = 0.0, 0, 0, time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
@@ -119,7 +118,7 @@ class PeerRole(Role):
             self.peer.heard = time.monotonic()
             if opcode != STATE_REQUEST:
                 return self.peers.island.handle(self.peer, opcode, payload)
-            self.wanted = STATE_WANTED.unpack(payload)
+            self.wanted = STATE_REQUEST.unpack(payload)
             self.send_piece()
         elif opcode == ISLAND and self.caller.welcome:
             self.peers.accepted(self.session, greeting.read_card(payload))
@@ -148,7 +147,7 @@ class PeerRole(Role):
         step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
         total, data = shelf.piece(sha256, shelf.path(step), offset, size)
         self.peer.given += offset < total == offset + len(data)
-        self.session.reply(STATE, STATE_HEAD.pack(sha256, total, offset), data)
+        self.session.reply(STATE, sha256, total, offset, data)
         self.session.go_on()
 
     def closed(self):
@@ -181,10 +180,10 @@ class Peers:
         self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
 
     def trusted(self, peer):
-        return time.monotonic() >= self.distrusted.get(peer.identity, 0.0)
+        return time.monotonic() >= self.distrusted.get(peer.author.identity, 0.0)
 
     def distrust(self, peer, why):
-        self.distrusted[peer.identity] = time.monotonic() + DISTRUST
+        self.distrusted[peer.author.identity] = time.monotonic() + DISTRUST
         self.events.warn(f"island: {why}; nothing of {peer.name} is taken for {DISTRUST:g} s")
 
     # introductions
@@ -203,9 +202,9 @@ class Peers:
             return (f"ISLAND_SEED = {self.cfg.ISLAND_SEED} there and here, so their noise would be the same: give "
                     "every island another, -D ISLAND_SEED=N")
         peer = self.known.get(card.name)
-        if peer and peer.session and peer.id != card.id and peer.identity != author.identity:
-            return f"an island of this name is connected from {peer.host}: give every island a name of its own"
-        of_host = [peer for peer in self.known.values() if peer.host == author.host]
+        if peer and peer.session and peer.author.key != card.id and peer.author.identity != author.identity:
+            return f"an island of this name is connected from {peer.author.host}: give every island a name of its own"
+        of_host = [peer for peer in self.known.values() if peer.author.host == author.host]
         for peers, most in ((of_host, MOST_OF_HOST), (self.known.values(), MOST_PEERS)):
             if not peer and len(peers) >= most:
                 gone = [other for other in peers if not other.session]
@@ -236,8 +235,8 @@ class Peers:
 
     def _introduced(self, session, role, card, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer, target = self.known.setdefault(card.name, Peer(card.name)), role.target
-        old, same = peer.session, peer.id == card.id
+        peer, target = self.known.setdefault(card.name, Peer(author)), role.target
+        old, same = peer.session, peer.author.key == card.id
         if target:
             target.name, target.pause = peer.name, BACK_OFF[0]
         if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
@@ -248,8 +247,7 @@ class Peers:
         session.idle = None
         if not session.known:
             session.become_known()
-        peer.session, peer.id, peer.identity, peer.host = session, card.id, author.identity, author.host
-        peer.heard, peer.question_at = time.monotonic(), None
+        peer.session, peer.author, peer.heard, peer.question_at = session, author, time.monotonic(), None
         peer.address = target.title if target else session.address
         if old:
             old.close()
@@ -276,7 +274,7 @@ class Peers:
             target.session = None
             target.failed()
             if not target.name:
-                self._log_target(target, f"{target.title} does not answer yet, trying again", "down")
+                self._log_target(target, "does not answer yet, trying again", "down")
         if peer and peer.session is session:
             peer.session = peer.question_at = None
             self.island.peer_lost(peer)
@@ -286,19 +284,21 @@ class Peers:
         if target := session.role.target:
             target.is_self = target.is_self or code == ITSELF
             target.failed(longest=True)
-            self._log_target(target, f"{target.title} refuses this island: {why}", "refused")
+            self._log_target(target, f"refuses this island: {why}", "refused")
         session.close()
 
-    def _log_target(self, target, line, state):
+    def _log_target(self, target, what, state):
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self.events.about(target.host, "peer", f"island: {line}", peer=target.title, address=target.title,
-                              state=state)
+            self._log(target.host, f"{target.title} {what}", target.title, target.title, state)
 
     def _log_peer(self, peer, state):
-        self.events.about(peer.host, "peer", f"island: peer {peer.name} at {peer.address} is {state}", peer=peer.name,
-                          address=peer.address, state=state)
+        line = f"peer {peer.name} at {peer.address} is {state}"
+        self._log(peer.author.host, line, peer.name, peer.address, state)
+
+    def _log(self, host, line, name, address, state):
+        self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
 
     def status(self):
         rows = []
@@ -306,7 +306,6 @@ class Peers:
             state = "down" if not peer.session else "up" if self.trusted(peer) else "distrusted"
             standing = {k: getattr(peer.standing, k, None) for k in ("fitness", "kind", "step", "epoch", "founder")}
             standing["fitness"] = self.island.shown(standing["fitness"], standing["kind"])
-            rows.append({"name": peer.name, "address": peer.address, "state": state, **standing,
-                         "last_seen": round(time.monotonic() - peer.heard, 3), "given": peer.given,
-                         "taken": peer.taken})
+            rows.append({"name": peer.name, "address": peer.address, "state": state, **standing, "given": peer.given,
+                         "taken": peer.taken, "last_seen": round(time.monotonic() - peer.heard, 3)})
         return rows

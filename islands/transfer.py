@@ -6,7 +6,7 @@ import time
 from cluster import snapshots
 from cluster.hub import Budget
 from cluster.snapshots import HEAD_SIZE
-from cluster.wire import BLOCK, STATE_REQUEST, STATE_WANTED
+from cluster.wire import BLOCK, STATE_REQUEST
 from islands import merging
 
 # A transfer is given up if STALLED seconds bring nothing or fewer bytes per second than LEAST_RATE, or, of a small
@@ -48,7 +48,7 @@ class Incoming:
         busy = self.requested or self.upload and (self.upload.finished or self.upload.pending)
         if not busy and self.peer.session and self.bucket.take(self.bucket.piece):
             self.requested = True
-            self.peer.session.reply(STATE_REQUEST, STATE_WANTED.pack(self.standing.state, self.got, self.bucket.piece))
+            self.peer.session.reply(STATE_REQUEST, self.standing.state, self.got, self.bucket.piece)
 
     def add(self, total, offset, data):
         """Takes a piece; the first one holds the head of the file. Raises ValueError, OSError as an Upload does."""

@@ -56,7 +56,7 @@ def frames(port, _, held):
     with contextlib.closing(sock):
         body = random.randbytes(random.choice((0, 24, 40, 48, 100)))
         kind = random.choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
-        sock.send(wire.frame(kind, body, version=random.choice((1, 2, 2, 9))) * 20)
+        sock.send(wire.frame(wire.Frame(kind), body, version=random.choice((1, 2, 2, 9))) * 20)
         if random.random() < 0.1:
             sock.settimeout(0.05)
             sock.recv(1 << 16)
@@ -161,14 +161,12 @@ class Honest(threading.Thread):
     def serve(self, peer):
         step, out = self.step, b""
         while not self.stop:
-            request = wire.REQUEST.pack(0, step, 0), step.to_bytes(16, "little")
-            peer.link.send(out + peer.link.frame(JOB_REQUEST, *request))
+            peer.link.send(out + peer.link.frame(JOB_REQUEST, 0, step, 0, step.to_bytes(16, "little")))
             _, step, position, packed = peer.link.unpack_response(peer.link.next(JOB_RESPONSE))
             self.step, out = max(step, self.step), b""
             if not packed:
                 time.sleep(0.002)
-                head = wire.RESULT_HEAD.pack(0, step, position, 0, 5, len(GOOD))
-                out = peer.link.frame(wire.RESULT, head, GOOD)
+                out = peer.link.frame(wire.RESULT, 0, step, position, 0, 5, len(GOOD), GOOD)
 
 
 class Newcomer(threading.Thread):

@@ -317,7 +317,7 @@ class Peer:
         self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
 
     def ask(self, step):
-        self.link.send(wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0)))
+        self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0))
 
     def answer(self, timeout=5):
         return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
@@ -330,8 +330,8 @@ class Peer:
 
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
         packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
-        head = wire.RESULT_HEAD.pack(0, step, position, updates, loss, len(packed) if size is None else size)
-        self.link.send(wire.frame(RESULT, head, packed))
+        size = len(packed) if size is None else size
+        self.link.send(self.link.frame(RESULT, 0, step, position, updates, loss, size, packed))
 
     def silent(self, seconds=0.15):
         """Nothing comes, and the connection stays."""
@@ -391,7 +391,7 @@ GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
 
 def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
     size = len(packed) if size is None else size
-    return wire.frame(RESULT, wire.RESULT_HEAD.pack(42, step, position, updates, loss, size), packed)
+    return wire.frame(RESULT, 42, step, position, updates, loss, size, packed)
 
 
 def filled(directory, steps=5, cfg=CFG):
@@ -452,14 +452,13 @@ class Peer2(Peer):
         self.link = egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card(cfg, **values))
 
     def ask(self, step, digest=bytes(16)):
-        self.link.send(self.link.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), wire.STATED.pack(digest)))
+        self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0")))
 
     def next(self, *opcodes, timeout=5):
         return self.link.any_of(opcodes, timeout)
 
     def result(self, step, position, packed=GOOD, loss=5):
-        head = wire.RESULT_HEAD.pack(0, step, position, 0, loss, len(packed))
-        self.link.send(self.link.frame(RESULT, head, packed))
+        self.link.send(self.link.frame(RESULT, 0, step, position, 0, loss, len(packed), packed))
 
 
 class Liar(FakeEngine):

@@ -71,18 +71,23 @@ def greet(ours, theirs, card=card()):
     """(Caller, Host) after an introduction without sockets, with these secrets."""
     caller, host = greeting.Caller(ours, card), greeting.Host(theirs)
     answer = caller.begin()
-    while answer and (answer := host.handle(*answer)):
-        answer = caller.handle(*answer)
+    while answer and (answer := takes(host, *answer)):
+        answer = takes(caller, *answer)
     return caller, host
+
+
+def takes(side, opcode, *fields):
+    """The answer of a Caller or Host to a frame of these fields."""
+    return side.handle(opcode, opcode.pack(*fields))
 
 
 def test_the_introduction_proves_both_sides():
     caller, host = greet(SECRET, SECRET)
     assert host.card.role == "worker" and host.card.config == history.kept(CFG) and caller.welcome is None
-    state = greeting.Welcome(b"c" * 32, b"d" * 32, 7, 4)
-    assert caller.handle(*host.welcome(state)) is None and caller.welcome == state
+    state = [b"c" * 32, b"d" * 32, 7, 4]
+    assert takes(caller, *host.welcome(*state)) is None and caller.welcome == state
     with pytest.raises(wire.FrameError, match="WELCOME before the introduction is complete"):
-        caller.handle(*host.welcome(state))
+        takes(caller, *host.welcome(*state))
     assert greet(b"", b"", card(role="status"))[1].card.role == "status"
     with pytest.raises(greeting.GreetingError, match="does not know the secret"):
         greet(b"not the secret but long", SECRET)
@@ -95,7 +100,7 @@ def test_the_introduction_proves_both_sides():
         greet(b"", SECRET)
     caller, _ = greet(SECRET, SECRET)
     with pytest.raises(greeting.GreetingError, match="does not know the secret"):
-        caller.handle(*greet(SECRET, SECRET)[1].welcome(state))          # of another introduction
+        takes(caller, *greet(SECRET, SECRET)[1].welcome(*state))         # of another introduction
     for early in (JOIN, WELCOME, JOB_REQUEST, 99):
         with pytest.raises(wire.FrameError, match="before the introduction is complete"):
             greeting.Host(SECRET).handle(early, bytes(64))
@@ -192,7 +197,7 @@ class Closing:
                     data = sock.recv(1 << 16)
                     self.versions.append(data[4])
                     if data[4] == 1:
-                        sock.sendall(wire.frame(JOB_RESPONSE, wire.RESPONSE.pack(42, 0, 32, 0)))
+                        sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
                         time.sleep(0.2)
 
 
@@ -278,7 +283,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
             old.ask(0)
             assert old.closed()
             sock = socket.create_connection(("127.0.0.1", server.port))
-            sock.sendall(wire.frame(JOB_REQUEST, bytes(64), version=V2))           # no introduction at all
+            sock.sendall(wire.frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
             assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
         assert honest.chunk(0) == 0
     told = [line for line in server.lines.text.splitlines() if line.startswith("refused")]
@@ -297,10 +302,9 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
     def impostor():
         with listener.accept()[0] as sock:
             sock.recv(1000)
-            sock.sendall(wire.frame(wire.CHALLENGE, wire.CHALLENGED.pack(bytes(32), 1), version=V2))
+            sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
             given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
-            sock.sendall(wire.frame(WELCOME, wire.WELCOMED.pack(given, snapshots.config_digest(CFG), bytes(32), 0, 0),
-                                    version=V2))
+            sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
             sock.recv(1)
 
     thread = threading.Thread(target=impostor)
@@ -619,13 +623,13 @@ def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
 def test_the_majority_of_authors_decides_which_state_is_right():
     votes = trust.Trust()
     assert votes.judge(5, A, b"x", False) == (trust.AGREES, set(), False) and votes.decided(5) and votes.decided(6)
-    assert votes.judge(5, A, b"x", False).kind == trust.AGREES                  # its own vote counts once
-    assert votes.judge(5, B, b"y", False).kind == trust.REBUILD and not votes.decided(5)
+    assert votes.judge(5, A, b"x", False)[0] == trust.AGREES                  # its own vote counts once
+    assert votes.judge(5, B, b"y", False)[0] == trust.REBUILD and not votes.decided(5)
     assert votes.judge(5, B, b"y", True) == (trust.WAIT, set(), True)
     assert votes.judge(5, A, b"x", True) == (trust.WAIT, set(), False)
     assert votes.contradicts(5, b"x") and not votes.contradicts(6, b"x") and votes.leading(6) == b""
     assert votes.judge(5, C, b"y", False) == (trust.AGREES, {A}, True) and votes.leading(5) == b"y"
-    assert votes.judge(5, A, b"x", True).kind == trust.BAN and not votes.contradicts(5, b"y")
+    assert votes.judge(5, A, b"x", True)[0] == trust.BAN and not votes.contradicts(5, b"y")
     assert votes.judge(5, A, b"y", True) == (trust.AGREES, set(), False)         # it has rebuilt
     votes.forget(A), votes.forget(B), votes.forget(C)
     assert votes.decided(5) and votes.leading(5) == b""
@@ -884,8 +888,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
         body = snapshots.pack(state)
         for at in range(0, len(body), wire.BLOCK):
-            liar.link.send(liar.link.frame(wire.SNAPSHOT_DATA, wire.BLOCK_HEAD.pack(1, len(body), at),
-                                           body[at:at + wire.BLOCK]))
+            liar.link.send(liar.link.frame(wire.SNAPSHOT_DATA, 1, len(body), at, body[at:at + wire.BLOCK]))
         until(lambda: server.coordinator.shelf.newest == 1)
         others[0].ask(1, right)
         assert others[0].next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))     # not from that snapshot
@@ -1005,7 +1008,7 @@ def test_slow_clients_do_not_hold_up_the_others(besieged):
     for turn in range(20):
         for i, sock in enumerate(crowd):
             with contextlib.suppress(OSError):
-                sock.send(wire.frame(JOIN, bytes(8000), version=V2)[turn:turn + 1])
+                sock.send(wire.frame(wire.Frame(JOIN), bytes(8000), version=V2)[turn:turn + 1])
         time.sleep(0.01)
     until(lambda: server.run.step > step + 5)
     assert max(len(c.inbox) for c in list(server.coordinator.hub.connections)) < 1 << 17

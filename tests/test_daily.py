@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+import types
 from unittest import mock
 
 import numpy as np
@@ -41,7 +41,7 @@ def run(*arguments, env=None):
             status = egg.main([*map(str, arguments)])
         except SystemExit as ended:
             status = ended.code
-    return SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
+    return types.SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def process(*arguments, program=kit.HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
@@ -121,7 +121,7 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
 
 def test_the_continuation_is_that_of_the_arguments(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    done = type("Summary", (), {"directory": "ckpt"})
+    done = types.SimpleNamespace(run=types.SimpleNamespace(directory="ckpt"))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
     assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
                      "--peer", "a:1", "--peer", "[::1]:2", "--island", "x", "--save-dir", "ckpt"]) == 0

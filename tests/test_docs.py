@@ -121,8 +121,8 @@ def test_the_frame_in_hex_is_a_frame():
     block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
     written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
     fitness = fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
-    head = wire.RESULT_HEAD.pack(42, 0, 10, 0, 12345, len(fitness))
-    assert written.replace(" ", "") == wire.frame(wire.RESULT, head, fitness, version=wire.V2).hex()
+    frame = wire.frame(wire.RESULT, 42, 0, 10, 0, 12345, len(fitness), fitness, version=wire.V2)
+    assert written.replace(" ", "") == frame.hex()
 
 
 def test_every_frame_is_in_the_protocol():

@@ -38,7 +38,7 @@ from model import seeds
 import egg_net
 from cluster import snapshots
 from cluster import wire
-from cluster.wire import ISLAND, STANDING, STATE, STATE_HEAD, STATE_REQUEST, STATE_WANTED, V2, frame
+from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from kit import (CFG, EXAMPLES, HERE, SECRET, SLOW, Coordinator, FakeEngine, Lines, Server, differing, free_port, until,
                  work_in_thread)
 
@@ -229,8 +229,8 @@ class Stranger:
         self.name, self.link = name, egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card)
         self.card = json.loads(self.link.next(ISLAND, 5))
 
-    def send(self, opcode, *parts):
-        self.link.send(frame(opcode, *parts, version=V2))
+    def send(self, opcode, *fields):
+        self.link.send(frame(opcode, *fields, version=V2))
 
     def say(self, fitness=5.0, kind="validation", unit="bits/byte", step=50, epoch=0, founder="stranger",
             state=b"s" * 32, state_step=50, ask=True):
@@ -251,12 +251,12 @@ class Stranger:
             if opcode == STANDING and json.loads(payload)["ask"]:
                 self.say(0.001, state=sha256, ask=False)
             elif opcode == STATE_REQUEST:
-                wanted, offset, size = STATE_WANTED.unpack(payload)
+                wanted, offset, size = STATE_REQUEST.unpack(payload)
                 asked.append((offset, size))
                 if pieces is not None and len(asked) > pieces:
                     self.link.close()
                     break
-                self.send(STATE, STATE_HEAD.pack(wanted, len(data), offset), data[offset:offset + size])
+                self.send(STATE, wanted, len(data), offset, data[offset:offset + size])
         return asked
 
 
@@ -279,7 +279,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         again = Stranger(a.port, "b")                            # it may come back
         until(lambda: len(a.told("peer", peer="b", state="up")) == 2)
         with pytest.raises(egg_net.OldCoordinator), socket.create_connection(("127.0.0.1", a.port)) as old:
-            old.sendall(wire.frame(wire.JOB_REQUEST, bytes(24)))       # protocol 1 has no snapshots
+            old.sendall(wire.frame(wire.Frame(wire.JOB_REQUEST), bytes(24)))       # protocol 1 has no snapshots
             assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.lines.text
             raise egg_net.OldCoordinator
         assert a.status()["island"]["peers"][0]["state"] == "up"
@@ -570,8 +570,8 @@ def test_a_flood_of_questions_is_bounded(tmp_path):
                 answers += not json.loads(stranger.next(STANDING, 0.5 if answers >= peers.QUESTIONS else 20))["ask"]
         assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (time.monotonic() - began) / peers.ASK_EVERY + 1
         for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
-            stranger.send(STATE_REQUEST, STATE_WANTED.pack(b"?" * 32, 1 << 40, 1 << 31))
-        assert STATE_HEAD.unpack(stranger.next(STATE))[1:] == (0, 1 << 40)
+            stranger.send(STATE_REQUEST, b"?" * 32, 1 << 40, 1 << 31)
+        assert STATE.unpack(stranger.next(STATE))[1:] == (0, 1 << 40, b"")
         before = a.run.step
         until(lambda: a.run.step > before + 3)
 
@@ -781,7 +781,7 @@ def test_a_live_island_takes_any_frames(besieged, frames):
     stranger = Stranger(besieged.port, f"s{random.randrange(50)}")
     with contextlib.suppress(OSError, egg_net.NetError):
         for opcode, payload in frames:
-            stranger.send(opcode, payload)
+            stranger.send(wire.Frame(opcode), payload)
         stranger.link.check(0.005)
     stranger.link.close()
     before = besieged.run.step

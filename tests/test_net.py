@@ -34,12 +34,12 @@ SPAWN = multiprocessing.get_context("spawn")
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 def test_frames_are_those_of_the_specification():
-    assert wire.frame(JOB_REQUEST, wire.REQUEST.pack(1, 2, 0)).hex() == (
+    assert wire.frame(JOB_REQUEST, 1, 2, 0).hex() == (
         "4a4f4253" "01" "00" "00000018" "0000000000000001" "0000000000000002" "0000000000000000")
-    assert wire.frame(RESULT, wire.RESULT_HEAD.pack(1, 2, 3, 4, -1, 2), b"ab").hex() == (
+    assert wire.frame(RESULT, 1, 2, 3, 4, -1, 2, b"ab").hex() == (
         "4a4f4253" "01" "01" "0000002e" "0000000000000001" "0000000000000002" "0000000000000003" "0000000000000004"
         "ffffffffffffffff" "00000002" "6162")
-    assert wire.frame(JOB_RESPONSE, wire.RESPONSE.pack(42, 1, NOTHING, 0)).hex() == (
+    assert wire.frame(JOB_RESPONSE, 42, 1, NOTHING, 0).hex() == (
         "4a4f4253" "01" "02" "0000001c" "000000000000002a" "0000000000000001" "ffffffffffffffff" "00000000")
     assert wire.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
 
@@ -47,7 +47,7 @@ def test_frames_are_those_of_the_specification():
 def test_frames_come_out_whole_however_the_bytes_arrive():
     limits, buffer, got = wire.limits(CFG), bytearray(), []
     sent = [(LOG_MESSAGE, b"text"), (JOB_REQUEST, bytes(24)), (99, b"from a newer peer"), (LOG_MESSAGE, b"")]
-    for byte in b"".join(wire.frame(*s) for s in sent):
+    for byte in b"".join(wire.frame(wire.Frame(opcode), payload) for opcode, payload in sent):
         buffer.append(byte)
         while one := wire.next_frame(buffer, limits):
             got.append(one[1:])
@@ -57,9 +57,9 @@ def test_frames_come_out_whole_however_the_bytes_arrive():
 REFUSED = {
     "wrong magic": b"GET / HTTP/1.1\r\n\r\n",
     "protocol version 3, here 1 or 2": b"JOBS\x03\x00" + bytes([0, 0, 0, 24]) + bytes(24),
-    "JOB_REQUEST of 23 bytes, allowed 24": wire.frame(JOB_REQUEST, bytes(23)),
+    "JOB_REQUEST of 23 bytes, allowed 24": wire.frame(wire.Frame(JOB_REQUEST), bytes(23)),
     "RESULT of 49 bytes, allowed 44 to 48": result_frame(packed=GOOD + b"\0"),
-    "RESULT of 43 bytes": wire.frame(RESULT, bytes(43)),
+    "RESULT of 43 bytes": wire.frame(wire.Frame(RESULT), bytes(43)),
     "LOG_MESSAGE of 1000000 bytes": wire.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
     "opcode 77 of 4000000000 bytes": wire.HEADER.pack(b"JOBS", 1, 77, 4000000000),
     "RESULT says 3 bytes of fitness and carries 4": result_frame(size=3),
@@ -71,8 +71,8 @@ REFUSED = {
     "wrong chunk: RESULT for member 128": result_frame(position=128),
     "wrong figures": result_frame(updates=1 << 60),
     "wrong figures: sum of losses": result_frame(loss=-(1 << 63)),
-    "wrong validation": wire.frame(VALIDATION, wire.VALIDATED.pack(0, 0, 0, 1.0)),
-    "wrong validation: nan": wire.frame(VALIDATION, wire.VALIDATED.pack(0, 1, 0, float("nan"))),
+    "wrong validation": wire.frame(VALIDATION, 0, 0, 0, 1.0),
+    "wrong validation: nan": wire.frame(VALIDATION, 0, 1, 0, float("nan")),
 }
 
 
@@ -102,7 +102,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
     with Server(tmp_path) as server:
         half, peer = Peer(server.port), Peer(server.port)
         half.link.send(b"JOBS\x01")
-        peer.link.send(wire.frame(200, b"hello from the future"))
+        peer.link.send(wire.frame(wire.Frame(200), b"hello from the future"))
         peer.link.send(wire.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
         assert peer.chunk(0) == 0
         assert "  [31mred text\n  Step 5 | fake\n" in server.lines.text and "\x1b" not in server.lines.text
@@ -175,7 +175,7 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server.port)
         assert peer.chunk(0) == 0                                # who holds chunk 0 validates
-        peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
+        peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
         for position in (0, 32, 64, 96):
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
@@ -308,7 +308,7 @@ class FakeCoordinator:
 
 
 def response(seed, step, position, packed=b""):
-    return wire.frame(JOB_RESPONSE, wire.RESPONSE.pack(seed, step, position, len(packed)), packed)
+    return wire.frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
 
 
 def serve_fake(engine, *responses):
@@ -328,12 +328,12 @@ def test_the_worker_serves_a_coordinator_that_polls():
                                   response(seed1, 1, NOTHING),
                                   response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
-    results = [wire.RESULT_HEAD.unpack_from(p) for op, p in requests if op == RESULT]
+    results = [wire.RESULT.unpack(p)[:6] for op, p in requests if op == RESULT]
     losses = FakeEngine.evaluate(engine, 64, 32)
     assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
     fitness = fitness_digits.chunk_fitness(losses, CFG)
     assert [p for op, p in requests if op == RESULT][0][44:] == fitness_digits.pack_ternary(fitness)
-    asked = [wire.REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
+    asked = [wire.JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
 
 
@@ -356,8 +356,8 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
 @pytest.mark.parametrize("reason, answer", [
     ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
-    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", wire.frame(JOB_RESPONSE, bytes(1000))),
-    ("says 9 bytes of fitness and carries 2", wire.frame(JOB_RESPONSE, wire.RESPONSE.pack(42, 1, 0, 9), b"ab")),
+    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", wire.frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
+    ("says 9 bytes of fitness and carries 2", wire.frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
     ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
     ("it hands out member 33", response(42, 0, 33)),
     ("it hands out member 128", response(42, 0, 128)),
@@ -664,8 +664,8 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
         with Server(tmp_path / str(len(rounds)), cfg, save=True, steps=20) as server:
             thread = work_in_thread(server.port, engine, cfg)
         thread.join(10)
-        summary, chunks = server.coordinator.progress.summary(), 20 * cfg.N_CHUNKS
-        rounds.append((chunks / summary.seconds, chunks / (time.process_time() - began)))
+        seconds, chunks = server.coordinator.progress.seconds, 20 * cfg.N_CHUNKS
+        rounds.append((chunks / seconds, chunks / (time.process_time() - began)))
         engine.load(parameters.initial_state(cfg))
     assert fast(rounds), rounds
 
@@ -698,10 +698,11 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
     first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (first.coordinator.step, first.final.step, first.unit) == (3, 3, "bits/byte") and first.before is not None
+    assert (first.coordinator.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
+    assert first.before is not None
     assert 0 < first.after < 20 and len(first.references) == 3
     second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.coordinator.first_step, second.coordinator.step) == (3, 5)
+    assert (second.coordinator.first_step, second.coordinator.run.step) == (3, 5)
     assert second.before == pytest.approx(first.after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (uniform 8.00",

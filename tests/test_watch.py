@@ -664,7 +664,7 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
             told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
         shown = len(told["workers"])
         assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
-        assert len(json.dumps(told).encode()) <= wire.STATUS_LIMIT
+        assert len(json.dumps(told).encode()) <= wire.STATUS.most
         text = cluster_status.describe_status(told)
         assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
 
@@ -743,7 +743,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         for position in (0, 32, 64, 96):
             assert peer.chunk(0) == position
             if position == 0:
-                peer.link.send(wire.frame(VALIDATION, wire.VALIDATED.pack(0, 100, 300, 300 * np.log(2))))
+                peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
             peer.result(0, position, loss=4096, updates=5)
         until(lambda: server.coordinator.page.figures.step.get("step") == 0)         # after its report
         status, fields, body = ask(server, "/state.json?x=1")
@@ -904,7 +904,7 @@ def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
         assert time.monotonic() - began < 3
         for sock in (silent, idle, lingering):
             assert sock.recv(1) == b""
-        until(lambda: not (server.coordinator.page.newcomers.members or server.coordinator.page.served))
+        until(lambda: not (server.coordinator.page.newcomers or server.coordinator.page.served))
         assert ask(server, "/metrics")[0] == 200 and Peer(server.port).chunk(0) == 0
 
 
@@ -923,7 +923,7 @@ def test_who_holds_connections_keeps_no_browser_out(tmp_path, monkeypatch):
             with contextlib.suppress(OSError):
                 sock.sendall(request("/metrics", close=False))
         until(lambda: len(page.served) > 1)
-        assert len(page.newcomers.members) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
+        assert len(page.newcomers) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
         [sock.close() for sock in held]
 
 

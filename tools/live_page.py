@@ -51,7 +51,7 @@ class Where(NamedTuple):
     password: str
     tls: object
 
-    descriptors = MOST_CLIENTS     # connections that it may hold open (cluster.hooks)
+    descriptors = MOST_CLIENTS     # connections that it may hold open (egg_net.Coordinator)
 
     def attach(self, coordinator):
         """The Page of a coordinator. Raises WatchError."""
@@ -281,7 +281,7 @@ class Client(hub.Connection):
     def _answer(self, response):
         self.until = time.monotonic() + SEND_SECONDS
         self.send(response)
-        self.hub.again(self)
+        self.hub.again.add(self)
 
     def full(self):
         return b"\r\n\r\n" in self.inbox and not self.ending
@@ -296,7 +296,7 @@ class Client(hub.Connection):
         self.close()
 
     def closed(self):
-        self.page.newcomers.discard(self)
+        self.page.newcomers.pop(self, None)
         self.page.served.discard(self)
 
 
@@ -383,13 +383,13 @@ class Page:
 
     def _accept(self, sock, address):
         """See hub.Hub.listen."""
-        self.newcomers.add(Client(self, sock, address))
+        self.newcomers[Client(self, sock, address)] = True
 
     def serve(self, client):
         """A client gets something for the first time. If too many have, an idle one makes room, or the oldest."""
         if len(self.served) >= MOST_CLIENTS // 2:
             min(self.served, key=lambda c: (not c.idle, c.until)).close()
-        self.newcomers.discard(client)
+        self.newcomers.pop(client, None)
         self.served.add(client)
 
 

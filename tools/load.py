@@ -65,7 +65,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
             for _ in range(256)]
 
     def request(step):
-        return wire.frame(JOB_REQUEST, wire.REQUEST.pack(0, step, 0), bytes(wire.STATED.size), version=V2)
+        return wire.frame(JOB_REQUEST, 0, step, 0, bytes(wire.DIGEST), version=V2)
 
     sockets = {link.sock.fileno(): (link.sock, bytearray()) for link in links}
     for sock, _ in sockets.values():
@@ -83,7 +83,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
             inbox += sock.recv(1 << 16)
             if not (got := wire.next_frame(inbox, limits)):
                 continue
-            (_, step, position, size), now = wire.RESPONSE.unpack_from(got[2]), time.perf_counter()
+            (_, step, position, size, _), now = wire.JOB_RESPONSE.unpack(got[2]), time.perf_counter()
             if size:                                 # the fitness of a step that has just been completed
                 after_step[number], asked[number] = True, now
                 sock.send(request(step))
@@ -93,8 +93,8 @@ def _serve(cfg, links, seconds, chunk_seconds):
                 (rush if after_step.get(number) else times).append(now - asked[number])
                 given[step].add(position)
             after_step[number], done = False, done + 1
-            head = wire.RESULT_HEAD.pack(0, step, position, 0, 5, digits)
-            out = wire.frame(RESULT, head, some[position // cfg.CHUNK_SIZE % 256], version=V2) + request(step)
+            fields = 0, step, position, 0, 5, digits, some[position // cfg.CHUNK_SIZE % 256]
+            out = wire.frame(RESULT, *fields, version=V2) + request(step)
             heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, out))
         now = time.perf_counter()
     return done, now - started, times, rush

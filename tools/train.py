@@ -16,7 +16,7 @@ from engine import engines, hardware
 import egg_net
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
-from cluster.progress import Summary
+from cluster.progress import Progress
 from egg_config import EggError
 
 RESTARTS = 3               # restarts of a worker process before training gives up
@@ -239,7 +239,7 @@ class Training:
 class TrainSummary(NamedTuple):
     """The result of `train`. before, after: validation figures in `unit`, None without validation; references:
     {simple model: figure}; final: a Final, None if no worker was alive at the end."""
-    coordinator: Summary
+    coordinator: Progress
     before: object
     after: object
     unit: object
@@ -259,8 +259,6 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
     run = history.open_run(cfg, save_dir, load_dir)
     with (contextlib.closing(run),
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
-        for line in run.notices:
-            events.warn(line)
         # a random secret keeps other processes of this machine out
         coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
@@ -272,7 +270,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to go on")
-                return TrainSummary(coordinator.progress.summary(), None, None, None, references, None)
+                return TrainSummary(coordinator.progress, None, None, None, references, None)
             ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
             console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
                          f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
@@ -301,13 +299,13 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 
 def _sum_up(coordinator, references, final, data):
     """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
-    console, events, done = coordinator.console, coordinator.events, coordinator.progress.summary()
+    console, events, done = coordinator.console, coordinator.events, coordinator.progress
     before = done.validations[0][1] if done.validations else None
     after, unit = final.figure if final else None, data.validation.unit if data.validation else None
     if after is not None:
         events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,
                     value=round(after, 6), unit=unit)
-    console.line(done.line())
+    console.line(done.summary())
     if before is not None and after is not None:
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
     if final is not None and final.sample is not None:
