@@ -142,7 +142,8 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
                           "interpolate": np.float32(float(a + (b - a) * part))}[optimizer]
                 wanted = pytest.approx(wanted, rel=1e-6) if optimizer == "interpolate" else wanted
                 assert got.moments[i, column] == wanted
-        overlay = [a + nearest((b - a) * part) for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
+        moves = {distance: nearest(distance * part) for distance in range(-254, 255)}
+        overlay = [a + moves[b - a] for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
         assert got.overlay.tolist() == (theirs.overlay.tolist() if merge == "clone" else overlay)
         assert got.overlay.dtype == np.int8
         assert (got.moments[:, 1] >= 0).all() and got.moments.dtype == np.float32 and got.moments.flags.c_contiguous
