@@ -49,29 +49,28 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
+def typed(parse, what):
+    """A type for argparse: parse(text), which raises ValueError for what is not `what`."""
+    def checked(text):
+        try:
+            return parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+    return checked
+
+
 def number(kind, low, high, what=None):
     """A type for argparse: `kind` from low to high; what: the same in words."""
-    what = what or f"{egg_config.KINDS[kind]} from {low} to {high}"
-
     def parse(text):
-        try:
-            value = kind(text)
-            if low <= value <= high:
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return parse
+        if low <= (value := kind(text)) <= high:
+            return value
+        raise ValueError
+    return typed(parse, what or f"{egg_config.KINDS[kind]} from {low} to {high}")
 
 
 def parsed_by(module, name, what):
-    """A type for argparse: module.name(text), which raises ValueError; the module is loaded when it is used."""
-    def parse(text):
-        try:
-            return getattr(importlib.import_module(module), name)(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-    return parse
+    """A type for argparse: module.name(text); the module is loaded when it is used."""
+    return typed(lambda text: getattr(importlib.import_module(module), name)(text), what)
 
 
 def option(usage, help, type=None, **more):
@@ -234,8 +233,7 @@ def worker(cfg, args):
         return
     access, device = access_to(args), hardware.one_device(cfg, args.gpu)
     from tools import train
-    train.work(cfg, args.host, args.port, device, args.threads, access=access, protocol=args.protocol,
-               name=args.name)
+    train.work(cfg, args.host, args.port, device, args.threads, access=access, protocol=args.protocol, name=args.name)
 
 
 @command(option("--save-dir DIR", "keep the run in DIR, on the node that holds a run there, else on this node",

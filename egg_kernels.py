@@ -38,7 +38,7 @@ import numpy as np
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import products, ptx, transformer
-from kernels.parts import A8, A32, PLAN, amax_scale, blocks, byte, clip, ntt_functions, rounded
+from kernels.parts import A8, A32, PLAN, amax_scale, byte, clip, ntt_functions, rounded
 from kernels.products import Kernel, block_max, block_sum, matrix_vector
 from kernels.rules import build_noise, device
 from model import integer_tables
@@ -92,7 +92,7 @@ def _token_kernel(cfg):
             h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
             if NTT:
                 c = coefficient(tokens, 0, here)
-                h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, c, t)[0])
+                h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, t)[0])
             h = clip(h)
         n = normed(h, weights, plan, p, part, t)
         for layer in range(-1, L):
@@ -245,16 +245,16 @@ class Forward(products.Forward):
         return self._noisy.layout(pairs)[2]
 
     def clean_scratch_bytes(self, windows, length):
-        return self._noisy.layout(blocks(windows, 2))[2]
+        return self._noisy.layout(windows)[2]
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         self._noisy.launch(self._plan, self._tables, pairs, scratch, stream=stream, weights=weights, packed=packed,
-                           overlay=overlay, windows=windows, count=pairs, job=job, offset=offset, losses=losses)
+                           overlay=overlay, windows=windows, job=job, offset=offset, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._noisy.launch(self._plan, self._tables, blocks(count, 2), scratch, True, stream=stream, weights=weights,
-                           packed=packed, overlay=weights, windows=windows, count=count, job=self._tables.no_job,
-                           offset=0, losses=nats)
+        self._noisy.launch(self._plan, self._tables, count, scratch, True, stream=stream, weights=weights,
+                           packed=packed, overlay=weights, windows=windows, job=self._tables.no_job, offset=0,
+                           losses=nats)
 
     def cache_bytes(self, positions):
         cfg = self.cfg

@@ -118,7 +118,7 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = np.concatenate(parts)
+        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
         packed = fitness_digits.pack_ternary(fitness)

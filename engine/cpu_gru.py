@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.cpu_kernels import (CLEAN, GROUP, Forward, Scoring, divided, draw_norm, draw_sides, embed, i64, inner,
                                 layer_norm, leaf, mlp, new_sides, njit, perturbed, product, score_rows)
-from engine.cpu_rules import clip, f32, gate, gated, i32, next_state, quotient, u32
+from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.simd import PANEL, ROWS, empty, local, zeros
 from model import parameters
 
@@ -25,7 +25,6 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
     H, sequences, padded, d = c.H, tokens.shape[0] * members, h.shape[0], i32(c.divisor)
-    reciprocal = f32(f32(1) / f32(d))
     pairs = tokens.shape[0] if noisy else 1
     sides_f, sides_h = new_sides(pairs, H, H, H * c.scaled), new_sides(pairs, H, H, H * c.scaled)
     bias_f, bias_h = local((pairs, 2, H), i32), local((pairs, 2, H), i32)
@@ -44,19 +43,19 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
             for i in range(H):
                 state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
         product(c, w, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
+        divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
             for i in range(H):
-                into = quotient(y[s, i], d, reciprocal)
-                f = gate(i32(gates[r, i]), i32(into + bias_f[q, m, i]))
+                f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
+        divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
             for i in range(H):
-                into = quotient(y[s, i], d, reciprocal)
-                new = clip(i32(i32(candidates[r, i]) + i32(into + bias_h[q, m, i])))
+                new = clip(i32(i32(candidates[r, i]) + i32(y[s, i] + bias_h[q, m, i])))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
                 h[s, i] = after
                 x[r, i] = clip(i32(i32(x[r, i]) + after))

@@ -315,8 +315,6 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
     draw_sides(c, w, down, layer, S, noisy, sides_d)
     x, u, wide, y = (local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32),
                      local((GROUP, H), i32))
-    d, shift = i32(c.divisor_down), i32(c.up)
-    reciprocal = f32(f32(1) / f32(d))
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
@@ -327,13 +325,14 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
             for r in range(count):
                 m = member(r, left)
                 for i in range(4 * H):
-                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], shift) + bias_u[m, i])))
+                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], i32(c.up)) + bias_u[m, i])))
             gelu(u, 0, count * 4 * H)
         product(c, w, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
+            divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
                 for i in range(H):
-                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + quotient(y[r, i], d, reciprocal)))
+                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + y[r, i]))
         else:
             add_residual(h[first:], count, left, y, i32(c.down), bias_d)
 
@@ -379,19 +378,17 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
     norm, sides = local((2, 2, c.H), i32), new_sides(1, c.H, z.shape[1], c.H * c.scaled)
-    x, shift, d = local((GROUP, c.H), np.uint8), i32(c.logit), i32(c.divisor)
-    reciprocal = f32(f32(1) / f32(d))
+    x, shift = local((GROUP, c.H), np.uint8), i32(c.logit)
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         layer_norm(c, h[first:], count, T - first, norm, x)
         product(c, w, c.head, NO_LAYER, sides, noisy, x, count, T - first, z)
-        for r in range(count):
-            if c.gru:
-                for v in range(c.V):
-                    z[r, v] = quotient(z[r, v], d, reciprocal)
-            else:
+        if c.gru:
+            divided(z, count, i32(c.divisor), -127, 0, z)
+        else:
+            for r in range(count):
                 for v in range(c.V):
                     z[r, v] = shift_right(z[r, v], shift)
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)

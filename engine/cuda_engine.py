@@ -57,7 +57,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
-    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
+    for name, (function, signature) in (update.build(cfg) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
@@ -146,19 +146,16 @@ A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, ty
 
 def build(cfg, token_type):
     """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    tokens, (cut_windows, draw_windows) = types.Array(token_type, 1, "C"), _windows_kernels(cfg)
-    made = {"digest": (_digest_kernel(), (W1, W1, S1, W1)), "cut_windows": (cut_windows, (tokens, I1, A1)),
+    tokens = types.Array(token_type, 1, "C")
+    return {"digest": (_digest_kernel(), (W1, W1, S1, W1)),
+            "cut_windows": (_windows_kernel(cfg), (tokens, I1, U1, U1, U1, tokens, int64, A1)),
             "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1))}
-    if cfg.SOFT_TARGETS:
-        made["draw_windows"] = draw_windows, (tokens, I1, U1, U1, U1, tokens, A1)
-    return made
 
 
-def _windows_kernels(cfg):
-    T, before, width = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1
+def _windows_kernel(cfg):
+    T, before, width, drawn = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1, cfg.TARGETS - 1
     same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
     window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
-    all_of_it, drawn = cfg.WINDOW, cfg.TARGETS - 1
 
     @device
     def place_of(place, row, k, size):
@@ -167,29 +164,22 @@ def _windows_kernels(cfg):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens, place, windows):
-        """windows int32, flat: of the pairs place[1] on, in a step whose first window starts at place[0]
-        (model.rules.windows)."""
+    def cut_windows(tokens, place, job, first, size, followers, length, windows):
+        """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
+        at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
+        first, size, followers: soft_targets.Followers."""
         i = cuda.grid(1)
         if i < windows.size:
-            row = i // width
-            windows[i] = int32(tokens[place_of(place, row, i - row * width, tokens.size)])
-
-    def draw_windows(tokens, place, job, first, size, followers, windows):
-        """The same with the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
-        followers: soft_targets.Followers."""
-        i = cuda.grid(1)
-        if i < windows.size:
-            row = i // all_of_it
-            k = i - row * all_of_it
+            row = i // length
+            k = i - row * length
             if k < width:
                 windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
-            else:
+            elif drawn:
                 at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
                 random = hash32(uint32(job[0] + uint32(place[1] + row)), uint32(rules.TARGET_STREAM + k - width))
                 windows[i] = int32(followers[first[at] + random % size[at]])
 
-    return cut_windows, draw_windows
+    return cut_windows
 
 
 def _choose_kernel(cfg):
@@ -201,8 +191,7 @@ def _choose_kernel(cfg):
         """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
         draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units;
         floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
-        top_of = cuda.shared.array(CHOOSERS, float32)
-        sums = cuda.shared.array(CHOOSERS, int64)
+        top_of, sums = cuda.shared.array(CHOOSERS, float32), cuda.shared.array(CHOOSERS, int64)
         best = cuda.shared.array(1, int32)
         t, position = cuda.threadIdx.x, at[0]
         if t == 0:
@@ -265,8 +254,7 @@ def _digest_kernel():
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums, t = cuda.shared.array((2, BLOCK), uint64), cuda.threadIdx.x
-        a, b = uint64(0), uint64(0)
+        sums, t, a, b = cuda.shared.array((2, BLOCK), uint64), cuda.threadIdx.x, uint64(0), uint64(0)
         for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
             if i < weights.size:
                 word = weights[i]
@@ -342,14 +330,6 @@ def data_on_device(cfg, tokens, name):
     return None, []
 
 
-def send_followers(known, tokens, arrays, stream):
-    """Copies Followers to the device; without context (None) every token follows itself alone."""
-    n = tokens.size
-    themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(tokens)
-    for array, values in zip(arrays, known or themselves):
-        array.copy_to_device(values, stream)
-
-
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -409,11 +389,13 @@ class CudaEngine:
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
         self._known = () if cfg.SOFT_TARGETS else None      # whose tables are on the device
         votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
-        self._fit = votes.fit[update.FIT_PAD:update.FIT_PAD + cfg.N_PAIRS]
+        # page-locked; an update that is begun and not wanted may read that of the next one
+        self._given_fitness, fit = cuda.pinned_array(cfg.N_PAIRS, np.int8), votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
         steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            steps.insert(0, ("cut_windows", self._cutting(votes.windows)))
+            steps.insert(0, ("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
         steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
+        steps.insert(0, ("fitness", lambda: fit.copy_to_device(self._given_fitness, stream)))
         self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
         self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
                                                *(launch() for _, launch in steps)])
@@ -487,9 +469,11 @@ class CudaEngine:
         if self._tokens is None:
             cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2, count // 2)
             windows.copy_to_device(cut.ravel(), self.stream)
-        elif known is not self._known:
-            send_followers(known, self.tokens, self._followers, self.stream)
-            self._known = known
+        elif known is not self._known:                       # without context every token follows itself alone
+            n, self._known = self.tokens.size, known
+            themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
+            for array, values in zip(self._followers, known or themselves):
+                array.copy_to_device(values, self.stream)
         run()
         return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
 
@@ -503,11 +487,11 @@ class CudaEngine:
             self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
             self._sent = given
 
-    def _cutting(self, windows, drawn=False):
-        """A launch that fills int32 `windows`, flat, with those of the pairs of the job; drawn: with drawn targets."""
-        given = self._tokens, self._place, *((self._job, *self._followers) if drawn else ())
-        kernel, stream = self._kernels["draw_windows" if drawn else "cut_windows"], self.stream
-        return lambda: kernel[-(-windows.size // BLOCK), BLOCK, stream](*given, windows)
+    def _cutting(self, windows, length):
+        """A launch that fills int32 `windows`, flat, with `length` numbers of each of those of the pairs of the job."""
+        followers = self._followers or (self._job, self._job, self._tokens)          # any arrays without SOFT_TARGETS
+        kernel = self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream]
+        return lambda: kernel(self._tokens, self._place, self._job, *followers, length, windows)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of an evaluation of `pairs` pairs. The first one reserves device memory for a
@@ -520,7 +504,7 @@ class CudaEngine:
         most, scratch, windows, losses = self._buffers
         windows, losses = windows[:pairs * width], losses[:2 * pairs]
         weights, packed, overlay = self._weights, self._packed, self._overlay
-        cut = self._cutting(windows, bool(self._followers)) if self._tokens is not None else None
+        cut = self._cutting(windows, width) if self._tokens is not None else None
 
         def enqueue():
             if cut:
@@ -582,7 +566,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        self._fit.copy_to_device(np.ascontiguousarray(fitness, np.int8), self.stream)
+        self._given_fitness[:] = fitness
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)

@@ -8,15 +8,18 @@ from unittest import mock
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
-from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes, typeinfer,
-                             untyped_passes)
+from numba.cuda.core import (analysis, compiler_machinery, inline_closurecall, ir, postproc, ssa, transforms,
+                             typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
 
+from engine import kernel_cache
+
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
+READ = {}                                                # functions to inline, as numba has read them, by their content
 
 
 @contextlib.contextmanager
@@ -35,13 +38,14 @@ def quick():
     passes for closures and array expressions; after every inlining the search for live variables, which only `del`
     wants; copies of what does not change; reading a function again to inline it again; the choice of a signature for
     every single call, and of a type for every use of a constant; the context of error messages; to make a variable
-    static, the rewriting of blocks that do not name it; a search through its block for every variable; and Python's
-    search for garbage."""
+    static, the rewriting of blocks that do not name it; a search through its block for every variable; the checks and
+    timings around every pass; and Python's search for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
-    inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
+    inline, read, known = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
     type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
+    find_variables = ir.Inst._rec_list_vars
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
@@ -52,9 +56,10 @@ def quick():
 
     def run_untyped_passes(self, function, enable_ssa=False):
         self.flags.enable_ssa = enable_ssa
-        if (function, enable_ssa) not in functions:
-            functions[function, enable_ssa] = read(self, function, enable_ssa)
-        inlined = functions[function, enable_ssa].copy()
+        name = kernel_cache.content(function, known), enable_ssa
+        if name not in READ:
+            READ[name] = read(self, function, enable_ssa)
+        inlined = READ[name].copy()
         inlined.blocks = copied(inlined.blocks, {})
         return inlined
 
@@ -72,6 +77,18 @@ def quick():
         if id(value) not in constants:
             constants[id(value)] = value, type_of_constant(self, value)
         return constants[id(value)][1]
+
+    def variables_in(self, value):
+        """With those kinds first that are most frequent."""
+        kind = type(value)
+        return [value] if kind is ir.Var else [] if kind in (str, ir.Loc) else find_variables(self, value)
+
+    def run_pass(self, index, step, state):
+        step.analysis = self._analysis
+        for part in step.run_initialization, step.run_pass, step.run_finalizer:
+            part(state)
+        if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
+            postproc.PostProcessor(state.func_ir).run()
 
     def no_context(*_, **__):
         return contextlib.nullcontext()
@@ -106,6 +123,8 @@ def quick():
         with (mock.patch.object(postproc.PostProcessor, "run", run),
               mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
               mock.patch.object(InlineWorker, "inline_function", inline_function),
+              mock.patch.object(ir.Inst, "_rec_list_vars", variables_in),
+              mock.patch.object(compiler_machinery.PassManager, "_runPass", run_pass),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
               mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),

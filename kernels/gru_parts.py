@@ -16,11 +16,11 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, TILE, blocks, byte, clip, floor_constants, quad_sum,
+from kernels.parts import (BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum,
                            vector_function)
-from kernels.products import PLAIN, QUADS, ROWS, Pass, ranges
+from kernels.products import PLAIN, ROWS, Pass
 from kernels.rules import device, loudest
-from kernels.transformer import TALLEST, THREADS, Shape, drawn_kernel, head_kernel
+from kernels.transformer import CLEAN_HEAD, TALLEST, THREADS, head_kernel
 from model import parameters
 
 
@@ -454,16 +454,12 @@ class RecurrentPass(Pass):
         return given["states"][layer * size:(layer + 1) * size].view(np.int32)
 
     def add_head(self, nz, cc, card, packing, row_of_x, clean=False):
-        """The last norm, and the head of kernels.transformer, for validation with the packing for look-ups."""
-        cfg = self.cfg
-        like = Shape(passes=blocks(cfg.VOCAB_SIZE, TILE), CG=1, KP=cfg.HIDDEN_DIM) if clean else None
-        self.norm_f = self.add(norm_kernel(cfg, nz, cc, 1, row_of_x))
-        self.head = self.add(head_kernel(cfg, nz, card, like), **(dict(exps=AF64, losses=AF64) if clean else {}))
-        t = tensor(cfg, "head")
+        """The last norm, and the head of kernels.transformer; clean: for validation."""
+        self.norm_f = self.add(norm_kernel(self.cfg, nz, cc, 1, row_of_x))
+        self.head = self.add(head_kernel(self.cfg, nz, card, clean), **(CLEAN_HEAD if clean else {}))
+        t = tensor(self.cfg, "head")
         self.at_head = packing.add(t, PLAIN, self.head.shape.columns(), self.head.shape.KP)
-        self.drawn = None
-        if cfg.TARGETS > 1 and not clean:
-            self.drawn, self.at_columns = self.add(drawn_kernel(cfg, nz, card)), packing.add(t, ROWS, t.cols, t.rows)
+        self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def score(self, plan, given, units):
         """Enqueues them. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
@@ -471,8 +467,5 @@ class RecurrentPass(Pass):
         rows = blocks(units * n, 8) * 16
         self.norm_f((units, blocks(n, 64)), 256, given, call=plan.norm_f, first=0, stride=rows, out=normed,
                     sb=given["candidates"])
-        if self.drawn:
-            self.drawn(blocks(units * n, 64), 256, given, call=plan.head, windows=given["tokens"], x=normed,
-                       sb=given["candidates"], at_columns=self.at_columns)
         self.head(blocks(rows, 64 * self.head.shape.RG), THREADS, given, call=plan.head, at_tiles=self.at_head,
-                  windows=given["tokens"], x=normed, sb=given["candidates"], length=n)
+                  at_columns=self.at_columns, windows=given["tokens"], x=normed, sb=given["candidates"], length=n)

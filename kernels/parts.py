@@ -215,9 +215,9 @@ def ntt_functions(cfg, nz, noisy, causal):
     """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, shift, mask, c, c_odd, i) -> (even, odd)    what the tables of bytes add to hidden
-                                                            unit i for the members' coefficients, which are the same
-                                                            unless `mask` is 0: that of the noise; shift: nz.shift
+    look_up(weights, overlay, seed, shift, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of
+                                                            the members for a coefficient; mask: of the noise, -1 or 0;
+                                                            shift: nz.shift
     """
     if not cfg.NTT_MODE:
         return None, None
@@ -249,21 +249,19 @@ def ntt_functions(cfg, nz, noisy, causal):
         return int32(c)
 
     @device
-    def look_up(weights, overlay, seed, shift, mask, c, c_odd, i):
+    def look_up(weights, overlay, seed, shift, mask, c, i):
         even, odd = int32(0), int32(0)
         for k in range(3):
             value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
-            value_odd = int32(int32(c_odd >> int32(8 * k + 8)) & int32(255))
-            at, d = AT + k * SIZE + (i >> 2) * (4 * COLS) + (i & 3), int32(0)
-            e, o = int32(weights[at + value * 4]), int32(weights[at + value_odd * 4])
+            w, d = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)]), int32(0)
             if noisy:
                 stream = uint32(seed + uint32(SEED + k * SEEDS))
                 other = uint32(stream + uint32(H))
                 p = float32(int32(int32(noise(stream, value) * noise(other, i)) & mask))
                 p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
                 d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(e + int32(d >> shift)) >> int32(2)))
-            odd = int32(odd + int32(int32(o + int32(int32(-d) >> shift)) >> int32(2)))
+            even = int32(even + int32(int32(w + int32(d >> shift)) >> int32(2)))
+            odd = int32(odd + int32(int32(w + int32(int32(-d) >> shift)) >> int32(2)))
         return even, odd
 
     return coefficient, look_up

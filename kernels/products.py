@@ -13,7 +13,8 @@ from kernels.rules import device
 from model import integer_tables
 from model import parameters
 
-CLEAN_EXPS = 4096           # entries of the float64 exponential table of validation, the last 0
+# entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
+CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
 # of the parameters of kernels, by name; all others are int64
 TYPES = dict.fromkeys(("plan packed windows tokens exps rope x h u a z out sb spill queries keys values gates "
                        "candidates states own").split(), A32)
@@ -224,7 +225,7 @@ class Forward:
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
         exps = integer_tables.exp_table(self.cfg)
-        clean = np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE)
+        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), calls=self._plan.token_calls(), clean_exps=clean,
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)

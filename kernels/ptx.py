@@ -106,10 +106,9 @@ reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))    
 mad_wide = _instruction("mad.wide.s32 $0, $1, $2, $3;", int64, (int32, int32, int64))   # a * b + c in 64 bits
 # x; computations with it cannot be moved out of the loop, which saves registers
 keep_in_loop = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
-# p / 64 toward zero, and 64 times that
-_TOWARD_ZERO = "{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; %s }"
-trunc_64th = _instruction(_TOWARD_ZERO % "shr.s32 $0, t, 6;", int32, (int32,))
-whole_64ths = _instruction(_TOWARD_ZERO % "and.b32 $0, t, -64;", int32, (int32,))
+# p / 64 toward zero
+trunc_64th = _instruction("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }",
+                          int32, (int32,))
 # over the warp, cc >= 8.0
 warp_sum = _instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
 warp_max = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
@@ -299,7 +298,6 @@ barrier_test = _instruction(_WAIT % "test", void, (int32,) * 2, MEMORY)
 barrier_wait = _instruction(_WAIT % "try", void, (int32,) * 2, MEMORY)
 # f(id, count): barrier 1 to 15 of `count` threads
 named_barrier = _instruction("bar.sync $0, $1;", void, (int32,) * 2, MEMORY)
-named_arrive = _instruction("bar.arrive $0, $1;", void, (int32,) * 2, MEMORY)       # the same without waiting
 
 
 def shared_limit(device):

@@ -1,7 +1,7 @@
 """The transformer's forward pass on CUDA, for every shape and every card of cc 8.0 and newer.
 
-`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out, a window a
-member instead of a window a pair, and an embedding and a head of its own. Five parts make it:
+`egg_kernels` documents the calls and has generation. Validation is the same pass with the noise masked out; only its
+head is another kernel. Five parts make it:
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -30,21 +30,22 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.parts import (AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
+from kernels.parts import (A64, AF64, BITS, MAGIC, PLAN, SIGNS, amax_scale, blocks, byte, clip, ntt_functions, pack4,
                            pack_quad, pack_rounded, quad_max, quad_sum, quad_sum64, quotient_function, rounded,
                            thread, vector_function, wgmma_descriptor, written_out)
-from kernels.products import CLEAN_EXPS, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
-from kernels.rules import NORMS, build_noise, device, divide, loss_function, loudest
+from kernels.products import CLEAN_EXPS, CLEAN_ONE, DOWN, PLAIN, QUADS, ROWS, UP, Kernel, Pass, ranges
+from kernels.rules import build_noise, device, divide, loss_function, loudest
 from model import integer_tables
 from model import parameters
 
 THREADS, GROUPS = 512, 4
-TURN = 8                                    # the first of the GROUPS named barriers by which column groups take turns
+TILE = 64                                   # positions of keys and values that the attention takes at a time
 TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays of rows are padded to a multiple of it
 MOST_BLOCKS = 256                           # of a persistent kernel
-# int64 of shared memory for barriers: full and empty of 12 stages and of the rows
+# int64 of shared memory for barriers: full and empty of 12 stages and of the rows, and turns where stages are few
 BARRIER_WORDS = 32
 ZEROS = (np.int32(0),) * 4
+CLEAN_HEAD = dict(losses=AF64, exps=A64)    # types of the parameters of validation's head
 
 
 class Card(NamedTuple):
@@ -74,16 +75,12 @@ def members_of(rows, length):
 
 # --- the tables of EXP, and noise as float32 --------------------------------------------------------------------------
 
-def exp_entries(cfg):
-    """Entries of EXP up to the one that all further ones equal."""
-    exps = integer_tables.exp_table(cfg)
-    last = exps[min(255, exps.size - 1)]
-    return int(np.flatnonzero(exps != last)[-1]) + 2 if (exps != last).any() else 1
-
-
-def exp_copies(cfg):
-    """How many copies of EXP, one a bank, fit: a look-up by 32 lanes then has no bank conflicts, or few."""
-    return 32 if exp_entries(cfg) <= 96 else 8
+def exp_sizes(cfg):
+    """(the first entry of EXP that all further ones equal; how many copies of the table, one a bank, fit: a look-up by
+    32 lanes then has no bank conflicts, or few)."""
+    exps = integer_tables.exp_table(cfg)[:256]
+    most = int(np.flatnonzero(exps != exps[-1])[-1]) + 1 if (exps != exps[-1]).any() else 0
+    return most, 32 if most < 96 else 8
 
 
 def begin_functions(cfg, nz, inputs, most=0):
@@ -280,11 +277,12 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     # steps by which warps may drift beside cp.async, about
     LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
     EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
+    TURN, TAKERS = 2 * EMPTY, GROUPS if TURNS else 0        # then those of the warpgroups' turns
     A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
     A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     # of a piece of rows in memory: words from one to the next; bytes that lie together, words from these to the next
     NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if PIECED else (2 * KP, 8 * KP, 2 * K)
-    assert 2 * (STAGES + RG) <= BARRIER_WORDS
+    assert 2 * (STAGES + RG) + TAKERS <= BARRIER_WORDS
     wait = ptx.barrier_wait if BULK else ptx.barrier_test
 
     @device
@@ -342,11 +340,14 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
         ring = Ring(base, bar, steps, first, every, x, w, at, t)
         if t == 0:
             for i in range(STAGES + RG):
-                ptx.barrier_init(bar + 8 * i, 1 if BULK else THREADS if i < STAGES else ROW_THREADS)
+                threads = THREADS if i < STAGES else ROW_THREADS
+                ptx.barrier_init(bar + 8 * i, 1 if BULK else threads)
                 if BULK:
                     ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
                 else:
-                    ptx.barrier_init(bar + EMPTY + 8 * i, (THREADS if i < STAGES else ROW_THREADS) // 32)
+                    ptx.barrier_init(bar + EMPTY + 8 * i, threads)
+            for i in range(TAKERS):
+                ptx.barrier_init(bar + TURN + 8 * i, 128)
             if BULK:
                 ptx.barrier_fence()
         cuda.syncthreads()
@@ -365,11 +366,12 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     @card.device
     def last_to_leave(ring, i, warps):
         """This warp has done with stage i. Whether this thread is to fill it again: one thread, of the last of `warps`
-        warps; none beside cp.async, where all wait for that."""
-        if ring.t & 31 == 0:
-            if BULK:
-                return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
+        warps; none beside cp.async, where all wait for that. There every lane arrives: racecheck of the CUDA toolkit
+        does not see that a lane which arrives after syncwarp does so for its warp."""
+        if not BULK:
             ptx.barrier_arrive(ring.bar + EMPTY + 8 * i)
+        elif ring.t & 31 == 0:
+            return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
         return False
 
     @card.device
@@ -417,9 +419,8 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
             a, b = operands(ring, step, piece)
             a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
             ptx.wgmma_fence()
-            product(acc, a_desc, b_desc, keep)
-            for k in range(1, KP // 32):
-                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1)
+            for k in range(KP // 32):
+                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1 if k else keep)
     else:
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
@@ -442,7 +443,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
         step, group = int32(step), ring.t >> 7
         if TURNS and step > 0:
             # A barrier tells only odd phases from even ones: nobody may wait for a stage two phases ahead.
-            ptx.named_barrier(TURN + group, 256)
+            wait(ring.bar + TURN + 8 * group, split(int32(step - PIECES), CG * PIECES)[0] & 1)
         for piece in range(int32(PIECES - 1)):
             start(acc, ring, step, from_piece + piece, piece if fresh else 1)
             done(acc)
@@ -450,7 +451,7 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
             step = int32(step + 1)
         start(acc, ring, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1)
         if TURNS:                                            # nobody waits in the end; a branch would cost more
-            ptx.named_arrive(TURN + group // CG * CG + (group + 1) % CG, 256)
+            ptx.barrier_arrive(ring.bar + TURN + 8 * (group // CG * CG + (group + 1) % CG))
         return step
 
     @card.device
@@ -464,21 +465,24 @@ def product_functions(card, shape, repeat=1, matrices=1, fresh=False, own_rows=F
     return open_ring, wait_rows, multiply, finish
 
 
-def _place_function(cfg, RG):
-    """Device function place(tile, t) -> (row, member, slot, sign): the first of a thread's two rows (the other is 8
-    further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and that
-    one's sign."""
-    LENGTH = padded_length(cfg)
-    SLOTS, CG = members_of(64, LENGTH), GROUPS // RG
+def _place_function(cfg, RG, paired=False):
+    """Device function place(tile, t, length) -> (row, member, slot, sign): the first of a thread's two rows (the other
+    is 8 further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and
+    that one's sign. paired: rows as in kernels.gru, with pairs for members, of windows of `length` positions."""
+    LENGTH, CG, PLACES = padded_length(cfg), GROUPS // RG, 32 if paired else 64
+    SLOTS = members_of(PLACES, cfg.SEQ_LEN if paired else LENGTH)
 
     @device
-    def place(tile, t):
-        first = (tile * RG + (t >> 7) // CG) * 64
-        member, warp = first // LENGTH, first + ((t & 127) >> 5) * 16
-        slot = 0
+    def place(tile, t, length):
+        n, g = uint32(length if paired else LENGTH), int32((t & 31) >> 2)
+        first = int32((tile * RG + (t >> 7) // CG) * PLACES)
+        warp = int32(first + ((t & 127) >> 5) * (PLACES // 4))
+        member, slot = int32(uint32(first) // n), int32(0)
         if SLOTS > 1:
-            slot = warp // LENGTH - member
-        return int32(warp + ((t & 31) >> 2)), int32(member), int32(slot), int32(1 - 2 * ((member + slot) & 1))
+            slot = int32(int32(uint32(int32(warp + g) if paired else warp) // n) - member)
+        if paired:
+            return int32(int32(2 * warp) + g), member, slot, int32(1)
+        return int32(warp + g), member, slot, int32(1 - 2 * ((member + slot) & 1))
 
     return place
 
@@ -557,11 +561,6 @@ def _up_kernel(cfg, nz, card, KP):
                 if MODE == 2:
                     smf[to + FACTOR] = factor(entry, stream, i)
 
-    @card.device
-    def fold(pb, x, c, f):
-        """input_fold; in mode 1 with the running integer in 64ths, one shift less."""
-        return ptx.whole_64ths(int32(int32(x * c) + pb)) if MODE == 1 else input_fold(pb, x, c, f)
-
     @device
     @(written_out if MODE == 2 else card.written)            # those of mode 2 every compiler leaves
     def folded(acc, smf, at_words, at, sums):
@@ -576,11 +575,10 @@ def _up_kernel(cfg, nz, card, KP):
                 for k in range(4):
                     f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
                     for half in range(2):
-                        pb[4 * half + k] = fold(pb[4 * half + k], acc[8 * j + half * 2 + (k >> 1) * 4 + (k & 1)], c[k],
-                                                f)
-            for half in range(2):
-                some = int32(int32(pb[4 * half] + pb[4 * half + 1]) + int32(pb[4 * half + 2] + pb[4 * half + 3]))
-                sums[half] = int32(sums[half] + (int32(some >> int32(6)) if MODE == 1 else some))
+                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
+            for k in range(8):
+                sums[k >> 2] = int32(sums[k >> 2] + pb[k])
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
@@ -604,7 +602,7 @@ def _up_kernel(cfg, nz, card, KP):
         acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(64):
             acc[i] = 0
-        row, member, slot, sign = place(first, t)
+        row, member, slot, sign = place(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
         for half in range(2):
@@ -620,10 +618,10 @@ def _up_kernel(cfg, nz, card, KP):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
-                last = ahead == PASSES - 1
+                mine, last = row, ahead == PASSES - 1
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
-                    row, member, slot, sign = place(tile + every, t)
+                    row, member, slot, sign = place(tile + every, t, 0)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, source)
                 if last:
                     for half in range(2):
@@ -649,7 +647,6 @@ def _up_kernel(cfg, nz, card, KP):
                     if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
                 if last:
-                    mine = tile * (64 * RG) + (group // CG) * 64 + ((t & 127) >> 5) * 16 + (lane >> 2)
                     for half in range(2):
                         total = quad_sum(sums[half])
                         if q == 0:
@@ -663,27 +660,24 @@ def _up_kernel(cfg, nz, card, KP):
 
 # --- products of full width: q, k, v; what is added to the residual stream --------------------------------------------
 
-def _joined_function(CG):
-    """Device function joined(tops, sm, at, side, q, barrier): the largest values of a thread's two rows become those of
-    the quad and of all CG column groups, which exchange them through words of shared memory."""
-    @device
-    def joined(tops, sm, at, side, q, barrier):
-        for half in range(2):
-            tops[half] = quad_max(tops[half])
-        if CG > 1:
-            if q == 0:
-                sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
-            ptx.named_barrier(barrier, CG * 128)
-            for k in range(CG):
-                for half in range(2):
-                    tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
-    return joined
+@device
+def joined(tops, sm, at, CG, side, q, barrier):
+    """The largest values of a thread's two rows become those of the quad and of all CG column groups, which exchange
+    them through words of shared memory."""
+    for half in range(2):
+        tops[half] = quad_max(tops[half])
+    if CG > 1:
+        if q == 0:
+            sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
+        ptx.named_barrier(barrier, int32(CG * 128))
+        for k in range(CG):
+            for half in range(2):
+                tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
 
 
 def value_length(cfg):
     """Positions of a row of v: whole tiles of the attention."""
-    length, tile = padded_length(cfg), attention_tile(cfg)
-    return blocks(length, tile) * tile
+    return blocks(padded_length(cfg), TILE) * TILE
 
 
 def _full_kernel(cfg, nz, card, kind):
@@ -700,24 +694,17 @@ def _full_kernel(cfg, nz, card, kind):
     K = 4 * H if DOWN else H
     SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
     MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
-    ROPE_ROW = D + 16                                        # words: rows g of a warp fall into different banks
-    ROPE_SHARED = QKV and 4 * LENGTH * ROPE_ROW <= (32 if card.shared > 160 * 1024 else 10) * 1024
-    ROPE_WORDS = LENGTH * ROPE_ROW if ROPE_SHARED else 0
     SLOTS = members_of(64, LENGTH)
-    BIAS, TABLE = 128, 256 if DOWN else 128                  # words of a member's tables for 128 columns: noise, bias
+    TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
     TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
-    shape = full_shape(card.shared - 4 * (TABLES + TOPS + ROPE_WORDS) - 1024, K, H, turns=card.wgmma)
+    shape = full_shape(card.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=card.wgmma)
     CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
-    BIAS, TABLE = CG * BIAS, CG * TABLE
-    GROUP = 2 * SLOTS * TABLE
     (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
-    place = _place_function(cfg, RG)
-    AT_TABLES = shape.bytes // 4
+    AT_TABLES, place = shape.bytes // 4, _place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
-    AT_ROPE = AT_TOPS + TOPS
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, fresh=True)
-    job_shift, joined, (column, vector) = nz.shift, _joined_function(CG), pair_functions(cfg, nz)
+    job_shift, (column, vector) = nz.shift, pair_functions(cfg, nz)
 
     @card.device
     def prepare(sm, at, c, columns, member, source):
@@ -730,24 +717,13 @@ def _full_kernel(cfg, nz, card, kind):
             sm[to] = column(source, pair, i)
             if DOWN:
                 even, odd = vector(source, 3, pair, i)
-                sm[to + BIAS] = odd if (member + slot) & 1 else even
+                sm[to + 128] = odd if (member + slot) & 1 else even
 
     @card.device
     def turned(e, o, cos, sin):
         half, less = int64(1) << int64(BIT - 1), int32(-sin)
         return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
                 int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
-
-    @card.device
-    def rotate(acc, j, half, rope, at_shared, at_global, col):
-        """The rotary embedding of four neighbours, columns col..."""
-        if ROPE_SHARED:
-            r = ptx.load_shared4(at_shared + (col & (D - 1)) * 4)
-        else:
-            r = ptx.load4(rope, at_global + (col & (D - 1)))
-        i = 8 * j + 2 * half
-        acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
-        acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
 
     @card.device
     def extremes(acc, most, least):
@@ -759,10 +735,8 @@ def _full_kernel(cfg, nz, card, kind):
 
     @card.device
     def quantised(acc, scales):
-        for j in range(N // 8):
-            for half in range(2):
-                for e in range(2):
-                    acc[4 * j + 2 * half + e] = rounded(acc[4 * j + 2 * half + e], scales[half])
+        for i in range(ACC):
+            acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
 
     @card.device
     def store(acc, out, to, col):
@@ -806,10 +780,6 @@ def _full_kernel(cfg, nz, card, kind):
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side, rg = lane & 3, group % CG, group // CG
-        if ROPE_SHARED:
-            for i in range(t, LENGTH * D, THREADS):
-                sm[AT_ROPE + (i // D) * ROPE_ROW + i % D] = rope[min(i // D, T - 1) * D + i % D]
-            cuda.syncthreads()
         acc, s, scales = cuda.local.array(ACC, int32), cuda.local.array(2, int32), cuda.local.array(2, float32)
         most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
@@ -818,7 +788,7 @@ def _full_kernel(cfg, nz, card, kind):
         step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
-            row, member, slot, sign = place(tile, t)
+            row, member, slot, sign = place(tile, t, 0)
             for half in range(2):
                 s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
                 most[half], least[half] = 0, 0
@@ -826,7 +796,7 @@ def _full_kernel(cfg, nz, card, kind):
             wait_rows(ring, turn)
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
-                buffer = AT_TABLES + rg * GROUP + ((turn * PASSES + ahead) & 1) * (SLOTS * TABLE) + side * 128
+                buffer = AT_TABLES + (2 * group + ((turn * PASSES + ahead) & 1)) * (SLOTS * TABLE)
                 step = multiply(acc, ring, step)
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
@@ -836,7 +806,7 @@ def _full_kernel(cfg, nz, card, kind):
                     if not RAGGED or col + 16 * j < H:
                         n = ptx.load_shared4(at_noise + j * 64)
                         if DOWN:
-                            b = ptx.load_shared4(at_noise + 4 * BIAS + j * 64)
+                            b = ptx.load_shared4(at_noise + 512 + j * 64)
                         for half in range(2):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
@@ -848,12 +818,12 @@ def _full_kernel(cfg, nz, card, kind):
                                     v = int32(v + b[k])
                                 acc[i] = v
                 if QKV and which < 2:
-                    position = row % LENGTH
-                    at_shared = base + 4 * (AT_ROPE + position * ROPE_ROW)
                     for j in range(N // 16):
                         for half in range(2):
-                            rotate(acc, j, half, rope, at_shared + half * (32 * ROPE_ROW),
-                                   int64(min(position + 8 * half, T - 1) * D), col + j * 16 + q * 4)
+                            i, position = 8 * j + 2 * half, min(row % LENGTH + 8 * half, T - 1)
+                            r = ptx.load4(rope, int64(position * D + ((col + j * 16 + q * 4) & (D - 1))))
+                            acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
+                            acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
                 extremes(acc, most, least)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
@@ -862,7 +832,7 @@ def _full_kernel(cfg, nz, card, kind):
             mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
             for half in range(2):
                 most[half] = int32(max(most[half], int32(-least[half])))
-            joined(most, sm, AT_TOPS + mine * CG, side, q, 5 + rg)
+            joined(most, sm, AT_TOPS + mine * CG, CG, side, q, 5 + rg)
             for half in range(2):
                 scales[half] = amax_scale(most[half])
             for back in range(PASSES):
@@ -878,33 +848,34 @@ def _full_kernel(cfg, nz, card, kind):
                 else:
                     store(acc, h, to, col)
 
-    return full, 4 * (AT_ROPE + ROPE_WORDS), shape
+    return full, 4 * (AT_TOPS + TOPS), shape
 
 
 # --- head -------------------------------------------------------------------------------------------------------------
 
-def head_kernel(cfg, nz, card, like=None):
+def head_kernel(cfg, nz, card, clean=False):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: 0 words packed for look-ups, 1 seed A, 2 overlay A; at_tiles: words packed for the product; length:
-    positions of a window.
+    threads. plan: 1 seed A, 2 overlay A; at_tiles, at_columns: words packed for the product, and as ROWS for the
+    targets; length: positions of a window.
 
     In the recurrent model (PAIRED) a thread's rows are the members of a pair, or two windows, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
-    like: the Shape of this kernel, for that of validation: it sets losses float64 [pairs, T] to the cross-entropy of
-    each position; `count` windows, a member each; exps: float64 exponentials of logit differences. A thread adds those
-    of 16 columns, then up the tiles of 128, which no other thread has: the order of the sums is the same on every card.
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
+    windows; exps: int64 exponentials of logit differences (products.CLEAN_ONE), so that sums do not
+    depend on their order.
 
-    The columns of the embedding are not permuted, as rows of it are looked up, but the noise of a tile is: see
+    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
     `slot_of`."""
-    H, T, V, LENGTH = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg)
+    H, T, V, LENGTH, TARGETS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg), cfg.TARGETS
     LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
-    NATS, SCALE, KIND = like is not None, float(cfg.SOFTMAX_EXP_SCALE), int64 if like is None else float64
-    SUMS, MEMBERS = 4 if NATS else 2, 0 if NATS or PAIRED else 1    # of a thread; shift from a member to its window
-    TARGETS, WIDTH = (1, T + 1) if NATS else (cfg.TARGETS, cfg.WINDOW)
-    MOST, COPIES = exp_entries(cfg) - 1, exp_copies(cfg)
+    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
+    WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
+    if clean:
+        TARGETS, SKIP, SUM = 1, 0, int64
+    MOST, COPIES = exp_sizes(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if card.shared > 128 * 1024 else 8
     FARTHEST = (MOST << LOGIT) + ONES
@@ -913,37 +884,22 @@ def head_kernel(cfg, nz, card, like=None):
     PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
               and cfg.NOISE_SHIFTS[0] > 1)
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
-    EXPS = 1 if NATS else (MOST + 1) * STRIDE
+    EXPS = (MOST + 1) * STRIDE
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    budget = card.shared - 4 * (TABLES + PARTS + EXPS) - 2048
-    shape = wide_shape(budget, H, V, card.wgmma)
-    if NATS:                                                 # one column group, if possible with the packing of `like`
-        found = _shapes(budget, H, 1, 128, like.passes * like.CG, False)
-        shape = min(found, key=lambda x: (x[1].KP != like.KP, x[0], x[1].stream))[1]
+    shape = wide_shape(card.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, card.wgmma)
     RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
     RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
     AT_TABLES = shape.bytes // 4
-    AT_PARTS = AT_TABLES + TABLES
-    place, SKIP, ENTRY = _place_function(cfg, RG), 0 if NATS else cfg.STATE_TOKENS, 4 * COPIES
+    AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, _place_function(cfg, RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, job_shift, joined = nz.noise, nz.scaled, nz.shift, _joined_function(CG)
+    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
     column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE, quotient = (quotient_function(parameters.divisor(cfg, H), MAGIC, BASE or NATS) if PAIRED
-                      else (0 if NATS else BASE, None))
+    BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
     begin_tile = begin_tile_function(card, nz, begin, BASE)
     position_loss = loss_function(cfg)
-
-    @device
-    def pair_place(tile, t, length):
-        """As `place`, of pairs instead of members."""
-        first, warp = int32((tile * RG + (t >> 7) // CG) * 32), int32(((t & 127) >> 5) * 8)
-        g = int32((t & 31) >> 2)
-        unit = int32(uint32(first) // uint32(length))
-        mine = int32(uint32(int32(int32(first + warp) + g)) // uint32(length))
-        return int32(int32(2 * int32(first + warp)) + g), unit, int32(mine - unit), int32(1)
 
     @card.device
     def slot_of(c):
@@ -953,96 +909,91 @@ def head_kernel(cfg, nz, card, like=None):
     @card.device
     def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
-        if not NATS:
+        if not clean:
             known = v if not RAGGED or v < V else V - 1
             entry = overlay[uint64(at_overlay + known)]
             for m in range(SLOTS):
                 stream = uint32(seed + uint32((member + m) >> MEMBERS))
                 sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
 
+    @device
+    def logit(a):
+        """Of a level."""
+        return int32(quotient(a) - int32(BITS)) if PAIRED else int32(int32(a - int32(BASE)) >> int32(LOGIT))
+
     @card.device
-    def weight(top, a, last, at):
-        """EXP of the distance from level a to the highest level with the highest logit."""
+    def weight(top, a, last, at, exps):
+        """EXP of the distance from level a to the `settled` top."""
+        if clean:
+            return exps[uint64(min(uint32(int32(top - logit(a))), uint32(CLEAN_EXPS - 1)))]
         if PAIRED:
             return ptx.load_shared(int32(top - int32(quotient(a) * int32(ENTRY))))
         below = min(uint32(int32(top - a)), uint32(last))
         if PLACED:
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
-        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(4 * COPIES)) + at))
-
-    @device
-    def logit(a):
-        """Of validation."""
-        return quotient(a) if PAIRED else int32(a >> int32(LOGIT))
-
-    @device
-    @written_out
-    def add_nats(totals, acc, tops, exps, limit):
-        """Adds the exponentials of the two rows to totals [64 columns][row]."""
-        some = cuda.local.array(2, float64)
-        for g in range(2):
-            some[0], some[1] = float64(0), float64(0)
-            for j in range(8):
-                for e in range(2):
-                    for half in range(2):
-                        below = int32(tops[half] - logit(acc[32 * g + 4 * j + 2 * half + e]))
-                        w = exps[uint64(min(uint32(below), uint32(CLEAN_EXPS - 1)))]
-                        if RAGGED:
-                            w = w if 64 * g + 8 * j + e < limit else float64(0)
-                        some[half] += w
-            for half in range(2):
-                totals[2 * g + half] += some[half]
+        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(ENTRY)) + at))
 
     @device
     def settled(top, table):
         """The highest logit of validation; of members the highest level with the same logit."""
-        if NATS:
+        if clean:
             return logit(top)
         return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
 
     @device
-    def distance(top, z, table):
-        """TARGETS times the highest logit less the target's, of quotients."""
-        more = (TARGETS - 1) * (int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY) if TARGETS > 1 else 0
-        return int32(int32(top - z) // ENTRY + more)
+    def highest(top, table):
+        """The logit of a settled top."""
+        if clean:
+            return top
+        return int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY if PAIRED else logit(int32(top - table))
+
+    @device
+    def scored(half, unit, position):
+        """Window and position of a thread's first or (half = 1) second row."""
+        if PAIRED:
+            return 2 * unit + half if clean else unit, position
+        return unit, position + 8 * half
 
     @device
     def store_loss(losses, unit, odd, position, totals, tops, z, table, count, length):
-        loss = int64(0)
         for half in range(2):
-            if NATS:
-                window, here = (2 * unit + half, position) if PAIRED else (unit, position + 8 * half)
-                if window < count and here < length:
-                    losses[window * length + here] = (math.log(totals[half] + totals[2 + half])
-                                                      + float(int32(tops[half] - z[half])) / SCALE)
-            elif PAIRED:
-                loss = position_loss(totals[half], distance(tops[half], z[half], table), 0)
-                cuda.atomic.add(losses, 2 * unit + half, loss)
-            elif position + 8 * half < T:
-                level = int32(tops[half] - int32(table + int32(BASE)))
-                loss += position_loss(totals[half], int32(TARGETS * int32(level >> int32(LOGIT))), z[half])
-        if not NATS and not PAIRED:
-            cuda.atomic.add(losses, 2 * unit + odd, loss)
+            window, here = scored(half, unit, position)
+            top = highest(tops[half], table)
+            if window < count and here < length:
+                if clean:
+                    losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
+                                                      + float(int32(top - z[half])) / SCALE)
+                else:
+                    loss = position_loss(totals[half], int32(TARGETS * top), z[half])
+                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @card.device
-    def target_logit(half, source, packed, x, row, windows, unit, position, count, length, s, shift, table, q):
-        """The logit of what follows the position of a thread's first or (half = 1) second row."""
-        if PAIRED:
-            window = min(2 * unit + half, count - 1) if NATS else unit
-            token = windows[window * (length + 1 if NATS else WIDTH) + SKIP + min(position, length - 1) + 1]
-        else:
-            token = windows[unit * WIDTH + min(position + 8 * half, T - 1) + 1]
-        at_x = int64(row >> 3) * (2 * H) + (row & 7) * 4 + q
-        at_token = source.plan[source.p] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        dot = int32(0)
-        for piece in range(H // 16):
-            dot = ptx.dp4a(x[uint64(at_x + half * (2 * H) + piece * 32)], packed[uint64(at_token + piece * 32)], dot)
-        z = int32(quad_sum(dot) + int32(int32(s * column(source, unit, token)) >> shift))
-        return settled(int32(z + int32(BASE)), table) if PAIRED else int32(z >> int32(LOGIT))
+    def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
+        """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
+        of those drawn."""
+        dots, tokens = cuda.local.array(TARGETS, int32), cuda.local.array(TARGETS, int32)
+        window, here = scored(half, unit, position)
+        first = min(window, count - 1) * (length + 1 if clean else WIDTH) + SKIP + 1
+        here = min(here, length - 1)
+        for i in range(TARGETS):
+            tokens[i] = windows[first + (here if i == 0 else length + here * (TARGETS - 1) + i - 1)]
+            dots[i] = 0
+        at_x = int64(row + 8 * half >> 3) * (2 * H) + (row & 7) * 4 + q
+        for piece in range(H // 32):
+            a, b = x[uint64(at_x + piece * 64)], x[uint64(at_x + piece * 64 + 32)]
+            for i in range(TARGETS):
+                w = ptx.load2(packed, at_columns + int64(tokens[i]) * (H // 4) + piece * 8 + q * 2)
+                dots[i] = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), b, ptx.dp4a(int32(w[0] ^ int32(SIGNS)), a, dots[i]))
+        z = int32(0)
+        for i in range(TARGETS):
+            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
+            z = int32(z + logit(int32(int32(quad_sum(dots[i]) + n) + int32(BASE))))
+        return z
 
     @cuda.jit(launch_bounds=THREADS)
     @card.written
-    def head(call, at_tiles, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses, length):
+    def head(call, at_tiles, at_columns, plan, packed, overlay, windows, count, job, offset, exps, x, sb, losses,
+             length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile, p = cuda.blockIdx.x, call * PLAN
@@ -1050,16 +1001,13 @@ def head_kernel(cfg, nz, card, like=None):
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
         q, side, rg = lane & 3, group % CG, group // CG
-        if not NATS:
+        if not clean:
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
-        row, member, slot, sign = pair_place(tile, t, length) if PAIRED else place(tile, t)
-        unit, position, units = (member + slot) >> MEMBERS, row % LENGTH, count
-        if PAIRED:                                           # rows beyond the last pair go with it
-            units = (count + 1) >> 1 if NATS else count
-            unit = min(unit, units - 1)
-            position = (row >> 4) * 8 + (row & 7) - unit * length
+        row, member, slot, sign = place(tile, t, length)
+        unit = (member + slot) >> MEMBERS
+        position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
         at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
@@ -1067,18 +1015,16 @@ def head_kernel(cfg, nz, card, like=None):
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
-        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(SUMS, KIND), cuda.local.array(2, uint32)
+        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(2, int64), cuda.local.array(2, SUM)
         s, z, tops = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         shift = job_shift(job)
         for half in range(2):
-            tops[half], z[half] = int32(-2 ** 31), int32(0)
+            tops[half], totals[half] = int32(-2 ** 31), 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
-            if unit < units:
-                z[half] = target_logit(half, source, packed, x, row, windows, unit, position, count, length, s[half],
-                                       shift, table, q)
-            s[half] = as_row(s[half], shift)
-        for k in range(SUMS):
-            totals[k] = 0
+        # a loop over this much would not be unrolled
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
         for i in range(64):
             acc[i] = 0
         here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
@@ -1110,27 +1056,25 @@ def head_kernel(cfg, nz, card, like=None):
                     for half in range(2):
                         tops[half] = int32(max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1]))
                 if ahead == TILES - 1:                       # from here on: the highest level with the same logit
-                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, side, q, 5 + rg)
+                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, CG, side, q, 5 + rg)
                     if CG > 1:                               # the sums will take this place
                         ptx.named_barrier(5 + rg, CG * 128)
                     for half in range(2):
                         tops[half] = settled(tops[half], table)
-            elif NATS:
-                add_nats(totals, acc, tops, exps, limit)
             else:
-                some[0], some[1] = uint32(0), uint32(0)
+                some[0], some[1] = SUM(0), SUM(0)
                 for j in range(16):
                     for e in range(2):
                         for half in range(2):
-                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp)
-                            some[half] = uint32(some[half] + uint32(w))
+                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
+                            some[half] = SUM(some[half] + SUM(w))
                 for half in range(2):
                     totals[half] += int64(some[half])
                     if RAGGED and limit < 128:
-                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp)
+                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
-        for k in range(SUMS):
-            totals[k] = quad_sum64(totals[k])
+        for half in range(2):
+            totals[half] = quad_sum64(totals[half])
         if CG > 1:
             mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
             if q == 0:
@@ -1140,96 +1084,26 @@ def head_kernel(cfg, nz, card, like=None):
             for k in range(CG):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
-        if q == 0 and side == 0 and unit < units and position < (length if PAIRED else T):
+        if q == 0 and side == 0:
             store_loss(losses, unit, (member + slot) & 1, position, totals, tops, z, table, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape
-
-
-def drawn_kernel(cfg, nz, card):
-    """Takes the logits of the drawn targets (SPEC 7) from losses int64 [pairs, 2], to which the head adds all else.
-    Launch 4 threads a position of both members, which have the same targets; blocks of 256. plan, windows, count: as of
-    `head_kernel`; at_columns: words of the embedding, or the head, packed as ROWS."""
-    H, T, DRAWN, PAIRED = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.TARGETS - 1, cfg.MODEL == "gru"
-    LENGTH, CHUNKS = T if PAIRED else padded_length(cfg), H // 16
-    LOGIT, UNIT = cfg.SHIFT_LOGIT, cfg.LOSS_SCALE // cfg.TARGETS
-    TO_ODD, WIDTH, FIRST = 8 if PAIRED else LENGTH, cfg.WINDOW, cfg.STATE_TOKENS + T + 1
-    job_shift, quotient, D, (column, _) = nz.shift, NORMS.quotient, parameters.divisor(cfg, H), pair_functions(cfg, nz)
-    RECIPROCAL = float(np.float32(1) / np.float32(D))
-
-    @device
-    def multiply(total, w, low, high):
-        """total + the products of a chunk of 16 bytes, whose four words are 0, 4, 1, 5 or 2, 6, 3, 7 of eight."""
-        total = ptx.dp4a(int32(w[0] ^ int32(SIGNS)), low[0], total)
-        total = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), high[0], total)
-        total = ptx.dp4a(int32(w[2] ^ int32(SIGNS)), low[1], total)
-        return ptx.dp4a(int32(w[3] ^ int32(SIGNS)), high[1], total)
-
-    @device
-    def logit(dot, s, n, shift):
-        total = int32(quad_sum(dot) + int32(int32(s * n) >> shift))
-        return quotient(total, int32(D), float32(RECIPROCAL)) if PAIRED else int32(total >> int32(LOGIT))
-
-    @cuda.jit(launch_bounds=256)
-    @card.written
-    def drawn(call, at_columns, plan, packed, overlay, windows, count, job, offset, x, sb, losses):
-        t = cuda.threadIdx.x
-        q, here = t & 3, cuda.blockIdx.x * 64 + (t >> 2)
-        place = int32(min(here, count * LENGTH - 1))         # all threads of a warp go on
-        unit = int32(uint32(place) // uint32(LENGTH))
-        position = int32(place - unit * LENGTH)
-        row = int64((place >> 3) * 16 + (place & 7) if PAIRED else place + unit * LENGTH)
-        tokens = cuda.local.array(DRAWN, int32)
-        even, odd = cuda.local.array(DRAWN, int32), cuda.local.array(DRAWN, int32)
-        for i in range(DRAWN):
-            tokens[i] = windows[int64(unit) * WIDTH + FIRST + min(position, T - 1) * DRAWN + i]
-            even[i], odd[i] = 0, 0
-        for piece in range((CHUNKS + 3) // 4):
-            chunk = piece * 4 + q
-            if CHUNKS % 4 == 0 or chunk < CHUNKS:
-                at = (row >> 3) * (2 * H) + (row & 7) * 4 + (chunk >> 1) * 64 + (chunk & 1) * 2
-                to_odd = at + TO_ODD * (H // 4)
-                a, b = ptx.load2(x, at), ptx.load2(x, at + 32)
-                c, d = ptx.load2(x, to_odd), ptx.load2(x, to_odd + 32)
-                for i in range(DRAWN):
-                    w = ptx.load4(packed, at_columns + int64(tokens[i]) * (H // 4) + chunk * 4)
-                    even[i], odd[i] = multiply(even[i], w, a, b), multiply(odd[i], w, c, d)
-        source = Source(plan, call * PLAN, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
-        s0, s1, shift = sb[uint64(row)], int32(-sb[uint64(row + TO_ODD)]), job_shift(job)
-        z0, z1 = int32(0), int32(0)
-        for i in range(DRAWN):
-            n = column(source, unit, tokens[i])
-            z0 = int32(z0 + logit(even[i], s0, n, shift))
-            z1 = int32(z1 + logit(odd[i], s1, n, shift))
-        if q == 0 and here < count * LENGTH and position < T:
-            cuda.atomic.add(losses, 2 * unit, int64(-UNIT * z0))
-            cuda.atomic.add(losses, 2 * unit + 1, int64(-UNIT * z1))
-
-    return drawn
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
 
 def _embed_kernel(cfg, nz, card):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
-    four lanes a position. each: 1 or, for validation, 2 windows a pair, each `width` tokens long; the last is repeated
-    where their number `count` is odd. plan: 8 bias (vector_function), 20 packed words, 21 overlay A, 22 overlay B."""
+    four lanes a position. width: tokens of a pair's window. plan: 8 bias (vector_function), 20 packed words, 21 overlay
+    A, 22 overlay B."""
     H, T, LENGTH, (_, vector) = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), pair_functions(cfg, nz)
     noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
-    @card.device
-    def token_of(windows, first, position, plan, p, q):
-        """The token at a position of a window, its first packed word for this lane, and its coefficient of NTT_MODE."""
-        position = min(position, T - 1)
-        token = windows[first + position]
-        at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
-        return token, at, coefficient(windows, first, position) if NTT else int32(0)
-
     @cuda.jit(launch_bounds=256)
     @card.written
-    def embed(call, plan, weights, packed, overlay, windows, each, width, count, job, offset, h, losses):
+    def embed(call, plan, weights, packed, overlay, windows, width, job, offset, h, losses):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
@@ -1246,26 +1120,25 @@ def _embed_kernel(cfg, nz, card):
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
-            q = lane & 3
-            token, at_e, coef = token_of(windows, each * unit * width, position, plan, p, q)
-            at_o, coef_o = at_e, coef
-            if each == 2:
-                _, at_o, coef_o = token_of(windows, min(2 * unit + 1, count - 1) * width, position, plan, p, q)
+            q, here = lane & 3, min(position, T - 1)
+            token = windows[unit * width + here]
+            coef = coefficient(windows, unit * width, here) if NTT else int32(0)
             n, f = noise(seed, token), factor(overlay[plan[p + 21] + token], seed, token)
+            at = plan[p + 20] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
             address, x = ptx.shared_address(table, q * 4), cuda.local.array(8, int32)
             for piece in range(H // 16):
-                word, word_o = packed[uint64(at_e + piece * 32)], packed[uint64(at_o + piece * 32)]
+                word = packed[uint64(at + piece * 32)]
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
                     i = piece * 16 + q * 4 + k
                     d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
-                    e, o, more, more_o = byte(word, k), byte(word_o, k), int32(0), int32(0)
+                    e, more, more_odd = byte(word, k), int32(0), int32(0)
                     if NTT:
-                        more, more_o = look_up(weights, overlay, seed, shift, mask, coef, coef_o, i)
+                        more, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
                     x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
-                    x[4 + k] = clip(int32(int32(int32(o + int32(int32(-d) >> shift)) + odd[k]) + more_o))
+                    x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> shift)) + odd[k]) + more_odd))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 
@@ -1301,12 +1174,6 @@ def _norm_kernel(cfg, nz, card, streams):
             return ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
         return clip(int32(divide(p, mean) + b))
 
-    @card.device
-    def sizes(word):
-        """Sum of the four |bytes|."""
-        negative = ptx.byte_permute(word, 0, 0xBA98)
-        return ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, 0))
-
     @cuda.jit(launch_bounds=256)
     @card.written
     def norm(call, plan, weights, overlay, job, offset, stride, h, out, sb):
@@ -1341,8 +1208,10 @@ def _norm_kernel(cfg, nz, card, streams):
                 sums[i] = 0
             totals[0], totals[1] = 0, 0
             for piece in range(H // 16):
-                for half in range(2):
-                    totals[half] = int32(totals[half] + sizes(h[uint64(at + half * (2 * H) + piece * 32)]))
+                for half in range(2):                        # the sum of |bytes|
+                    word = h[uint64(at + half * (2 * H) + piece * 32)]
+                    negative = ptx.byte_permute(word, 0, 0xBA98)
+                    totals[half] = ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, totals[half]))
             for half in range(2):
                 means[half] = int32(max(int32(uint32(quad_sum(totals[half])) // uint32(H)), int32(1)))
                 # so that a quotient is never below the whole number that it is
@@ -1380,11 +1249,6 @@ def _norm_kernel(cfg, nz, card, streams):
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-def attention_tile(cfg):
-    """Positions of keys and values that the attention takes at a time."""
-    return 64 if padded_length(cfg) > 32 else 32
-
-
 def _attention_kernel(cfg, nz, card):
     """a of q, k, v from _full_kernel, and the sums sb of a. Launch [members, tiles of 64 positions], a warp for 16
     positions, all heads.
@@ -1396,8 +1260,8 @@ def _attention_kernel(cfg, nz, card):
     without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
     high + low. plan: 12 seed, 13 overlay."""
     H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
-    LENGTH, POSITIONS, TILE = padded_length(cfg), value_length(cfg), attention_tile(cfg)
-    MOST, COPIES, LIMBS, LOWEST = exp_entries(cfg) - 1, exp_copies(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
+    LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
+    (MOST, COPIES), LIMBS, LOWEST = exp_sizes(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
     EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 32, H if MODE == 2 else 1, TILE // 2
     BELOW_ONE = 1 - 2.0 ** -22
     MANY = LENGTH > 64                                       # more than one tile
@@ -1478,31 +1342,30 @@ def _attention_kernel(cfg, nz, card):
             n = LIMBS - 1 - i
             r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
             r = ptx.mma_u8s8(limbs[n], v[0], v[1], r)
-            if TILE == 64 and wide:
+            if wide:
                 r = ptx.mma_u8s8(limbs[3 + n], v[2], v[3], r)
         return r
 
     @card.device
-    def quotient(high, low, den, reciprocal):
-        """(2^16 high + low) / den toward zero, at most 127 in size; `reciprocal` is a little small: the estimate is
-        right or one less."""
-        f = cuda.fma(float32(high), float32(65536), float32(low)) if MANY else float32(low)
-        num = int32(int32(high << int32(16)) + low)          # its remainder fits int32, so it need not
-        size = int32(num if f >= float32(0) else int32(-num))
-        q = int32(ptx.float_bits(ptx.fma_down(abs(f), reciprocal, float32(1 << 23))) - int32(0x4B000000))
-        q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
-        return q if f >= float32(0) else int32(-q)
-
-    @card.device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
-        """Divides the sums of 16 channels in high, low [at...], stores their words and adds to the sums sb of the two
-        rows."""
+        """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
+        stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
+        is right or one less."""
         c = ptx.load_shared4(at_c)
         x = cuda.local.array(4, int32)
         for half in range(2):
+            den = dens[half]
             for k in range(4):
                 m = at + (k >> 1) * 4 + half * 2 + (k & 1)
-                x[k] = quotient(high[m] if MANY else int32(0), low[m], dens[half], reciprocals[half])
+                num, total = low[m], float32(low[m])
+                if MANY:
+                    total = cuda.fma(float32(high[m]), float32(65536), total)
+                    num = int32(int32(high[m] << int32(16)) + num)           # its remainder fits int32, so it need not
+                size = int32(num if total >= float32(0) else int32(-num))
+                q = int32(ptx.float_bits(ptx.fma_down(abs(total), reciprocals[half], float32(1 << 23)))
+                          - int32(0x4B000000))
+                q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
+                x[k] = q if total >= float32(0) else int32(-q)
                 f = factors[at_f + k] if MODE == 2 else float32(0)
                 sums[half] = int32(sums[half] + input_term(x[k], c[k], f))
             a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
@@ -1597,7 +1460,7 @@ def _attention_kernel(cfg, nz, card):
             if works and (lane & 3) == 0:
                 sb[row + 8 * half] = total
 
-    return attention, 2 * STAGE + 512
+    return attention, 2 * STAGE
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
@@ -1613,11 +1476,8 @@ class Members(Pass):
         self.full = {kind: add(_full_kernel(cfg, nz, card, kind)) for kind in ("qkv", "o", "down")}
         self.up = add(_up_kernel(cfg, nz, card, self.full["down"].shape.KP))
         self.attention = add(_attention_kernel(cfg, nz, card))
-        self.clean_kernels, self.head = list(self.kernels), add(head_kernel(cfg, nz, card))
-        self.drawn = add(drawn_kernel(cfg, nz, card)) if cfg.TARGETS > 1 else None
-        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, self.head.shape), losses=AF64,
-                                 exps=AF64)
-        self.clean_kernels.append(self.clean_head)
+        self.clean_head = Kernel(head_kernel(cfg, build_noise(cfg, True), card, True), **CLEAN_HEAD)
+        self.clean_kernels, self.head = [*self.kernels, self.clean_head], add(head_kernel(cfg, nz, card))
         used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full["o"])}
         used |= {name: (QUADS, self.full["qkv"]) for name in ("w_q", "w_k", "w_v")}
         used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
@@ -1627,8 +1487,7 @@ class Members(Pass):
             order, shape = used[t.name][0], used[t.name][1].shape
             self.at[t.name, t.layer] = packing.add(t, order, shape.columns(), shape.KP)
             if t.name == "embedding":
-                self.at_clean = packing.add(t, order, shape.columns(), self.clean_head.shape.KP)
-                self.at_columns = packing.add(t, ROWS, t.cols, t.rows) if self.drawn else None
+                self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the scratch arrays of so many pairs, rows, bytes)."""
@@ -1642,10 +1501,11 @@ class Members(Pass):
         return out, rows, end
 
     def launch(self, plan, tables, pairs, scratch, clean=False, **given):
-        """Enqueues the whole pass over so many pairs; clean: of `count` windows, two a pair, with job[2] = 0. given:
-        what kernels are given, by the names of their parameters."""
+        """Enqueues the whole pass over so many pairs; clean: over so many windows, with job[2] = 0, so that both
+        members of a pair are the unperturbed model. given: what kernels are given, by the names of their parameters."""
         layout, stride, _ = self.layout(pairs)
-        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride)
+        given = self.arguments(given, tables, layout, scratch, rope=tables.rope, gelu=tables.gelu, stride=stride,
+                               count=pairs)
         length, n = padded_length(self.cfg), given["n"]
         rows, processors = 2 * pairs * length, min(cuda.get_current_device().MULTIPROCESSOR_COUNT, MOST_BLOCKS)
 
@@ -1661,7 +1521,7 @@ class Members(Pass):
             product(self.up, calls.up, up, layer, n)
             product(self.full["down"], calls.down, down, layer, given["u"])
 
-        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed, each=2 if clean else 1,
+        self.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
                    width=self.cfg.SEQ_LEN + 1 if clean else self.cfg.WINDOW, losses=given["losses"].view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.emb_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
@@ -1673,9 +1533,7 @@ class Members(Pass):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
-        if self.drawn and not clean:
-            self.drawn(blocks(pairs * length, 64), 256, given, call=plan.head, x=n, at_columns=self.at_columns)
         head = self.clean_head if clean else self.head
-        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n,
-             exps=tables.clean_exps if clean else tables.exps, length=self.cfg.SEQ_LEN,
-             at_tiles=self.at_clean if clean else self.at["embedding", 0])
+        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n, length=self.cfg.SEQ_LEN,
+             exps=tables.clean_exps if clean else tables.exps, at_tiles=self.at["embedding", 0],
+             at_columns=self.at_columns)

@@ -18,10 +18,9 @@ from model import optimizers
 from model import parameters
 from model import rules
 from kernels import muon
-from kernels.parts import A8, A32, AU32, pack4, quad_sum, wgmma_descriptor
+from kernels.parts import A8, A32, AU32, pack4, quad_sum
 from kernels.rules import TARGET, build_noise, device
-from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, load_matrix4, mma_s8,
-                         proxy_fence, shared_address, wgmma_done, wgmma_fence, wgmma_s8)
+from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, mma_tile, shared_address)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
@@ -153,29 +152,24 @@ def operands_kernel(cfg):
     noise = build_noise(cfg).noise
 
     @device
-    def four_draws(x):
-        """The noise of four consecutive n as the bytes of a word; x: seed + n + index * 0x9e3779b9."""
-        if gaussian:
-            return uint32(pack4(noise(x, 0), noise(x + uint32(1), 0), noise(x + uint32(2), 0),
-                                noise(x + uint32(3), 0)))
-        a, b, c, d = mixed(x), mixed(uint32(x + uint32(1))), mixed(uint32(x + uint32(2))), mixed(uint32(x + uint32(3)))
-        # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-        low = byte_permute(int32(a), int32(b), 0x6240), byte_permute(int32(c), int32(d), 0x6240)
-        p = uint32(byte_permute(low[0], low[1], 0x5410) ^ byte_permute(low[0], low[1], 0x7632))
-        minus = uint32(uint32(~p) & uint32(0x01010101))
-        m = uint32(uint32(p >> uint32(1)) & masks)
-        m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
-        return uint32(m ^ uint32(minus << uint32(7)))
-
-    @device
     def four_votes(x):
-        """The draws of four_draws as votes count them."""
-        word = four_draws(x)
-        if signs:
+        """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
+        one, two, three = uint32(1), uint32(2), uint32(3)
+        if gaussian:
+            word = uint32(pack4(noise(x, 0), noise(x + one, 0), noise(x + two, 0), noise(x + three, 0)))
+        else:
+            # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
+            low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + one))), 0x6240)
+            high = byte_permute(int32(mixed(uint32(x + two))), int32(mixed(uint32(x + three))), 0x6240)
+            p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
+            minus = uint32(uint32(~p) & uint32(0x01010101))
+            m = uint32(uint32(p >> one) & masks)
+            m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
+            word = uint32(m ^ uint32(minus << uint32(7)))
+        if signs:                                            # 1, -1 or 0 in each byte
             minus = uint32(uint32(word >> uint32(7)) & uint32(0x01010101))
             some = uint32(word | uint32(uint32(word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F)))
             some = uint32(uint32(some >> uint32(7)) & uint32(0x01010101))
-            # 1, -1 or 0 in each byte
             word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
         return word
 
@@ -208,132 +202,102 @@ def operands_kernel(cfg):
     return operands
 
 
-def products_kernel(wgmma):
-    """The kernel of the matrices' votes; `wgmma`: by the instruction of cc 9.0."""
-    product, products_done, descriptor = wgmma_s8(TILE), wgmma_done(TILE), wgmma_descriptor(DEPTH)
-    # a thread's sums lie in so many tiles of plain rows by 8 signed ones, the former so many rows apart: of a warp's
-    # quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
-    TALL, WIDE, APART = (2, 16, 64) if wgmma else (4, 8, 16)
-
-    def products(tiles, operand, rows, start, votes):
-        """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
-        tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache."""
-        sm = cuda.shared.array(0, int32)
-        t = cuda.threadIdx.x
-        split = int32(cuda.blockIdx.x // tiles.shape[0])
-        tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
-        first = max(int32(start + split * SPLIT), tiles[tile, FIRST])
-        last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
-        steps = int32((last - first) // DEPTH)
-        if steps <= 0:
-            return
-        plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
-        plain_at, signed_at = place(rows, plain, first - start), place(rows, signed, first - start)
-        base = shared_address(sm, 0)
-        for ahead in range(2):
-            if ahead < steps:
-                fetch(base + ahead * STAGE, operand, plain_at, signed_at, ahead)
-            copy_commit()
-        lane, warp = t & 31, t >> 5
-        g, q = lane >> 2, lane & 3
-        # ldmatrix: where this lane's rows of the first core matrices lie
-        plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
-        signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
-        signed_lane += STAGE // 2
-        acc = cuda.local.array((TALL, WIDE, 4), int32)
-        for i in range(TALL):
-            for j in range(WIDE):
-                for k in range(4):
-                    acc[i, j, k] = 0
-        slot = int32(0)
-        for step in range(steps):
-            copy_wait_but_one()
-            if wgmma:
-                proxy_fence()
-            cuda.syncthreads()
-            if step + 2 < steps:
-                fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
-            copy_commit()
-            here = base + slot * STAGE
-            if wgmma:
-                plain_rows = descriptor(here)
-                signed_rows = plain_rows + (TILE * DEPTH >> 4)
-                wgmma_fence()
-                for k in range(DEPTH // 32):
-                    for i in range(TALL):
-                        product(acc[i], plain_rows + i * (64 * DEPTH >> 4) + 16 * k, signed_rows + 16 * k, 1)
-                for i in range(TALL):
-                    products_done(acc[i])
-            else:
-                for k in range(DEPTH // 32):
-                    for i in range(4):
-                        a = load_matrix4(int32(here + plain_lane + i * (16 * DEPTH) + k * 256))
-                        for j in range(4):
-                            b = load_matrix4(int32(here + signed_lane + j * (16 * DEPTH) + k * 256))
-                            for half in range(2):
-                                c = acc[i, 2 * j + half]
-                                c[0], c[1], c[2], c[3] = mma_s8(a, b[2 * half], b[2 * half + 1], c)
-            slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
-        # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
-        if tiles[tile, SIGNED_IS_ROW]:
-            down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
-        else:
-            down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
-        p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
-        at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
-                                             tiles[tile, COLS])
-        p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
-        for i in range(TALL):
-            for half in range(2):
-                for j in range(WIDE):
-                    for k in range(2):
-                        if APART * i + 8 * half < p and 8 * j + k < s:
-                            cuda.atomic.add(votes, at + (APART // 8 * i + half) * down + j * right + k * one,
-                                            acc[i, j, 2 * half + k])
-
-    return products
+multiply = mma_tile(64, DEPTH // 32, 8 * DEPTH)
 
 
-def vectors_kernel(pairs):
-    """The kernel of the vectors' votes."""
-    def vector_products(groups, operand, fit, rows, start, splits, votes):
-        """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
-        of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
-        they share rows."""
-        item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
-        split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
-        group = int32(item - split * groups.shape[0])
-        if split >= splits:
-            return
-        element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
-        from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
-        from_n = max(from_n, int32((offset - start) // 16 * 16))
-        to_n = min(to_n, int32(offset + pairs - start))
-        forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+def products(tiles, operand, rows, start, votes):
+    """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
+    tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache.
+    (On cc 9.0 wgmma would make an update 3 % faster, a step less than 0.1 %.)"""
+    sm = cuda.shared.array(0, int32)
+    t = cuda.threadIdx.x
+    split = int32(cuda.blockIdx.x // tiles.shape[0])
+    tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
+    first = max(int32(start + split * SPLIT), tiles[tile, FIRST])
+    last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
+    steps = int32((last - first) // DEPTH)
+    if steps <= 0:
+        return
+    plain, signed = tiles[tile, PLAIN], tiles[tile, SIGNED]
+    plain_at, signed_at = place(rows, plain, first - start), place(rows, signed, first - start)
+    base = shared_address(sm, 0)
+    for ahead in range(2):
+        if ahead < steps:
+            fetch(base + ahead * STAGE, operand, plain_at, signed_at, ahead)
+        copy_commit()
+    lane, warp = t & 31, t >> 5
+    g, q = lane >> 2, lane & 3
+    # ldmatrix: where this lane's rows of the first core matrices lie
+    plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
+    signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
+    signed_lane += STAGE // 2
+    acc = cuda.local.array((4, 32), int32)                   # a warp's quarter of the block
+    for i in range(4):
+        for j in range(32):
+            acc[i, j] = 0
+    for step in range(steps):
+        copy_wait_but_one()
+        cuda.syncthreads()
+        if step + 2 < steps:
+            fetch(base + int32(uint32(step + 2) % uint32(STAGES)) * STAGE, operand, plain_at, signed_at, step + 2)
+        copy_commit()
+        here = base + int32(uint32(step) % uint32(STAGES)) * STAGE
+        for i in range(4):
+            multiply(acc[i], int32(here + plain_lane + i * (16 * DEPTH)), int32(here + signed_lane))
+    # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
+    if tiles[tile, SIGNED_IS_ROW]:
+        down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
+    else:
+        down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
+    p, s = 64 * (warp >> 1) + g, 64 * (warp & 1) + 2 * q
+    at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
+                                         tiles[tile, COLS])
+    p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s               # how many there are from here on
+    for i in range(4):
+        for half in range(2):
+            for j in range(8):
+                for k in range(2):
+                    if 16 * i + 8 * half < p and 8 * j + k < s:
+                        cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one,
+                                        acc[i, 4 * j + 2 * half + k])
+
+
+def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
+    """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
+    of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
+    they share rows."""
+    item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
+    split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
+    group = int32(item - split * groups.shape[0])
+    if split >= splits:
+        return
+    element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
+    from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
+    from_n = max(from_n, int32((offset - start) // 16 * 16))
+    to_n = min(to_n, int32(offset + pairs - start))
+    forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+    for e in range(EIGHTS):
+        forth[e] = 0
+        back[e] = 0
+    selector = int32(0x3210 + 0x1111 * ahead)
+    row = element + (lane >> 2)
+    here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
+    for step in range(from_n, to_n, 16):
+        n = int32(step + (lane & 3) * 4)
+        minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+        minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
+        plus = uint32(some ^ minus)
+        after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
-            forth[e] = 0
-            back[e] = 0
-        selector = int32(0x3210 + 0x1111 * ahead)
-        row = element + (lane >> 2)
-        here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
-        for step in range(from_n, to_n, 16):
-            n = int32(step + (lane & 3) * 4)
-            minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
-            minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
-            plus = uint32(some ^ minus)
-            after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
-            for e in range(EIGHTS):
-                x = uint32(operand[here + e * (SPLIT * 2)])
-                y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
-                forth[e] = dp4a(int32(x & plus), y, forth[e])
-                back[e] = dp4a(int32(x & minus), y, back[e])
-            here += 32
-        for e in range(EIGHTS):
-            total = quad_sum(int32(forth[e] - back[e]))
-            if lane & 3 == 0 and total != 0:
-                cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
-
-    return vector_products
+            x = uint32(operand[here + e * (SPLIT * 2)])
+            y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
+            forth[e] = dp4a(int32(x & plus), y, forth[e])
+            back[e] = dp4a(int32(x & minus), y, back[e])
+        here += 32
+    for e in range(EIGHTS):
+        total = quad_sum(int32(forth[e] - back[e]))
+        if lane & 3 == 0 and total != 0:
+            cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
 
 def optimize_kernel(cfg):
@@ -450,12 +414,12 @@ def rescale_kernel(cfg):
     return rescale
 
 
-def build(cfg, wgmma):
-    """The kernels of a configuration, {name: (Python function, signature)}; `wgmma`: see products_kernel."""
+def build(cfg):
+    """The kernels of a configuration, {name: (Python function, signature)}."""
     return {
         "operands": (operands_kernel(cfg), (A2, AU32, A32, int32, int32, A32)),
-        "products": (products_kernel(wgmma), (A2, A32, int32, int32, A32)),
-        "vector_products": (vectors_kernel(cfg.N_PAIRS), (A2, A32, A32, int32, int32, int32, A32)),
+        "products": (products, (A2, A32, int32, int32, A32)),
+        "vector_products": (vector_products, (A2, A32, A32, int32, int32, int32, int32, A32)),
         "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A32, F1, A8, F2, B1, A32)),
         "rescale": (rescale_kernel(cfg), (B1, A8)),
     } | ({"seen": (seen_kernel(cfg), (A32, A2, A8, AU32, A32))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
@@ -517,7 +481,7 @@ class Update:
             add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start,
                 self.votes)
             add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
-                fit, n_rows, start, pieces, self.votes)
+                fit, n_rows, start, pieces, np.int32(self.pairs), self.votes)
         if "seen" in kernels:
             add("seen", self.pairs * len(self.seen), 0, self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)

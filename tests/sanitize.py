@@ -13,17 +13,17 @@ import egg_config
 from engine import cuda_engine
 from model import rules
 
-# Every path, small enough for tools that slow it down a hundred times. 270 pairs give each multiprocessor a second
-# tile.
+# Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
+# blocks, so that few members give each a second tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
     "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
                      RARE_TOKENS=0.01, SEEN_VOTES=4),
-    "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=540),
-    "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=540, TENSOR_CORES="mma"),
+    "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=24),
+    "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=24, TENSOR_CORES="mma"),
     "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",
                    SOFT_TARGETS=((0, 1),)),
-    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=20),
+    "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=12),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
     "gru, general": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
@@ -31,7 +31,9 @@ CONFIGURATIONS = {
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
                       ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFT_TARGETS=((0, 2),)),
 }
-PROGRAM = "from tests import sanitize; print(sanitize.digest_of({!r}))"
+BLOCKS = 3
+PROGRAM = f"from kernels import transformer; transformer.MOST_BLOCKS = {BLOCKS}; " \
+    "from tests import sanitize; print(sanitize.digest_of({!r}))"
 
 
 def config(name):

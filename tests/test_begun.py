@@ -103,9 +103,9 @@ def engine_of(monkeypatch):
     free = [0]
 
     def kernels(cfg, cc, limit, token_type, silent):
-        def cut_windows(tokens, place, windows):
+        def cut_windows(tokens, place, job, first, size, followers, length, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
-            n = windows.size // (cfg.SEQ_LEN + 1)
+            n = windows.size // length
             windows[:] = rules.windows(cfg, np.asarray(tokens), steps[int(place[0])], int(place[1]), n).ravel()
 
         def digest(weights, moments, overlay, out):

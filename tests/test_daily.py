@@ -1,5 +1,7 @@
 """Daily use, command by command as a user types them: what one command prints is what the next one needs."""
 
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,8 +32,20 @@ DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
 
-def run(*arguments, program=kit.HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
-    """A finished process of the command line in the current directory."""
+def run(*arguments, env=None):
+    """What the command line does in the current directory, in this process, which has imported the engine already."""
+    out, err = io.StringIO(), io.StringIO()
+    with (mock.patch.dict(os.environ, {"EGG_DEVICE": "cpu", **(env or {})}), contextlib.redirect_stdout(out),
+          mock.patch.object(sys, "argv", [str(kit.HERE / "egg.py")]), contextlib.redirect_stderr(err)):
+        try:
+            status = egg.main([*map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+    return types.SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def process(*arguments, program=kit.HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
+    """The same as a process of its own, which has ended."""
     return subprocess.run([python, program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
                           stdin=stdin or subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu", **(env or {})})
 
@@ -300,7 +315,7 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     monkeypatch.chdir(clone.parent)
     bare = dict(program="-S", env={"PYTHONPATH": ""})
     for command in (["arch"], ["worker", "localhost"], ["train", "--save-dir", "x"], ["coordinator"]):
-        result = run(clone / "egg.py", *command, **bare)
+        result = process(clone / "egg.py", *command, **bare)
         library = "numpy" if command == ["arch"] else ""
         fails(result, 1, "has no " + library, "install it with `make -C 'a clone' install`")
     advice = re.search("`(.*)`", result.stderr)[1]
@@ -310,11 +325,12 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     (clone / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (clone / ".venv" / "bin" / "python").chmod(0o755)
     (clone / ".venv" / "ready").touch()
-    result = run(clone / "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
+    result = process(clone / "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
     fails(result, 1, "has no numpy: it is installed for another: ")
     for directory in clone.parent, clone:
         monkeypatch.chdir(directory)
-        result = run(clone / "egg.py" if directory == clone.parent else "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
+        program = clone / "egg.py" if directory == clone.parent else "egg.py"
+        result = process(program, "arch", "-D", "N_LAYERS=2", **bare)
         done = paste(result.stderr.partition("another: ")[2], "")
         assert done.returncode == 0 and "multiply-adds" in done.stdout, (result, done)
 
@@ -323,7 +339,7 @@ def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "libraries").mkdir()
     (tmp_path / "libraries" / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
-    fails(run("coordinator", "--port", 0, env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
+    fails(process("coordinator", "--port", 0, env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
 
 
 def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
@@ -450,7 +466,7 @@ def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizers.py").write_text("raise ImportError")
     (tmp_path / "t.txt").write_bytes(TEXT)
-    result = run("prepare", "t.txt", env={"PYTHONPATH": tmp_path})
+    result = process("prepare", "t.txt", env={"PYTHONPATH": tmp_path})
     fails(result, 1, "the BPE needs the tokenizers library: ", "--vocab-size 256")
     *pip, install, _, names = shlex.split(re.search("`(.*)`", result.stderr)[1])
     assert install == "install" and os.path.samefile(names, kit.HERE / "requirements" / "prepare.txt")

@@ -351,12 +351,18 @@ def test_general_kernels_fit_every_card():
         assert all(kernel.shared <= limit * 1024 for kernel in kit.kernels_of(WIDE, cc)["forward"]), cc
 
 
-@pytest.mark.parametrize("path", [
-    pytest.param("Rows", marks=pytest.mark.compiles(WIDE, part="forward"), id="general"),
-    pytest.param("Narrow", marks=pytest.mark.compiles(SMALL, part="noisy"), id="narrow"),
-    pytest.param("Hopper", marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
-def test_every_kernel_compiles(path, compiled_kernels):
-    """Those of the forward pass: of the general path all, of the others what is theirs."""
+LARGE = [(8, 0), (10, 0)]                                    # have the code of cc 8.6 and 12.0 in larger tiles
+
+
+@pytest.mark.parametrize((), [
+    pytest.param(marks=pytest.mark.compiles(WIDE, [cc for cc in kit.CARDS if cc not in LARGE], part="noisy"),
+                 id="general"),
+    pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
+    pytest.param(marks=pytest.mark.compiles(SMALL, part="forward"), id="narrow"),
+    pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
+def test_every_kernel_compiles(compiled_kernels):
+    """Those of the forward pass: with noise of each path, without it, where the general path serves all models, of a
+    narrow one, whose tiles are the same on most cards."""
     kit.hold_against_cards(compiled_kernels)
 
 
