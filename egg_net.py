@@ -366,9 +366,9 @@ class Hook:
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
-    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; island, http:
-    objects with a method attach(coordinator), which returns a Hook (islands.gossip.Terms) or the page (tools.live_page.
-    Where; its `descriptors` files and sockets are left to it). Raises an EggError for what cannot be used of these."""
+    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; island.attach
+    (coordinator) returns a Hook (islands.gossip.Terms), http.attach the page (tools.live_page.Where), which may hold
+    http.descriptors files and sockets open. Raises an EggError for what cannot be used of these."""
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
 from cluster.dispatch import RemoteWorker
-from cluster.hub import Budget, Crowd, NetError, reason
+from cluster.hub import Crowd, NetError, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
@@ -92,8 +92,8 @@ class Admission:
         self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
         self.arrivals, self.by_host = Crowd(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
-        self._refused, self._status_made = {}, b""                  # host -> reasons that are logged
-        self._status_seconds = Budget(0.1, 0.001)    # that making a status may take
+        self._refused = {}                           # host -> reasons that are logged
+        self._status_made, self._status_until = b"", 0.0
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
@@ -166,10 +166,9 @@ class Admission:
 
     def _status(self):
         """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
-        if self._status_seconds.refill() > 0:
-            began = time.monotonic()
+        if (began := time.monotonic()) >= self._status_until:
             self._status_made = status.pack_status(self.coordinator.status())
-            self._status_seconds.spend(time.monotonic() - began)
+            self._status_until = began + 10 * (time.monotonic() - began)
         return self._status_made
 
     def _check_worker(self, card, author):

@@ -63,7 +63,8 @@ class Collector:
         self.settle()
 
     def take(self, worker, payload):
-        (step, *piece), upload = SNAPSHOT_DATA.unpack(payload), self.upload
+        step, *piece = SNAPSHOT_DATA.unpack(payload)
+        upload = self.upload
         if self.worker is not worker or upload.step != step or upload.finished:
             return                                   # of an upload that was given up
         self._unpack(lambda: upload.feed(*piece))
@@ -145,7 +146,7 @@ class Collector:
         self.shelf.close_unread(now)
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
-                self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker has its hash")
+                self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker confirmed it")
             else:
                 self.worker.sends_snapshots = False
             self.drop()

@@ -172,7 +172,8 @@ class Run:
         with explained(HistoryError, self._name, TO_RETRY):
             data = self._pread(end - at - HEAD, at + HEAD)
         if not is_intact(data, end - at - HEAD):
-            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since: restore it from a copy")
+            raise HistoryError(f"{self._name}: step {step}, at byte {at}, has changed since it was opened: restore it "
+                               "from a copy")
         return data[:-4]
 
     def record(self, step):
@@ -332,7 +333,8 @@ def _holds_own(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
     own = holds_run(directory)
     if not own and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
-        raise HistoryError(f"{directory} holds no run, neither {FILE} nor checkpoint_00000001.bin: give that of one")
+        raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
+                           "saved run")
     return own
 
 

@@ -81,11 +81,6 @@ class Budget:
         self.credit -= cost
         return True
 
-    def spend(self, cost):
-        """Spends what has been used already, which may leave a debt; the credit now."""
-        self.credit -= cost
-        return self.refill()
-
 
 class Crowd(dict):
     """{connection: True}: those that have proved nothing yet, at most `most`, in the order of their arrival. When they
@@ -180,7 +175,8 @@ class Hub:
         while strangers and credit > 0:
             one, began = strangers.pop(), time.thread_time()
             self.guard(one, one.turn, events[one])
-            credit = self._share.spend(time.thread_time() - began)
+            self._share.credit -= time.thread_time() - began
+            credit = self._share.refill()
         self.again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):

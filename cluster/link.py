@@ -81,7 +81,7 @@ class Link:
         self.proves_first = caller.proves_first
         config, _, _, snapshot = caller.welcome
         if card["role"] == "worker" and config != snapshots.config_digest(cfg):
-            raise RefusedForGood(f"{self.name}: its configuration is not that here: is it the same version of egg?")
+            raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
         self.snapshot = self._checked_step(snapshot)
 
     def frame(self, opcode, *fields):

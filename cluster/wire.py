@@ -40,9 +40,9 @@ class Frame(int):
 
 # both versions
 JOB_REQUEST = Frame(0, "QQQ")            # seed, step, 0; version 2 adds the digest of the state at this step
-RESULT = Frame(1, "QQQQqI", lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))      # see `Result`
-JOB_RESPONSE = Frame(2, "QQQI", lambda cfg: ternary.packed_size(cfg.N_PAIRS))     # seed, step, first member, bytes of
-#                                          fitness (version 2: zstd) that follow
+RESULT = Frame(1, "QQQQqI", lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))         # seed, and see `Result`
+# seed, step, first member, bytes of fitness (version 2: zstd) that follow
+JOB_RESPONSE = Frame(2, "QQQI", lambda cfg: ternary.packed_size(cfg.N_PAIRS))
 LOG_MESSAGE = Frame(3, "", 1 << 14)
 VALIDATION = Frame(16, "QQQd")           # step, tokens, bytes they stand for (0: unknown), nats; C++ peers ignore it
 # version 2
@@ -116,8 +116,8 @@ def frame(opcode, *fields, version=V1):
 
 def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
-    sizes = {frame: (frame.head.size, frame.head.size + (frame.most(cfg) if callable(frame.most) else frame.most))
-             for frame in NAMES}
+    sizes = {kind: (kind.head.size, kind.head.size + (kind.most(cfg) if callable(kind.most) else kind.most))
+             for kind in NAMES}
     request, response = JOB_REQUEST.head.size + DIGEST, JOB_RESPONSE.head.size
     return {V1: sizes, V2: {**sizes, JOB_REQUEST: (request, request),
                             JOB_RESPONSE: (response, response + history.most_body(cfg))}}

@@ -154,8 +154,8 @@ class CpuEngine:
 
     def state(self):
         """A copy of the State."""
-        return parameters.State(self.cfg, self._w.weights.copy(), self._moments.copy(), self._w.overlay.copy(),
-                                self.step, self.seed)
+        arrays = self._w.weights, self._moments, self._w.overlay
+        return parameters.State(*(array.copy() for array in arrays), self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State."""
@@ -245,10 +245,11 @@ class CpuEngine:
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
         changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._w, row, group,
                                    votes, x, self._moments, changed_rows, changed_cols))
-        if cfg.ADAPTIVE_NOISE_MODE:
-            self._rescale(t.overlay_a, changed_cols)
-            if t.matrix:
-                self._rescale(t.overlay_b, changed_rows)
+        sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
+        for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
+            part = self._w.overlay[at:at + moved.size]
+            by = np.where(moved, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC)
+            part[:] = np.clip(part + by, -127, 127)
         self._pack(t)
         return int(changed)
 
@@ -285,12 +286,6 @@ class CpuEngine:
             squares = product(x, x, True, a, a)
             x = product(product(squares, squares, False, b, c), x, False, a, np.float32(1))
         return x
-
-    def _rescale(self, at, changed):
-        """The overlay rule of SPEC 9 for one row or column array."""
-        part = self._w.overlay[at:at + changed.size]
-        by = np.where(changed, self.cfg.ADAPTIVE_NOISE_INC, -self.cfg.ADAPTIVE_NOISE_DEC)
-        part[:] = np.clip(part + by, -127, 127)
 
     def validate(self, windows):
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows

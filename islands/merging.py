@@ -49,7 +49,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
         base = better.overlay.astype(np.int64)
         overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
     own = theirs if ours is None else ours
-    return parameters.State(cfg, weights, moments, overlay, own.step, own.seed)
+    return parameters.State(weights, moments, overlay, own.step, own.seed)
 
 
 def worse_share(alpha, fitness_ours, fitness_theirs):
@@ -67,7 +67,7 @@ def rejuvenate(cfg, state):
     overlay = np.array(state.overlay)
     if cfg.ADAPTIVE_NOISE_MODE:
         overlay = np.maximum(overlay, np.int8(cfg.ADAPTIVE_NOISE_INIT))
-    return parameters.State(cfg, np.array(state.weights), moments, overlay, state.step, state.seed)
+    return parameters.State(np.array(state.weights), moments, overlay, state.step, state.seed)
 
 
 def _fixed(state, piece):

@@ -2,6 +2,7 @@
 (SPEC 2, 3, 6). TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg. NumPy, without devices or sockets.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -138,14 +139,15 @@ def divisor(cfg, inputs):
     return (1 << cfg.FIXED_POINT) * math.isqrt(inputs)
 
 
+@dataclasses.dataclass(eq=False)
 class State:
     """What training changes, as flat arrays in canonical order: weights int8 [n], moments float32 [n, 3] (m, v, acc),
     overlay int8 [k]. `step` updates have been applied; `seed` is the seed of the next step's evaluation."""
-
-    def __init__(self, cfg, weights, moments, overlay, step=0, seed=None):
-        self.weights, self.moments, self.overlay = weights, moments, overlay
-        self.step = step
-        self.seed = INITIAL_SEED if seed is None else seed
+    weights: np.ndarray
+    moments: np.ndarray
+    overlay: np.ndarray
+    step: int = 0
+    seed: int = INITIAL_SEED
 
     def digests(self):
         """SHA-256 (hex) of weights, moments and overlay: what golden data record."""
@@ -166,7 +168,7 @@ def check_state(state):
 def from_raw(cfg, raw, step, seed):
     """The State in the bytes of weights, moments and overlay. Raises ValueError, see `check_state`."""
     n, raw = n_weights(cfg), np.frombuffer(raw, np.int8)
-    state = State(cfg, raw[:n], raw[n:13 * n].view("<f4").reshape(-1, 3), raw[13 * n:], step, seed)
+    state = State(raw[:n], raw[n:13 * n].view("<f4").reshape(-1, 3), raw[13 * n:], step, seed)
     check_state(state)
     return state
 
@@ -187,7 +189,7 @@ def initial_state(cfg):
         matrix = uniform_noise(mine, mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
     overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
-    return State(cfg, weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
+    return State(weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
 
 
 def to_canonical(matrix):

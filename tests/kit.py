@@ -182,7 +182,7 @@ class FakeEngine:
 
     def state(self):
         weights = np.concatenate([self.weights, self.whole.weights[8:]])
-        return parameters.State(self.cfg, weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
+        return parameters.State(weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
 
     def digest(self):
         return state_digest.of_state(self.state())

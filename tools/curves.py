@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-from typing import NamedTuple
 
 import egg_config
 from cluster.event_log import LONGEST, WatchError
@@ -20,16 +19,9 @@ SAMPLES = 8                # newest samples of a run that are kept
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
 
 
-class Merge(NamedTuple):
-    """A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose, at which of its
-    steps, perhaps its own; share: of that state in the result, 0 to 1; theirs, digest: of that state and the result."""
-    step: int
-    time: float
-    peer: str
-    peer_step: int
-    share: float
-    theirs: str
-    digest: str
+# A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose, at which of its steps,
+# perhaps its own; share: of that state in the result, 0 to 1; theirs, digest: of that state and the result
+Merge = collections.namedtuple("Merge", "step time peer peer_step share theirs digest")
 
 
 class Curve:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import auth, event_log, history
 from model import data_files, parameters
@@ -16,7 +16,6 @@ from engine import engines, hardware
 import egg_net
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
-from cluster.progress import Progress
 from egg_config import EggError
 
 RESTARTS = 3               # restarts of a worker process before training gives up
@@ -32,11 +31,13 @@ class TrainError(EggError):
     """About the worker processes of a training."""
 
 
-class Data(NamedTuple):
-    """tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None."""
-    tokens: object
-    validation: object
-    decoding: object
+# tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
+Data = namedtuple("Data", "tokens validation decoding")
+# What the first worker measures at the end: step; figure of the validation, sample: float, str or None
+Final = namedtuple("Final", "step figure sample")
+# The result of `train`. coordinator: a progress.Progress; before, after: validation figures in `unit`, None without
+# validation; references: {simple model: figure}; final: a Final, None if no worker was alive at the end
+TrainSummary = namedtuple("TrainSummary", "coordinator before after unit references final")
 
 
 def open_data(cfg, warn):
@@ -129,13 +130,6 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
         pass                                        # the parent is gone or needs nothing more
     except EggError as error:
         pipe.send(("error", str(error)))
-
-
-class Final(NamedTuple):
-    """What the first worker measures at the end."""
-    step: int
-    figure: float | None        # of the validation
-    sample: str | None
 
 
 class Child:
@@ -234,17 +228,6 @@ class Training:
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
-
-
-class TrainSummary(NamedTuple):
-    """The result of `train`. before, after: validation figures in `unit`, None without validation; references:
-    {simple model: figure}; final: a Final, None if no worker was alive at the end."""
-    coordinator: Progress
-    before: object
-    after: object
-    unit: object
-    references: dict
-    final: object
 
 
 def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None,

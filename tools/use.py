@@ -215,7 +215,7 @@ def read_state(cfg, file, path):
     left, advice = set(file.keys()), "set the constants as they were when it was made"
     full = any(name.endswith(".moments") for name in left)
     n, zeros = parameters.n_weights(cfg), np.broadcast_to       # no memory is taken for what the file claims
-    blank = parameters.State(cfg, zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
+    blank = parameters.State(zeros(np.int8(0), n), zeros(np.float32(0), (n, 3)),
                              zeros(np.int8(0), parameters.n_overlay(cfg)))
     for name, view, shape, _ in views(cfg, blank, full):
         if name not in left:
