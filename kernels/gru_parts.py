@@ -1,5 +1,5 @@
 """What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
-(kernels.gru_narrow, kernels.gru_hopper): quotients, input noise, norms, products.
+(kernels.gru_narrow): quotients, input noise, norms, products; and the embedding and the norm of all of them.
 
 A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
 accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next

@@ -855,7 +855,7 @@ def head_kernel(cfg, nz, card, clean=False):
     threads. plan: 1 seed A, 2 overlay A; at_tiles, at_columns: words packed for the product, and as ROWS for the
     targets; length: positions of a window.
 
-    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or two windows, at one position, as in
+    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
