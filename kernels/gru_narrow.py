@@ -124,7 +124,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     AT_LN, AT_EMBEDDING, job_shift = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4), nz.shift
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 2)
     fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
-    (load_rows, store_rows), enter = row_functions(H), enter_function(size)
+    (load_rows, _), enter = row_functions(H), enter_function(size)
     START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
     origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=TOGETHER > 1)
 
@@ -175,7 +175,10 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
                 for b in range(H // 32):
                     embedded(row_x, 4 * b, packed, rows_at + int64(token) * (H // 4) + b * 8,
                              int32(table + AT_EMBEDDING + b * 128), own, own_factor, shift, q)
-                store_rows(row_x, x, row * (H // 4), q)
+                    # stored here: behind the loop it would take more registers than there are on cc 9.0
+                    at_x = row * (H // 4) + b * 8 + q * 2
+                    ptx.store2(x, at_x, row_x[4 * b], row_x[4 * b + 2])
+                    ptx.store2(x, at_x + 2 * H, row_x[4 * b + 1], row_x[4 * b + 3])
             else:
                 load_rows(row_x, x, row * (H // 4), q)
             f0, h0 = norm(row_x, y, 0, 0, int32(table + AT_LN), q)
