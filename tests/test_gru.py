@@ -290,8 +290,8 @@ def test_where_the_fast_path_serves():
     from kernels import gru_narrow
     limit = kit.CARDS[9, 0] * 1024
     assert gru_narrow.wgmma_fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
-    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0),
-                               limit) and not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
+    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
     for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
                               (dict(SIGMA_SHIFT=5), False),
                               (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False),
