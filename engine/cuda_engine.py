@@ -57,7 +57,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
-    for name, (function, signature) in (update.build(cfg) | build(cfg, token_type)).items():
+    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
         made[name] = cuda.jit(function)
         kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
@@ -398,12 +398,13 @@ class CudaEngine:
         steps.insert(0, ("fitness", lambda: fit.copy_to_device(self._given_fitness, stream)))
         self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
         self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
-                                               *(launch() for _, launch in steps)])
+                                               *(launch() for _, launch in steps), self._changed.copy(changed, stream)])
         words = [array.ravel().view(np.uint64) for array in (weights, self._moments)]
         sums, overlay, digest = self._sums, self._overlay, self._kernels["digest"]
         blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
         self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
-                                               digest[blocks, BLOCK, stream](*words, overlay, sums)])
+                                               digest[blocks, BLOCK, stream](*words, overlay, sums),
+                                               self._digest.copy(sums, stream)])
         self._rate = None                                    # the learning rate that is on the device
         self._evaluations = {}                               # of so many pairs
 
@@ -441,7 +442,7 @@ class CudaEngine:
 
     def _enqueue_digest(self):
         self._add_up()
-        self._digest.fetch(self._sums, self.stream)
+        self._digest.record(self.stream)
         self._digested = True
 
     def begin(self, first, count):
@@ -475,7 +476,8 @@ class CudaEngine:
             for array, values in zip(self._followers, known or themselves):
                 array.copy_to_device(values, self.stream)
         run()
-        return next(one for one in self._fetched if one not in self._begun.values()).fetch(losses, self.stream)
+        free = next(one for one in self._fetched if one not in self._begun.values())
+        return free.copy(losses, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
         """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
@@ -559,7 +561,7 @@ class CudaEngine:
         self._ready("step")
         self._set_update(fitness)
         self._update()
-        self._changed.fetch(self._votes.changed, self.stream)
+        self._changed.record(self.stream)
         self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
@@ -657,15 +659,19 @@ class Fetched:
     def __init__(self, size, kind):
         self._array, self._event = cuda.pinned_array(size, kind), cuda.event(timing=False)
 
-    def fetch(self, array, stream):
-        """Enqueues the copy of an array of at most that size; self."""
+    def copy(self, array, stream):
+        """Enqueues the copy of an array of at most that size, perhaps as part of a graph; self."""
         self._size = array.size
         array.copy_to_host(self._array[:array.size], stream)
+        return self
+
+    def record(self, stream):
+        """After `copy`, or a graph with it: what `wait` waits for; self."""
         self._event.record(stream)
         return self
 
     def wait(self):
-        """The copied values, until the next `fetch`."""
+        """The copied values, until the next copy."""
         self._event.synchronize()
         return self._array[:self._size]
 

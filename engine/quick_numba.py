@@ -2,14 +2,15 @@
 
 import collections
 import contextlib
+import functools
 import gc
 from types import SimpleNamespace
 from unittest import mock
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
-from numba.cuda.core import (analysis, compiler_machinery, inline_closurecall, ir, postproc, ssa, transforms,
-                             typed_passes, typeinfer, untyped_passes)
+from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, interpreter, ir, ir_utils,
+                             postproc, ssa, transforms, typed_passes, typeinfer, untyped_passes)
 from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
@@ -19,6 +20,8 @@ from engine import kernel_cache
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
+find_variables, visit = ir.Inst._rec_list_vars, ir_utils.visit_vars_inner
+CONSTANT = str, ir.Loc, ir.Const, ir.Global, ir.FreeVar                           # that hold no variable
 READ = {}                                                # functions to inline, as numba has read them, by their content
 
 
@@ -39,13 +42,14 @@ def quick():
     wants; copies of what does not change; reading a function again to inline it again; the choice of a signature for
     every single call, and of a type for every use of a constant; the context of error messages; to make a variable
     static, the rewriting of blocks that do not name it; a search through its block for every variable; the checks and
-    timings around every pass; and Python's search for garbage."""
+    timings around every pass; looking at a lowering's parameters, and for new ones, more than once; and Python's search
+    for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
     inline, read, known = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
     type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
-    find_variables = ir.Inst._rec_list_vars
+    refresh = functools.cache(base.BaseContext.refresh)
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
@@ -78,18 +82,6 @@ def quick():
             constants[id(value)] = value, type_of_constant(self, value)
         return constants[id(value)][1]
 
-    def variables_in(self, value):
-        """With those kinds first that are most frequent."""
-        kind = type(value)
-        return [value] if kind is ir.Var else [] if kind in (str, ir.Loc) else find_variables(self, value)
-
-    def run_pass(self, index, step, state):
-        step.analysis = self._analysis
-        for part in step.run_initialization, step.run_pass, step.run_finalizer:
-            part(state)
-        if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
-            postproc.PostProcessor(state.func_ir).run()
-
     def no_context(*_, **__):
         return contextlib.nullcontext()
 
@@ -118,28 +110,60 @@ def quick():
         self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
+    replaced = (
+        (postproc.PostProcessor, "run", run),
+        (interpreter, "peep_hole_delete_with_exit", lambda func_ir: func_ir),
+        (InlineWorker, "run_untyped_passes", run_untyped_passes),
+        (InlineWorker, "inline_function", inline_function),
+        (ir.Inst, "_rec_list_vars", variables_in),
+        (ir_utils, "visit_vars_inner", visit_variables),
+        (compiler_machinery.PassManager, "_runPass", run_pass),
+        (base, "_has_loc", functools.cache(base._has_loc)),
+        (base.BaseContext, "refresh", lambda self: refresh(self)),
+        (BaseFunction, "get_call_type", get_call_type),
+        (typeinfer.CallConstraint, "resolve", resolve_once),
+        (CUDATypingContext, "resolve_value_type", resolve_value_type),
+        (typeinfer, "new_error_context", no_context),
+        (lowering, "new_error_context", no_context),
+        (WarningsFixer, "catch_warnings", no_context),
+        (ssa, "_run_ssa", run_ssa),
+        (ssa, "_run_block_rewrite", run_block_rewrite),
+        (lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+        (lowering.Lower, "_disable_sroa_like_opt", False),
+        (untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
+        (typed_passes.NopythonRewrites, "run_pass", lambda self, state: True))
     gc.disable()
     try:
-        with (mock.patch.object(postproc.PostProcessor, "run", run),
-              mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
-              mock.patch.object(InlineWorker, "inline_function", inline_function),
-              mock.patch.object(ir.Inst, "_rec_list_vars", variables_in),
-              mock.patch.object(compiler_machinery.PassManager, "_runPass", run_pass),
-              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
-              mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
-              mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
-              mock.patch.object(typeinfer, "new_error_context", no_context),
-              mock.patch.object(lowering, "new_error_context", no_context),
-              mock.patch.object(WarningsFixer, "catch_warnings", no_context),
-              mock.patch.object(ssa, "_run_ssa", run_ssa),
-              mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
-              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
-              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", lambda self, state: True)):
+        with contextlib.ExitStack() as stack:
+            for where, name, by in replaced:
+                stack.enter_context(mock.patch.object(where, name, by))
             yield
     finally:
         if collects:
             gc.enable()
+
+
+def variables_in(self, value):
+    """The most frequent kinds first."""
+    kind = type(value)
+    if kind is ir.Var:
+        return [value]
+    return [] if kind in CONSTANT else find_variables(self, value)
+
+
+def visit_variables(node, callback, data):
+    kind = type(node)
+    if kind is ir.Var:
+        return callback(node, data)
+    return node if kind in CONSTANT else visit(node, callback, data)
+
+
+def run_pass(self, index, step, state):
+    step.analysis = self._analysis
+    for part in step.run_initialization, step.run_pass, step.run_finalizer:
+        part(state)
+    if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
+        postproc.PostProcessor(state.func_ir).run()
 
 
 def copied(value, memo):

@@ -1,6 +1,7 @@
 """What the forward passes on CUDA share: small device functions, the perturbed vectors and tables, types, the plan."""
 
 import ast
+import functools
 import inspect
 import textwrap
 
@@ -31,15 +32,21 @@ def aligned(n):
 LOOPS = {"d", "g", "i", "j", "n", "sub"}    # the inner ones, over e, half and k, are short enough
 
 
+@functools.cache
+def source_of(code, loops):
+    """(syntax tree of a function's code, the nodes of it that are the same in every turn of the loops)."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    tree.body[0].decorator_list = []
+    return tree, {node for node in ast.walk(tree) if not any(
+        isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
+
+
 def written_out(function, loops=LOOPS):
     """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
     indexed, so the arrays would lie in local memory."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    tree.body[0].decorator_list = []
+    tree, fixed = source_of(function.__code__, frozenset(loops))
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     constants = {name: value for name, value in names.items() if isinstance(value, int)}
-    fixed = {node for node in ast.walk(tree) if not any(                # what is the same in every turn of a loop
-        isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
 
     def copied(node, known):
         """A copy of a node or a list of nodes, with the values of loop variables, `known`, where they are read. A loop

@@ -71,21 +71,16 @@ block_sum, block_max = _over_the_block(ptx.warp_sum), _over_the_block(ptx.warp_m
 def logits_kernel(cfg, logit):
     """z = logits int32 [V] from x, the words of int8 [H]; logit: device function, of a sum. Launch 256 threads a block
     of 64 columns."""
-    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    H, V, multiply = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, matrix_vector(cfg.HIDDEN_DIM)
 
     @cuda.jit(launch_bounds=256)
     def logits(at, packed, x, z):
-        t = cuda.threadIdx.x
-        lane = t & 31
-        block = cuda.blockIdx.x * 8 + (t >> 5)
-        col = block * 8 + (lane >> 2)
-        if block * 8 < V:
-            s = int32(0)
-            for piece in range(H // 16):
-                s = ptx.dp4a(packed[at + block * (2 * H) + piece * 32 + lane], x[piece * 4 + (lane & 3)], s)
-            s = quad_sum(s)
-            if (lane & 3) == 0 and col < V:
-                z[col] = logit(s)
+        sums = cuda.shared.array(64, int32)
+        t, first = cuda.threadIdx.x, cuda.blockIdx.x * 64
+        multiply(x, 0, packed, at + first * (H // 4), 64, sums, 0, t)
+        cuda.syncthreads()
+        if t < 64 and first + t < V:
+            z[first + t] = logit(sums[t])
 
     return logits
 

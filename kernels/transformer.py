@@ -600,8 +600,6 @@ def _up_kernel(cfg, nz, card, KP):
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
         acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
-        for i in range(64):
-            acc[i] = 0
         row, member, slot, sign = place(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
@@ -893,8 +891,7 @@ def head_kernel(cfg, nz, card, clean=False):
     AT_TABLES = shape.bytes // 4
     AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, _place_function(cfg, RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(card, shape, 2)
-    noise, scaled, job_shift = nz.noise, nz.scaled, nz.shift
-    column, _ = pair_functions(cfg, nz)
+    job_shift, (column, _) = nz.shift, pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
@@ -907,14 +904,11 @@ def head_kernel(cfg, nz, card, clean=False):
         return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
 
     @card.device
-    def prepare(sm, at, slot, v, member, overlay, at_overlay, seed):
+    def prepare(sm, at, slot, v, member, source):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
-        if not clean:
-            known = v if not RAGGED or v < V else V - 1
-            entry = overlay[uint64(at_overlay + known)]
-            for m in range(SLOTS):
-                stream = uint32(seed + uint32((member + m) >> MEMBERS))
-                sm[at + m * 128 + slot] = as_column(scaled(noise(stream, known), entry, stream, known))
+        for m in range(SLOTS):
+            n = column(source, (member + m) >> MEMBERS, v if not RAGGED or v < V else V - 1)
+            sm[at + m * 128 + slot] = as_column(n)
 
     @device
     def logit(a):
@@ -941,13 +935,6 @@ def head_kernel(cfg, nz, card, clean=False):
         return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
 
     @device
-    def highest(top, table):
-        """The logit of a settled top."""
-        if clean:
-            return top
-        return int32(int32(top - table) - int32(BITS * ENTRY)) // ENTRY if PAIRED else logit(int32(top - table))
-
-    @device
     def scored(half, unit, position):
         """Window and position of a thread's first or (half = 1) second row."""
         if PAIRED:
@@ -955,16 +942,15 @@ def head_kernel(cfg, nz, card, clean=False):
         return unit, position + 8 * half
 
     @device
-    def store_loss(losses, unit, odd, position, totals, tops, z, table, count, length):
+    def store_loss(losses, unit, odd, position, totals, best, z, count, length):
         for half in range(2):
             window, here = scored(half, unit, position)
-            top = highest(tops[half], table)
             if window < count and here < length:
                 if clean:
                     losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
-                                                      + float(int32(top - z[half])) / SCALE)
+                                                      + float(int32(best[half] - z[half])) / SCALE)
                 else:
-                    loss = position_loss(totals[half], int32(TARGETS * top), z[half])
+                    loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
                     cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @card.device
@@ -996,7 +982,7 @@ def head_kernel(cfg, nz, card, clean=False):
              length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
-        tile, p = cuda.blockIdx.x, call * PLAN
+        tile = cuda.blockIdx.x
         ring = open_ring(STEPS, tile, 1, x, packed, at_tiles)
         t, base = ring.t, ring.base
         group, lane, c = t >> 7, t & 31, t & 127
@@ -1008,15 +994,15 @@ def head_kernel(cfg, nz, card, clean=False):
         row, member, slot, sign = place(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
-        source = Source(plan, p, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
-        at_overlay, seed = plan[p + 2], uint32(source.seed + uint32(plan[p + 1]))
+        source = Source(plan, call * PLAN, overlay, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
         if not PLACED:
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
         acc, totals, some = cuda.local.array(64, int32), cuda.local.array(2, int64), cuda.local.array(2, SUM)
-        s, z, tops = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
+        s, z = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        tops, best = cuda.local.array(2, int32), cuda.local.array(2, int32)
         shift = job_shift(job)
         for half in range(2):
             tops[half], totals[half] = int32(-2 ** 31), 0
@@ -1025,11 +1011,9 @@ def head_kernel(cfg, nz, card, clean=False):
         z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
-        for i in range(64):
-            acc[i] = 0
         here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
         at_noise = base + 4 * (here + slot * 128) + q * 16
-        prepare(sm, here, my_slot, side * 128 + c, member, overlay, at_overlay, seed)
+        prepare(sm, here, my_slot, side * 128 + c, member, source)
         ptx.named_barrier(1 + group, 128)
         begin_tile(acc, at_noise, s, shift)
         wait_rows(ring, 0)
@@ -1039,8 +1023,7 @@ def head_kernel(cfg, nz, card, clean=False):
             odd = ahead & 1
             step = multiply(acc, ring, step)
             coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
-            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, overlay,
-                    at_overlay, seed)
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, source)
             ptx.named_barrier(1 + group, 128)
             step = finish(acc, ring, step, False, False, 0, 0)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
@@ -1060,7 +1043,7 @@ def head_kernel(cfg, nz, card, clean=False):
                     if CG > 1:                               # the sums will take this place
                         ptx.named_barrier(5 + rg, CG * 128)
                     for half in range(2):
-                        tops[half] = settled(tops[half], table)
+                        best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
             else:
                 some[0], some[1] = SUM(0), SUM(0)
                 for j in range(16):
@@ -1085,7 +1068,7 @@ def head_kernel(cfg, nz, card, clean=False):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, tops, z, table, count, length)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length)
 
     return head, 4 * (AT_PARTS + PARTS), shape
 

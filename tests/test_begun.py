@@ -195,7 +195,7 @@ def test_what_is_begun_is_kept_apart(engine_of):
     def members():
         return int(rng.integers(0, 5)) * 8, int(rng.integers(1, 5)) * 4
 
-    for _ in range(1500):
+    for _ in range(600):
         kind = rng.choice(["begin", "begin", "evaluate", "evaluate", "begin update", "update", "digest", "load"],
                           p=[0.2, 0.1, 0.2, 0.1, 0.2, 0.15, 0.04, 0.01])
         if kind == "begin":
