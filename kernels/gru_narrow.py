@@ -128,6 +128,14 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
     origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=TOGETHER > 1)
 
+    @unrolled
+    def embed(row_x, x, at_x, packed, at_token, at_noise, own, own_factor, shift, q):
+        """Both rows of x. Stored behind the loop they would take more registers than there are on cc 9.0."""
+        for d in range(H // 32):
+            embedded(row_x, 4 * d, packed, at_token + d * 8, int32(at_noise + d * 128), own, own_factor, shift, q)
+            ptx.store2(x, at_x + d * 8, row_x[4 * d], row_x[4 * d + 2])
+            ptx.store2(x, at_x + 2 * H + d * 8, row_x[4 * d + 1], row_x[4 * d + 3])
+
     @device
     def multiply(acc, y, at_weights, start, out, row, s0, s1, shift, at_noise, q):
         """out = the quotients of both rows."""
@@ -172,13 +180,8 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
             if first_layer:
                 token = tokens[int64(unit) * width + skip + position]
                 own, own_factor = of_token(source, unit, token, shift)
-                for b in range(H // 32):
-                    embedded(row_x, 4 * b, packed, rows_at + int64(token) * (H // 4) + b * 8,
-                             int32(table + AT_EMBEDDING + b * 128), own, own_factor, shift, q)
-                    # stored here: behind the loop it would take more registers than there are on cc 9.0
-                    at_x = row * (H // 4) + b * 8 + q * 2
-                    ptx.store2(x, at_x, row_x[4 * b], row_x[4 * b + 2])
-                    ptx.store2(x, at_x + 2 * H, row_x[4 * b + 1], row_x[4 * b + 3])
+                embed(row_x, x, row * (H // 4) + q * 2, packed, rows_at + int64(token) * (H // 4),
+                      int32(table + AT_EMBEDDING), own, own_factor, shift, q)
             else:
                 load_rows(row_x, x, row * (H // 4), q)
             f0, h0 = norm(row_x, y, 0, 0, int32(table + AT_LN), q)
