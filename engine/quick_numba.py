@@ -2,27 +2,21 @@
 
 import collections
 import contextlib
-import functools
 import gc
 from types import SimpleNamespace
 from unittest import mock
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
-from numba.cuda.core import (analysis, base, compiler_machinery, inline_closurecall, interpreter, ir, ir_utils,
-                             postproc, ssa, transforms, typed_passes, typeinfer, untyped_passes)
+from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes, typeinfer,
+                             untyped_passes)
 from numba.cuda.core.errors import WarningsFixer
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
 
-from engine import kernel_cache
-
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining a function changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
-find_variables, visit = ir.Inst._rec_list_vars, ir_utils.visit_vars_inner
-CONSTANT = str, ir.Loc, ir.Const, ir.Global, ir.FreeVar                           # that hold no variable
-READ = {}                                                # functions to inline, as numba has read them, by their content
 
 
 @contextlib.contextmanager
@@ -41,15 +35,13 @@ def quick():
     passes for closures and array expressions; after every inlining the search for live variables, which only `del`
     wants; copies of what does not change; reading a function again to inline it again; the choice of a signature for
     every single call, and of a type for every use of a constant; the context of error messages; to make a variable
-    static, the rewriting of blocks that do not name it; a search through its block for every variable; the checks and
-    timings around every pass; looking at a lowering's parameters, and for new ones, more than once; and Python's search
-    for garbage."""
+    static, the rewriting of blocks that do not name it; a search through its block for every variable; and Python's
+    search for garbage."""
     collects, resolve = gc.isenabled(), typeinfer.CallConstraint.resolve
-    inline, read, known = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
+    inline, read, functions = InlineWorker.inline_function, InlineWorker.run_untyped_passes, {}
     call_type, call_types = BaseFunction.get_call_type, {}
     type_of_constant, constants = CUDATypingContext.resolve_value_type, {}
     make_static, rewrite, named = ssa._run_ssa, ssa._run_block_rewrite, {}
-    refresh = functools.cache(base.BaseContext.refresh)
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
@@ -60,10 +52,9 @@ def quick():
 
     def run_untyped_passes(self, function, enable_ssa=False):
         self.flags.enable_ssa = enable_ssa
-        name = kernel_cache.content(function, known), enable_ssa
-        if name not in READ:
-            READ[name] = read(self, function, enable_ssa)
-        inlined = READ[name].copy()
+        if (function, enable_ssa) not in functions:
+            functions[function, enable_ssa] = read(self, function, enable_ssa)
+        inlined = functions[function, enable_ssa].copy()
         inlined.blocks = copied(inlined.blocks, {})
         return inlined
 
@@ -110,60 +101,26 @@ def quick():
         self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
-    replaced = (
-        (postproc.PostProcessor, "run", run),
-        (interpreter, "peep_hole_delete_with_exit", lambda func_ir: func_ir),
-        (InlineWorker, "run_untyped_passes", run_untyped_passes),
-        (InlineWorker, "inline_function", inline_function),
-        (ir.Inst, "_rec_list_vars", variables_in),
-        (ir_utils, "visit_vars_inner", visit_variables),
-        (compiler_machinery.PassManager, "_runPass", run_pass),
-        (base, "_has_loc", functools.cache(base._has_loc)),
-        (base.BaseContext, "refresh", lambda self: refresh(self)),
-        (BaseFunction, "get_call_type", get_call_type),
-        (typeinfer.CallConstraint, "resolve", resolve_once),
-        (CUDATypingContext, "resolve_value_type", resolve_value_type),
-        (typeinfer, "new_error_context", no_context),
-        (lowering, "new_error_context", no_context),
-        (WarningsFixer, "catch_warnings", no_context),
-        (ssa, "_run_ssa", run_ssa),
-        (ssa, "_run_block_rewrite", run_block_rewrite),
-        (lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-        (lowering.Lower, "_disable_sroa_like_opt", False),
-        (untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
-        (typed_passes.NopythonRewrites, "run_pass", lambda self, state: True))
     gc.disable()
     try:
-        with contextlib.ExitStack() as stack:
-            for where, name, by in replaced:
-                stack.enter_context(mock.patch.object(where, name, by))
+        with (mock.patch.object(postproc.PostProcessor, "run", run),
+              mock.patch.object(InlineWorker, "run_untyped_passes", run_untyped_passes),
+              mock.patch.object(InlineWorker, "inline_function", inline_function),
+              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+              mock.patch.object(typeinfer.CallConstraint, "resolve", resolve_once),
+              mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
+              mock.patch.object(typeinfer, "new_error_context", no_context),
+              mock.patch.object(lowering, "new_error_context", no_context),
+              mock.patch.object(WarningsFixer, "catch_warnings", no_context),
+              mock.patch.object(ssa, "_run_ssa", run_ssa),
+              mock.patch.object(ssa, "_run_block_rewrite", run_block_rewrite),
+              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", lambda self, state: True),
+              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", lambda self, state: True)):
             yield
     finally:
         if collects:
             gc.enable()
-
-
-def variables_in(self, value):
-    """The most frequent kinds first."""
-    kind = type(value)
-    if kind is ir.Var:
-        return [value]
-    return [] if kind in CONSTANT else find_variables(self, value)
-
-
-def visit_variables(node, callback, data):
-    kind = type(node)
-    if kind is ir.Var:
-        return callback(node, data)
-    return node if kind in CONSTANT else visit(node, callback, data)
-
-
-def run_pass(self, index, step, state):
-    step.analysis = self._analysis
-    for part in step.run_initialization, step.run_pass, step.run_finalizer:
-        part(state)
-    if compiler_machinery._pass_registry.get(type(step)).mutates_CFG:
-        postproc.PostProcessor(state.func_ir).run()
 
 
 def copied(value, memo):
