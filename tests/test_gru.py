@@ -361,8 +361,8 @@ LARGE = [(8, 0), (10, 0)]                                    # have the code of 
     pytest.param(marks=pytest.mark.compiles(SMALL, part="forward"), id="narrow"),
     pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(compiled_kernels):
-    """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which are the same
-    on most cards."""
+    """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
+    share."""
     kit.hold_against_cards(compiled_kernels)
 
 
