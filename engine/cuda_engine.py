@@ -487,7 +487,8 @@ class CudaEngine:
         """A launch that fills int32 `windows`, flat, with `length` numbers of each of those of the pairs of the job."""
         followers = self._followers or (self._job, self._job, self._tokens)          # any arrays without SOFT_TARGETS
         kernel = self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream]
-        return lambda: kernel(self._tokens, self._place, self._job, *followers, length, windows)
+        given = self._tokens, self._place, self._job, *followers, length, windows
+        return lambda: kernel(*given)
 
     def _evaluation(self, pairs):
         """(windows, losses, launches) of an evaluation of `pairs` pairs. The first one reserves device memory for a
