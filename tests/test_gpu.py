@@ -205,6 +205,7 @@ def no_gpu(monkeypatch):
                             event=lambda timing: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None),
                             current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)).items():
         monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda.cudadrv.driver, "device_memset", lambda array, value, size, stream: array.fill(value))
     monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", launcher)
     monkeypatch.setattr(cuda_engine, "compile_all", compile_all)
     monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: CARDS[9, 0] * 1024)

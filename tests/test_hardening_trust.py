@@ -235,7 +235,7 @@ def forged(state):
         if b"\x80" not in b"".join(w.to_bytes(8, "little") for w in new):
             changed_ = state.weights.copy()
             changed_[:state.weights.size // 8 * 8].view("<u8")[[k, other]] = new
-            return type(state)(CFG, changed_, state.moments, state.overlay, state.step, state.seed)
+            return type(state)(changed_, state.moments, state.overlay, state.step, state.seed)
 
 
 def upload(peer, state):
