@@ -804,7 +804,8 @@ def compare(constants, seed, ready):
     tokens = tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     start = parameters.initial_state(cfg)
     start.seed = int(rng.integers(2 ** 32))
-    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
+    longer = int(rng.integers(40)) if cfg.MODEL == "gru" else 0            # VALIDATE_WINDOW
+    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + longer + 1))
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
     settings = {name: float(rng.choice(values)) for name, values in
                 dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}

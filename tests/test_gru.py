@@ -387,6 +387,7 @@ EXTREMES = (
     # the fast path: every switch it has, and rows that end within a tile
     dict(FAST, MLP_RELU=1, DEVICE_MASK=42, SIGMA_SHIFT_VECTOR=4),
     dict(FAST, VOCAB_SIZE=2000, SEQ_LEN=37),
+    dict(FAST, VOCAB_SIZE=2000, SEQ_LEN=64),
     dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132,
          DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
          SIGMA_SHIFT=2, LOSS="deggs"),
