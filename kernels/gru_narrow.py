@@ -425,16 +425,8 @@ def integer_quotients(cfg):
     DOWN_SHIFT, LOW = parameters.divisor(cfg, 4 * WGMMA_H).bit_length() - 1, 0 if cfg.MLP_RELU else LOWEST
 
     @device
-    def word(n):
-        return n
-
-    @device
-    def factor(total, member, shift):
-        return int32(-total) if member else total
-
-    @device
     def up_factor(total, member, shift):
-        return int32(factor(total, member, shift) << int32(int32(int32(8) - shift) & int32(31)))
+        return int32(gru_parts.signed(total, member, shift) << int32(int32(int32(8) - shift) & int32(31)))
 
     @device
     def up_pairs(acc, i, s, n, unit):
@@ -452,7 +444,7 @@ def integer_quotients(cfg):
         return (ptx.clip2(ptx.saturate2(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift))),
                 ptx.clip2(ptx.saturate2(quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))))
 
-    return (word, up_factor, up_pairs), (word, factor, pairs)
+    return (gru_parts.unchanged, up_factor, up_pairs), (gru_parts.unchanged, gru_parts.signed, pairs)
 
 
 def wgmma_mlp_kernel(cfg, nz):

@@ -73,6 +73,17 @@ def clip_function(cc, base, lowest, highest, within=True):
     return clipped
 
 
+# word and factor of quotients in integers
+@device
+def unchanged(n):
+    return n
+
+
+@device
+def signed(total, member, shift):
+    return int32(-total) if member else total
+
+
 def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Of a product over `inputs` the number with which accumulators begin, then device functions in this order:
 
@@ -95,19 +106,13 @@ def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
 
         @device
         def factor(total, member, shift):
-            return ptx.float_bits(float32(float32(int32(-total) if member else total) * unit(shift)))
+            return ptx.float_bits(float32(float32(signed(total, member, shift)) * unit(shift)))
 
         @device
         def noisy(acc, s, n, shift):                         # a float that rises with the sum and its noise
             return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
     else:
-        @device
-        def word(n):
-            return n
-
-        @device
-        def factor(total, member, shift):
-            return int32(-total) if member else total
+        word, factor = unchanged, signed
 
         @device
         def noisy(acc, s, n, shift):

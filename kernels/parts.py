@@ -33,7 +33,7 @@ LOOPS = {"d", "g", "i", "j", "n", "sub"}    # the inner ones, over e, half and k
 
 
 @functools.cache
-def source_of(code, loops):
+def syntax_of(code, loops):
     """(syntax tree of a function's code, the nodes of it that are the same in every turn of the loops)."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     tree.body[0].decorator_list = []
@@ -44,7 +44,7 @@ def source_of(code, loops):
 def written_out(function, loops=LOOPS):
     """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
     indexed, so the arrays would lie in local memory."""
-    tree, fixed = source_of(function.__code__, frozenset(loops))
+    tree, fixed = syntax_of(function.__code__, frozenset(loops))
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     constants = {name: value for name, value in names.items() if isinstance(value, int)}
 
