@@ -731,7 +731,7 @@ class Fused(_Pass):
         else:
             self.recur = add(gru_narrow.recur_kernel(cfg, nz, cc, sizes["recur"]))
             self.mlp = add(gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"]))
-        own_head = Kernel(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"])) if gru_narrow.own_head(cfg) else None
+        own_head = Kernel(gru_narrow.head_kernel(cfg, nz, cc, sizes["head"])) if "head" in sizes else None
         self.add_heads(nz, cc, card, packing, own_head)
 
     def layout(self, units, n):
@@ -747,12 +747,13 @@ class Fused(_Pass):
     def layer(self, given, call, i):
         units = given["units"]
         given = given | dict(call=call)
-        recur, mlp = self.grid("recur", blocks(units, 8)), self.grid("mlp", units)
         if self.wgmma:
             tiles, groups = blocks(units * 2 * given["n"], gru_narrow.TILE), gru_narrow.GROUPS
             each = blocks(tiles, groups * cuda.get_current_device().MULTIPROCESSOR_COUNT)
             given |= dict(tiles=tiles, each=each)
             recur, mlp = (blocks(units, self.state_rows // 2), THREADS), (blocks(tiles, groups * each), 128 * groups)
+        else:
+            recur, mlp = self.grid("recur", blocks(units, 8)), self.grid("mlp", units)
         self.gates[min(i, 1)](*self.grid("gates", units), given, at=self.at["w_f", i])
         self.recur(*recur, given, at=self.at["u_f", i])
         self.mlp(*mlp, given, at=self.at["w_up", i])
@@ -767,7 +768,7 @@ class Forward(products.Forward):
         self._plan = _Plan(cfg, self._packing)
         card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
         wgmma = gru_narrow.wgmma_fits(cfg, cc, shared_limit)
-        if wgmma or gru_narrow.fits(cfg, cc, shared_limit):
+        if wgmma or gru_narrow.fits(cfg, shared_limit):
             self._noisy = Fused(cfg, cc, card, self._packing, silent, wgmma)
         else:
             self._noisy = Rows(cfg, cc, card, self._packing, silent)

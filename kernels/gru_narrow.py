@@ -1,14 +1,14 @@
-"""The kernels of the recurrent model in which a warp owns rows: those of narrow models on every card, and with wgmma on
-cc 9.0 gates, MLP and head where H = 256.
+"""The kernels of the recurrent model in which a warp owns rows: those of models whose weights fit shared memory, and
+with wgmma on cc 9.0 gates, MLP and head where H = 256.
 
 `kernels.gru` has the pass (class Fused) and decides, `kernels.gru_parts` has what the kernels are made of, and the
-layout. The general path made 331 and 442 M tokens/s where this makes 743 and 1,578 (H 128 and 64, one layer, V 256,
-T 100, H200, commit e65f980). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
+layout. The general path makes 505 and 752 M tokens/s where this makes 733 and 1,480 (H 128 and 64, one layer, V 256,
+T 100, H200, commit 7e8ec62). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
 MLP (ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the
-registers. The weights of a kernel stay in shared memory where they fit, else they come from the caches. A warp takes 16
-rows at a time: members 0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position.
-No warp waits for another, unless a product is wgmma: then the four warps of a warpgroup go through four pairs side by
-side.
+registers. The weights of a kernel stay in shared memory: read from the caches they are too slow (on a card with 99 KiB
+the general path makes 142 M tokens/s where H = 256, this made 41). A warp takes 16 rows at a time: members 0 and 1 of
+one pair at eight positions, or, in the recurrence, of eight pairs at one position. No warp waits for another, unless a
+product is wgmma: then the four warps of a warpgroup go through four pairs side by side.
 
 Rows and columns lie in device memory as in kernels.gru, x as x + 128.
 """
@@ -26,32 +26,25 @@ from kernels.rules import device, loss_function, loudest
 from kernels.transformer import pair_functions
 from model import parameters
 
-WIDEST = 256                                # beyond, 16 rows a warp read the weights too often
 LARGEST_V = 1024                            # logits that a warp keeps
 
 
-def own_head(cfg):
-    """Whether the logits of a warp stay on the chip; else the head of kernels.transformer serves."""
-    return cfg.VOCAB_SIZE <= LARGEST_V and cfg.VOCAB_SIZE % 32 == 0
-
-
-def fits(cfg, cc, shared_limit):
+def fits(cfg, shared_limit):
     """Whether this path serves a configuration on a device."""
-    if cfg.HIDDEN_DIM > WIDEST:
-        return False
     try:
         for inputs in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM):
             floor_constants(parameters.divisor(cfg, inputs), gru_parts.BASE)
     except ValueError:
         return False
-    return all(part.warps > 0 for part in sizes(cfg, shared_limit).values())
+    return {"gates", "recur", "mlp"} <= sizes(cfg, shared_limit).keys()
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 def sizes(cfg, limit, wgmma=False):
-    """Shared memory of each kernel: bytes of weights, whether they are resident, bytes of a warp's tables, warps of a
-    block, all bytes; then columns of a product, and warps that make one together."""
+    """{kernel: what it has} of the kernels whose weights and tables fit shared memory: bytes of weights, bytes of a
+    warp's tables, warps of a block, where their tables begin, all bytes; then columns of a product, and warps that make
+    one together. Without "head" the head of kernels.transformer serves."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
     # weights, tables of a warp, what all warps share, most warps (for their registers)
@@ -62,16 +55,15 @@ def sizes(cfg, limit, wgmma=False):
                  mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
                       16 if H <= 64 else 12 if H <= 128 else 8),
                  head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else few))
-    if not own_head(cfg):
+    if V > LARGEST_V or V % 32:
         del plans["head"]
-    out, free = {}, limit - 1024                             # what the driver and static arrays take
+    out = {}
     for name, (weights, table, more, most) in plans.items():
-        resident = (free - more - weights) // table >= 4
-        at = (weights if resident else 0) + more
-        warps = min(most, (free - at) // table)
-        warps -= warps % 4 if warps > 4 else 0               # the schedulers get the same
-        out[name] = SimpleNamespace(weights=weights, resident=resident, table=table, warps=warps, at=at,
-                                    bytes=at + warps * table, columns=128 if wgmma else 32, together=4 if wgmma else 1)
+        at = weights + more
+        warps = min(most, (limit - 1024 - at) // table) // 4 * 4     # the driver and static arrays take 1024 bytes
+        if warps > 0:                                        # the same for each scheduler
+            out[name] = SimpleNamespace(weights=weights, table=table, warps=warps, at=at, bytes=at + warps * table,
+                                        columns=128 if wgmma else 32, together=4 if wgmma else 1)
     return out
 
 
@@ -89,22 +81,20 @@ class Warp(NamedTuple):
 
 
 def enter_function(size):
-    """Device function that brings the weights of a kernel, from packed word `first` on, into shared memory if they stay
-    there, and returns the Warp of thread t."""
-    RESIDENT, WGMMA, AT, TABLE, WEIGHTS, THREADS = (size.resident, size.together > 1, size.at, size.table, size.weights,
-                                                    32 * size.warps)
+    """Device function that brings the weights of a kernel, from packed word `first` on, into shared memory, and returns
+    the Warp of thread t."""
+    WGMMA, AT, TABLE, WEIGHTS, THREADS = size.together > 1, size.at, size.table, size.weights, 32 * size.warps
 
     @device
     def enter(packed, first, t):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         base, lane, mine = ptx.shared_address(words, 0), t & 31, AT + (t >> 5) * TABLE
-        if RESIDENT:
-            for i in range(t * 16, WEIGHTS, THREADS * 16):
-                ptx.copy_async16(int32(base + i), packed, first + i // 4)
-            ptx.copy_commit()
-            ptx.copy_wait_all()
-            if WGMMA:
-                ptx.proxy_fence()
+        for i in range(t * 16, WEIGHTS, THREADS * 16):
+            ptx.copy_async16(int32(base + i), packed, first + i // 4)
+        ptx.copy_commit()
+        ptx.copy_wait_all()
+        if WGMMA:
+            ptx.proxy_fence()
         cuda.syncthreads()
         return Warp(words, bytes_, base, mine, int32(base + mine), t, lane, lane >> 2, lane & 3)
     return enter
@@ -126,7 +116,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
     (load_rows, _), enter = row_functions(H), enter_function(size)
     START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
-    origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=TOGETHER > 1)
+    origin, product = gru_parts.product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
 
     @unrolled
     def embed(row_x, x, at_x, packed, at_token, at_noise, own, own_factor, shift, q):
@@ -155,7 +145,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     def gates_and_candidates(call, at, rows_at, plan, weights, packed, overlay, tokens, width, skip, n, job, offset,
                              units, x, gates, candidates):
         warp, source = enter(packed, at, thread()), source_of(plan, weights, overlay, job, offset)
-        q, table, at_weights = warp.q, warp.table, origin(warp.base, packed, at, warp.t)
+        q, table, at_weights = warp.q, warp.table, origin(warp.base, warp.t)
         acc, start, shift = cuda.local.array(ACC, int32), cuda.local.array(4, int32), job_shift(job)
         row_x, y = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
@@ -212,7 +202,7 @@ def recur_kernel(cfg, nz, cc, size):
     OWN_B, job_shift, (noise_of, vector) = input_bytes(cfg, H, 32), nz.shift, pair_functions(cfg, nz)
     (fill_input, add), enter = gru_parts.input_functions(cfg, nz, H, 32), enter_function(size)
     START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
-    origin, product = gru_parts.product_functions(32, STEPS, size.resident)
+    origin, product = gru_parts.product_functions(32, STEPS)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
     (load_rows, store_rows), added = row_functions(H), added_function(cc)
 
@@ -247,7 +237,7 @@ def recur_kernel(cfg, nz, cc, size):
               x, states, begin, keep):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
         words, bytes_, mine, lane, q = warp.words, warp.bytes_, warp.mine, warp.lane, warp.q
-        table, at_weights, p = warp.table, origin(warp.base, packed, at, warp.t), (call + RECUR) * PLAN
+        table, at_weights, p = warp.table, origin(warp.base, warp.t), (call + RECUR) * PLAN
         acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32),
                            cuda.local.array(WORDS, int32))
         old, both_x, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
@@ -361,14 +351,14 @@ def mlp_kernel(cfg, nz, cc, size):
     DOWN_START, *down_functions = quotient_functions(cfg, nz, cc, H4)
     fill, norm, inner, finish, _ = mlp_functions(cfg, nz, cc, 32, up_functions, down_functions, OFFSET)
     (_, up_factor, _), (_, down_factor, _) = up_functions, down_functions
-    origin, up = gru_parts.product_functions(32, H // 32, size.resident)
-    origin_down, down = gru_parts.product_functions(H, 1, size.resident, True)
+    origin, up = gru_parts.product_functions(32, H // 32)
+    origin_down, down = gru_parts.product_functions(H, 1, True)
 
     @cuda.jit(launch_bounds=32 * W)
     def mlp(call, at, plan, weights, packed, overlay, job, offset, units, n, x):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
-        table, q, at_weights = warp.table, warp.q, origin(warp.base, packed, at, warp.t)
-        at_down = origin_down(int32(warp.base + H4 * H), packed, at + H4 * H // 4, warp.t)
+        table, q, at_weights = warp.table, warp.q, origin(warp.base, warp.t)
+        at_down = origin_down(int32(warp.base + H4 * H), warp.t)
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
         row_x, y, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
         begin_with(start, UP_START)
@@ -559,12 +549,12 @@ def head_kernel(cfg, nz, cc, size):
     call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
     H, T, V, COLUMNS, ACC, W, WORDS = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, size.columns, size.columns // 2,
                                        size.warps, cfg.HIDDEN_DIM // 8)
-    AT_EXPS = size.weights if size.resident else 0           # [entry][lane]: a look-up has no bank conflicts
+    AT_EXPS = size.weights                                   # [entry][lane]: a look-up has no bank conflicts
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 1)
     (load_rows, _), enter = row_functions(H), enter_function(size)
     START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H, add=128)
-    origin, product = gru_parts.product_functions(COLUMNS, H // 32, size.resident, wgmma=size.together > 1)
+    origin, product = gru_parts.product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
     position_loss, max2, LOWEST = loss_function(cfg), ptx.int16_pairs(cc).max2, both(OFFSET + 1)
 
     @device
@@ -600,7 +590,7 @@ def head_kernel(cfg, nz, cc, size):
     def head(call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
         words, lane, mine, g, q = warp.words, warp.lane, warp.mine, warp.g, warp.q
-        table, at_weights = warp.table, origin(warp.base, packed, at, warp.t)
+        table, at_weights = warp.table, origin(warp.base, warp.t)
         for i in range(warp.t, 256 * 32, 32 * W):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()

@@ -237,17 +237,16 @@ def norm_functions(cfg, nz, cc, streams):
     return fill, norm
 
 
-def product_functions(columns, steps, resident, keep=False, wgmma=False):
-    """(origin, product): device functions. origin says where a lane finds weights, and `product` multiplies by
-    `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies together, each warp its own 16
-    rows."""
+def product_functions(columns, steps, keep=False, wgmma=False):
+    """(origin, product): device functions. origin says where a lane finds the weights that begin at a shared address,
+    and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
+    together, each warp its own 16 rows."""
     ROW = 32 * steps
-    multiply = (ptx.wgmma_product(columns, steps, True, True) if wgmma
-                else ptx.mma_product(columns, steps, resident, keep))
+    multiply = ptx.wgmma_product(columns, steps, True, True) if wgmma else ptx.mma_product(columns, steps, keep)
 
     if wgmma:
         @device
-        def origin(base, packed, first, t):
+        def origin(base, t):
             return base
 
         @device
@@ -255,22 +254,14 @@ def product_functions(columns, steps, resident, keep=False, wgmma=False):
             for i in range(columns // 2):
                 acc[i] = start[0]
             multiply(acc, a, int32(at_weights + at))
-    elif resident:
+    else:
         @device
-        def origin(base, packed, first, t):
+        def origin(base, t):
             return int32(base + (t & 7) * 16 + ((t >> 3) & 1) * 128 + ((t >> 4) & 1) * (8 * ROW))
 
         @device
         def product(acc, a, at_weights, at, start):
             multiply(acc, a, int32(at_weights + at), start)
-    else:
-        @device
-        def origin(base, packed, first, t):
-            return ptx.global_address(packed, first + (t & 31))
-
-        @device
-        def product(acc, a, at_weights, at, start):
-            multiply(acc, a, int64(at_weights + at), start)
     return origin, product
 
 

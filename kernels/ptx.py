@@ -205,8 +205,7 @@ def _store(count):
 load2, load4, store2, store4 = _load(2), _load(4), _store(2), _store(4)
 
 
-# f(array, index): the address of array[index] in global memory (int64); in shared memory (int32)
-global_address = _instruction("mov.u64 $0, $1;", int64, (POINTER,))
+# f(array, index): the address of array[index] in shared memory (int32)
 shared_address = _instruction("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", int32, (POINTER,))
 
 
@@ -226,34 +225,28 @@ def _registers(first, count):
     return "{" + ",".join(f"${first + i}" for i in range(count)) + "}"
 
 
-def mma_product(columns, steps, shared, keep=False):
+def mma_product(columns, steps, keep=False):
     """Intrinsic f(acc, a, b, start): acc = start + 16 rows x `columns` (a multiple of 16) over 32 * `steps` of K, of
     one warp, cc >= 8.0; with `keep` acc + the product.
 
     start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every
     tile. a: a local int32 array of 4 * steps, as in wgmma_product. acc: a local array of columns / 2: acc[4 j],
     acc[4 j + 1] = row g, columns 8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8. b: core
-    matrices of 32 * steps bytes a row, one row a column of the product: where this lane reads, a shared address (int32,
-    with `shared`: that of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16 inputs further, 2 and 3
-    eight columns) or a global one (int64: that of word `lane`)."""
+    matrices of 32 * steps bytes a row, one row a column of the product: the shared address where this lane reads, that
+    of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16 inputs further, 2 and 3 eight columns."""
     count, row = columns // 2, 32 * steps
     at_a = 2 * count if keep else count
     at_b = at_a + 4 * steps
     text = ["{ .reg .b32 b0, b1, b2, b3;"]
     for j in range(columns // 16):
         for k in range(steps):
-            at = 16 * row * j + 256 * k
-            if shared:
-                text.append(f"{LDMATRIX} {{b0,b1,b2,b3}}, [${at_b}+{at}];")
-            else:
-                text += [f"ld.global.nc.b32 b{i}, [${at_b}+{at + more}];"
-                         for i, more in enumerate((0, 128, 8 * row, 8 * row + 128))]
+            text.append(f"{LDMATRIX} {{b0,b1,b2,b3}}, [${at_b}+{16 * row * j + 256 * k}];")
             for half in range(2):
                 here = 8 * j + 4 * half
                 old = _registers(here if k else count + here if keep else at_b + 1, 4)
                 text.append(f"{MMA}{_registers(here, 4)}, {_registers(at_a + 4 * k, 4)}, "
                             f"{{b{2 * half},b{2 * half + 1}}}, {old};")
-    return _instruction(" ".join(text + ["}"]), void, (4 * steps, int32 if shared else int64, 4), MEMORY, count, keep)
+    return _instruction(" ".join(text + ["}"]), void, (4 * steps, int32, 4), MEMORY, count, keep)
 
 
 def mma_tile(columns, steps, stride):
