@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import zlib
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -823,10 +824,11 @@ def compare(constants, seed, ready):
     got, end = timed("GPU", course, gpu, **verbs)
     seconds["compiling"] = gpu.compile_seconds
     seconds["GPU"] = max(0.0, seconds["GPU"] - gpu.compile_seconds)
-    others = []
-    for more in OTHER_INSTRUCTIONS:                              # the first and a later state
-        other = cuda_engine.CudaEngine(egg_config.make(**{**cfg.constants(), **more}), tokens)
-        for state in start, end:
+    others, limit, kib = [], cuda_engine.ptx.shared_limit, list(CARDS.values())[seed % len(CARDS)]
+    for more in OTHER_INSTRUCTIONS:                              # in the tiles of a card with so much shared memory
+        with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
+            other = cuda_engine.CudaEngine(egg_config.make(**{**cfg.constants(), **more}), tokens)
+        for state in start, end:                                 # the first and a later state
             other.load(state)
             others.append((more, state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
         seconds["compiling, other"] = seconds.get("compiling, other", 0.0) + other.compile_seconds
@@ -842,7 +844,7 @@ def compare(constants, seed, ready):
     for more, state, losses in others:
         cpu.load(state)
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
-            wrong.append(f"losses of step {state.step} with {more}")
+            wrong.append(f"losses of step {state.step} with {more} in tiles of {kib} KiB")
     return ", ".join(wrong), seconds
 
 
