@@ -261,9 +261,10 @@ class CpuEngine:
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
         blocks of pairs."""
         votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
+        memory = np.empty(votes.shape[0] * BLOCK, np.uint8)      # of all blocks: the system takes long to give it
         for first in range(0, seeds.size, BLOCK):
             some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
-            x = np.empty((votes.shape[0], -(-some.size // 4) * 4), np.uint8)
+            x = memory[:votes.shape[0] * 4 * -(-some.size // 4)].reshape(votes.shape[0], -1)
             self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, some, their, x)
             self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * some.size + votes.size * some.size // 64,
                          kernels.panel_votes, self._constants, row, some, x, votes)
