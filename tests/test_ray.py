@@ -43,12 +43,15 @@ def place(tmp_path_factory):
 def ray_cluster():
     """A head node without CPUs and two nodes with a CPU each."""
     from ray import cluster_utils
+    from ray._private import utils
 
     class Cluster(cluster_utils.Cluster):
         def add_node(self, **arguments):
             """Nodes of one machine would share a directory, where each replaces the code that another is importing."""
             return super().add_node(temp_dir=tempfile.mkdtemp(dir=root), **arguments)
 
+    # where a cluster leaves its address; it does not exist where Ray has never run
+    os.makedirs(os.path.dirname(utils.get_ray_address_file(None)), exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as root:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
