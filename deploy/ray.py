@@ -7,6 +7,7 @@ this process, the driver: when it ends, so do the actors, and the same command c
 
 import collections
 import contextlib
+import io
 import json
 import logging
 import os
@@ -281,7 +282,9 @@ def train(cfg, args, secret, http, console):
         if validations:
             console.line("validation: {1:.3f} {2} at step {0}".format(*validations[-1]))
     finally:
-        ray.shutdown()
+        rest = io.StringIO()                                 # Ray repeats reports here whose first lines were shown
+        with contextlib.redirect_stdout(rest), contextlib.redirect_stderr(rest):
+            ray.shutdown()
     return save_dir
 
 

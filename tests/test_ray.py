@@ -77,7 +77,7 @@ def monkeypatch_module():
 
 def egg(at, *arguments):
     return subprocess.Popen([sys.executable, HERE / "egg.py", *map(str, arguments)], cwd=at, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pipesize=1 << 20)    # read at its end
 
 
 def drive(at, cluster, directory, *more):
