@@ -468,10 +468,9 @@ class Coordinator:
         """A worker at this step asks for work. digest: of its state, None with protocol 1."""
         first, worker.step, worker.digest = worker.step is None, step, digest
         if first:
-            known = sum(w.step is not None for w in self.dispatcher.workers)
-            self._log_worker("joined", worker,
-                             f"worker {worker.session.title} joined at step {step} ({known} connected)")
-            self.dispatcher.count_authors(time.monotonic())
+            self.dispatcher.arrived(worker)
+            self._log_worker("joined", worker, f"worker {worker.session.title} joined at step {step} "
+                             f"({self.dispatcher.known} connected)")
         if not worker.waiting:
             self._answer(worker)
 

@@ -107,6 +107,7 @@ class Dispatcher:
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
         self._hosts_at = -math.inf                     # the same for hosts
+        self._voters, self.known = set(), 0          # Author.voter of those at work; workers that have asked for work
         self._passed_over = False                    # a worker waits although there may be a chunk for it
         self._late = []                              # chunks that an idle worker may take a copy of
         self._stuck = set()                          # voters (Author.voter) of workers that were stuck
@@ -229,6 +230,7 @@ class Dispatcher:
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
         self.workers.discard(worker)
+        self.known -= worker.step is not None
         self.give_back(worker, list(worker.held))
         self.changed = True
         return not any(w.author == worker.author for w in self.workers)
@@ -239,17 +241,24 @@ class Dispatcher:
             self._check_leases(worker, now)
         paces = [w.pace for w in self.workers if w.pace]
         self.usual = median(paces) if paces else self.usual
-        self.count_authors(now)
+        self._count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)
             self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide")
         self._late = self.work.late(now, self.usual) if self.usual and not self.work.queue else []
         self.changed = self.changed or self._passed_over or bool(self._late and self.waiting)
 
-    def count_authors(self, now):
+    def arrived(self, worker):
+        """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
+        self.known += 1
+        if not (self.several and (len(self._voters) > 1 or worker.author.voter in self._voters)):
+            self._count_authors(time.monotonic())
+
+    def _count_authors(self, now):
         """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
         active = {w.author for w in self.workers if self._active(w, now)}
-        self.several, hosts = len(active) > 1, len({author.voter for author in active}) > 1
+        self._voters = {author.voter for author in active}
+        self.several, hosts = len(active) > 1, len(self._voters) > 1
         self._several_at = now if self.several else self._several_at
         self._hosts_at = now if hosts else self._hosts_at
         before = self.alone, self.by_host

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
@@ -1054,6 +1055,31 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     seconds = time.thread_time() - started
     assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
     run.close()
+
+
+def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch):
+    """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
+    dispatcher, counted = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60), []
+    dispatcher.work, original = SimpleNamespace(settle=lambda: None), dispatch.Dispatcher._count_authors
+    monkeypatch.setattr(dispatch.Dispatcher, "_count_authors", lambda self, now: counted.append(original(self, now)))
+
+    class Arrival(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    def arrive(host, name):
+        author = admission.Author(host, name, name)
+        worker = Arrival(trusted=True, stuck=False, chunks=0, author=author, step=0, waiting=True)
+        dispatcher.workers.add(worker)
+        dispatcher.arrived(worker)
+
+    arrive("a", "0")
+    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host) == (True, False, False)
+    for i in range(1, 1000):
+        arrive("a", str(i))
+    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host, len(counted)) == (False, True, False, 2)
+    for i in range(1000):
+        arrive(f"b{i}", "0")
+    assert dispatcher.by_host and len(counted) == 3 and dispatcher.known == 2000
 
 
 def test_many_workers_are_served(tmp_path):
