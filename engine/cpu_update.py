@@ -148,7 +148,7 @@ def move(o, rate, vote, direction, weight, moments):
     """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it;
     direction: Muon's."""
     if o.rule == ZTEST:
-        least = i32(rate)        # few votes are as large, which a processor can predict, while half of them are positive
+        least = i32(rate)        # few votes are as large, which a processor predicts; half of them are positive
         return ztest(vote, weight, least) if vote >= least or vote <= -least else i32(0)
     if o.rule == SGD:
         acc = sgd(vote, moments[2], rate)
